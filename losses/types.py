@@ -1,0 +1,48 @@
+"""What every loss takes and gives. Shape legend: T packed tokens of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """One micro-batch, packed. Entry t of each tensor is about target token t."""
+
+    logprobs: Tensor
+    """[T] float32, nats, of the policy being trained; carries the gradient."""
+    generator_logprobs: Tensor
+    """[T] float32, nats, recorded when the token was drawn; NaN where nothing was drawn."""
+    advantages: Tensor
+    """[T] float32."""
+    mask: Tensor
+    """[T] bool, True where the loss applies. Padding is False here and nowhere else."""
+    sequence_ids: Tensor
+    """[T] int64, which sequence of the micro-batch a token belongs to: 0 .. num_sequences - 1;
+    padding holds num_sequences."""
+    num_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """A token sum and the denominator it asks for; the caller divides once for a whole step."""
+
+    loss_sum: Tensor
+    """[] float32, summed over valid tokens; carries the gradient."""
+    denominator: Tensor | None
+    """[] float32, what this micro-batch adds to the step's denominator (valid tokens,
+    sequences, a constant); None asks for no division: the gradient of the plain sum."""
+    num_tokens: Tensor
+    """[] float32, valid tokens: those the sum was taken over, and what metrics are averaged over."""
+    metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """[] float32 each, summed over valid tokens, without gradient; reported as means."""
+
+
+class Loss(Protocol):
+    """A settings dataclass that is callable: pure, no module, no collective, no I/O."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput: ...

@@ -1,0 +1,373 @@
+"""The synchronous GRPO loop, written over the protocols: every rollout is on-policy.
+
+    prompts -> generate -> score -> advantages -> samples
+            -> forward_backward -> optim_step -> publish -> next step
+
+Nothing here knows of processes: the actors implement the protocols, so do the fakes in
+the tests. Shape legend: P prompts of a step, G samples of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from rl.config.configurable import Configurable
+from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
+from rl.rollouts.advantage import GroupAdvantage
+from rl.rollouts.evaluation import evaluate, raise_on_failures
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.samples import policy_sample
+from rl.types import (
+    ForwardBackwardResult,
+    OptimStepResult,
+    Problem,
+    Prompt,
+    PublishResult,
+    Rollout,
+    SamplingParams,
+    Score,
+    TrainingSample,
+)
+
+Record = Mapping[str, float | int | None]
+
+
+class Sink(Protocol):
+    """Where records go: metrics.jsonl, the console, later TensorBoard and others."""
+
+    def write(self, record: Record) -> None:
+        """A step's record, or an evaluation's (it has the key `eval/correct`)."""
+        ...
+
+
+class NothingToLearnError(RuntimeError):
+    """Too many steps in a row in which every group's rewards were equal."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sampling:
+    """How training completions are drawn."""
+
+    max_tokens: int = 32
+    """Most new tokens of one completion."""
+    temperature: float = 1.0
+    """The trainer divides its logits by it, so that its logprobs are of the same distribution."""
+    top_p: float = 1.0
+    """Only 1 (off) can be trained on: the trainer cannot undo a truncated distribution."""
+    top_k: int = 0
+    """Only 0 (off) can be trained on."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens={self.max_tokens} is less than 1")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"sampling.temperature={self.temperature} cannot be trained on: greedy tokens carry no "
+                "policy gradient; use a value above 0 (evaluation is greedy anyway)"
+            )
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                f"sampling.top_p={self.top_p}, sampling.top_k={self.top_k}: training needs 1.0 and 0 (off), or "
+                "the recorded logprobs are not those of the distribution that the trainer computes"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seams:
+    """The collaborators of a loop; each is any implementation of its protocol."""
+
+    sampler: Sampler
+    learner: Learner
+    publisher: WeightPublisher
+    scorer: Scorer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Graded:
+    """One rollout with its score and its advantage."""
+
+    rollout: Rollout
+    score: Score
+    advantage: float
+
+
+class SyncLoop(Configurable):
+    """Runs GRPO until `num_steps` steps are done."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_steps: int = 100
+        """Optimizer steps times `num_minibatches`: rounds of generate, train, publish."""
+        num_prompts: int = 32
+        """Prompts of a step."""
+        num_samples: int = 8
+        """Completions of each prompt; their mean reward is the baseline."""
+        num_minibatches: int = 1
+        """Optimizer steps a round of rollouts is cut into, by prompts."""
+        sampling: Sampling = field(default_factory=Sampling)
+        advantage: GroupAdvantage = field(default_factory=GroupAdvantage)
+        max_failed_rewards: float = 0.0
+        """Share of a step's rewards that may fail (raise, time out, not finite) before the run
+        stops; a failed one is counted and not trained on."""
+        max_empty_steps: int = 20
+        """Steps in a row without any policy gradient (equal rewards in every group) before the
+        run stops with a message."""
+        eval_every: int = 20
+        """Steps between evaluations; also before the first and after the last step. 0: none."""
+        checkpoint_every: int = 0
+        """Steps between checkpoints. 0: after the last step alone."""
+
+        def __post_init__(self) -> None:
+            for name in ("num_steps", "eval_every", "checkpoint_every"):
+                if getattr(self, name) < 0:
+                    raise ValueError(f"loop.{name}={getattr(self, name)} is negative")
+            if self.num_prompts < 1 or self.num_samples < 2:
+                raise ValueError(
+                    f"loop.num_prompts={self.num_prompts}, loop.num_samples={self.num_samples}: a step needs at "
+                    "least 1 prompt and 2 samples of each, whose mean is the baseline"
+                )
+            if self.num_minibatches < 1 or self.num_prompts % self.num_minibatches:
+                raise ValueError(
+                    f"loop.num_minibatches={self.num_minibatches} does not divide loop.num_prompts={self.num_prompts}"
+                )
+            if not 0 <= self.max_failed_rewards < 1:
+                raise ValueError(f"loop.max_failed_rewards={self.max_failed_rewards} is not in [0, 1)")
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        seams: Seams,
+        renderer: ChatRenderer,
+        train_problems: Iterator[Problem],
+        eval_problems: Sequence[Problem],
+        sinks: Sequence[Sink],
+        checkpoint_folder: str,
+        seed: int,
+    ) -> None:
+        self.config = config
+        self.seams = seams
+        self.renderer = renderer
+        self.train_problems = train_problems
+        self.eval_prompts = [renderer.prompt(p) for p in eval_problems]
+        self.sinks = sinks
+        self.checkpoint_folder = checkpoint_folder
+        self.seed = seed
+        self.policy_version = 0
+        self._num_empty_steps = 0
+
+    async def run(self) -> None:
+        """Publish the starting weights, evaluate, train, evaluate, save."""
+        published = await self.seams.publisher.publish()
+        self.policy_version = published.policy_version
+        await self._evaluate(step=0)
+        for step in range(1, self.config.num_steps + 1):
+            await self._step(step)
+            last = step == self.config.num_steps
+            if last or (self.config.eval_every and step % self.config.eval_every == 0):
+                await self._evaluate(step=step)
+            if last or (self.config.checkpoint_every and step % self.config.checkpoint_every == 0):
+                await self.seams.learner.save_checkpoint(f"{self.checkpoint_folder}/step-{step}")
+
+    async def _step(self, step: int) -> None:
+        clock = _Clock()
+        groups = await self._generate(step)
+        clock.lap("generate")
+        graded_PG = self._grade(groups, await self._score(groups))
+        clock.lap("score")
+        results, optim = await self._train(graded_PG)
+        clock.lap("train")
+        published = await self.seams.publisher.publish()
+        self.policy_version = published.policy_version
+        clock.lap("publish")
+        record = {
+            "step": step,
+            "policy_version": self.policy_version,
+            **_reward_record(graded_PG, num_drawn=sum(map(len, groups))),
+            **_training_record(results, optim),
+            **_time_record(graded_PG, results, published, clock),
+        }
+        for sink in self.sinks:
+            sink.write(record)
+        self._stop_if_nothing_to_learn(graded_PG)
+
+    async def _generate(self, step: int) -> list[list[Rollout]]:
+        """[P][G] rollouts, all of the current policy version."""
+        prompts = [self.renderer.prompt(p) for p in islice(self.train_problems, self.config.num_prompts)]
+        settings = self.config.sampling
+        sampling = SamplingParams(
+            max_tokens=settings.max_tokens,
+            num_samples=self.config.num_samples,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_token_ids=self.renderer.stop_token_ids,
+            seed=self.seed * 1_000_003 + step,
+        )
+        completions = await self.seams.sampler.generate([p.token_ids for p in prompts], sampling=sampling)
+        rollouts = [
+            [self.renderer.rollout(prompt, completion) for completion in group]
+            for prompt, group in zip(prompts, completions, strict=True)
+        ]
+        self._check_on_policy(rollouts)
+        return rollouts
+
+    def _check_on_policy(self, groups: list[list[Rollout]]) -> None:
+        for rollout in (r for group in groups for r in group):
+            versions = rollout.completion.policy_versions
+            if np.any(versions != self.policy_version):
+                raise RuntimeError(
+                    f"a completion was drawn by policy versions {np.unique(versions).tolist()}, the "
+                    f"synchronous loop is at {self.policy_version}: the weights' sync is broken"
+                )
+
+    async def _score(self, groups: list[list[Rollout]]) -> list[Score]:
+        scores = await self.seams.scorer.score([r for group in groups for r in group])
+        raise_on_failures(scores, max_fraction=self.config.max_failed_rewards)
+        return scores
+
+    def _grade(self, groups: list[list[Rollout]], scores: Sequence[Score]) -> list[list[_Graded]]:
+        """[P][<=G]: rollouts whose score failed are left out, before the group's mean is taken."""
+        remaining = iter(scores)
+        graded_PG = []
+        for group in groups:
+            pairs = [(rollout, next(remaining)) for rollout in group]
+            pairs = [(rollout, score) for rollout, score in pairs if score.failure is None]
+            rewards_G = np.array([score.reward for _, score in pairs])
+            advantages_G = self.config.advantage(rewards_G) if pairs else ()
+            graded_PG.append(
+                [
+                    _Graded(rollout=r, score=s, advantage=float(a))
+                    for (r, s), a in zip(pairs, advantages_G, strict=True)
+                ]
+            )
+        return graded_PG
+
+    async def _train(
+        self, graded_PG: list[list[_Graded]]
+    ) -> tuple[list[ForwardBackwardResult], OptimStepResult]:
+        results = []
+        width = self.config.num_prompts // self.config.num_minibatches
+        for start in range(0, len(graded_PG), width):
+            samples = self._samples(graded_PG[start : start + width])
+            results.append(await self.seams.learner.forward_backward(samples))
+            optim = await self.seams.learner.optim_step()
+        return results, optim
+
+    def _samples(self, graded_PG: list[list[_Graded]]) -> list[TrainingSample]:
+        temperature = self.config.sampling.temperature
+        return [
+            policy_sample(g.rollout, advantage=g.advantage, temperature=temperature)
+            for group in graded_PG
+            for g in group
+        ]
+
+    def _stop_if_nothing_to_learn(self, graded_PG: list[list[_Graded]]) -> None:
+        empty = all(g.advantage == 0 for group in graded_PG for g in group)
+        self._num_empty_steps = self._num_empty_steps + 1 if empty else 0
+        if self._num_empty_steps > self.config.max_empty_steps:
+            rewards = {g.score.reward for group in graded_PG for g in group}
+            raise NothingToLearnError(
+                f"{self._num_empty_steps} steps in a row had equal rewards in every group (the last: "
+                f"{sorted(rewards)[:3]}), more than loop.max_empty_steps={self.config.max_empty_steps}: the "
+                "task is solved or out of reach, so there is no policy gradient"
+            )
+
+    async def _evaluate(self, *, step: int) -> None:
+        if not self.config.eval_every:
+            return
+        started = time.perf_counter()
+        evaluation = await evaluate(
+            prompts=self.eval_prompts,
+            sampler=self.seams.sampler,
+            scorer=self.seams.scorer,
+            renderer=self.renderer,
+            max_tokens=self.config.sampling.max_tokens,
+        )
+        record = {
+            "step": step,
+            "policy_version": self.policy_version,
+            "eval/correct": evaluation.correct,
+            "eval/reward": evaluation.reward,
+            "eval/num_problems": evaluation.num_problems,
+            **{f"eval/{name}": value for name, value in evaluation.parts.items()},
+            "time/eval_s": time.perf_counter() - started,
+        }
+        for sink in self.sinks:
+            sink.write(record)
+
+
+class _Clock:
+    """Laps of one step, in seconds."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.perf_counter()
+        self.laps_s: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps_s[name] = now - self.last
+        self.last = now
+
+
+def _reward_record(graded_PG: list[list[_Graded]], *, num_drawn: int) -> dict[str, float | int]:
+    graded = [g for group in graded_PG for g in group]
+    completions = [g.rollout.completion for g in graded]
+    return {
+        "reward/mean": float(np.mean([g.score.reward for g in graded])),
+        "reward/std": float(np.std([g.score.reward for g in graded])),
+        "reward/correct": float(np.mean([g.score.correct for g in graded])),
+        "reward/equal_groups": float(np.mean([all(g.advantage == 0 for g in group) for group in graded_PG])),
+        "reward/num_failed": num_drawn - len(graded),
+        "completion/tokens_mean": float(np.mean([len(c.token_ids) for c in completions])),
+        "completion/cut_off": float(np.mean([c.finish_reason == "length" for c in completions])),
+    }
+
+
+def _training_record(
+    results: Sequence[ForwardBackwardResult], optim: OptimStepResult
+) -> dict[str, float | int]:
+    num_valid = sum(r.num_valid_tokens for r in results)
+
+    def token_mean(name: str) -> float:
+        return sum(getattr(r, name) * r.num_valid_tokens for r in results) / max(num_valid, 1)
+
+    return {
+        "loss/mean": float(np.mean([r.loss_mean for r in results])),
+        "loss/ratio_mean": token_mean("ratio_mean"),
+        "loss/clipped_fraction": token_mean("clipped_fraction"),
+        "loss/entropy_mean": token_mean("entropy_mean"),
+        "loss/grad_norm": optim.grad_norm,
+        "loss/lr": optim.lr,
+        # Of the first minibatch: later ones differ from the generator by the updates between.
+        "logprob_diff/mean": results[0].logprob_diff_mean,
+        "logprob_diff/max": results[0].logprob_diff_max,
+        "logprob_diff/identical": int(results[0].logprobs_identical),
+    }
+
+
+def _time_record(
+    graded_PG: list[list[_Graded]],
+    results: Sequence[ForwardBackwardResult],
+    published: PublishResult,
+    clock: _Clock,
+) -> dict[str, float | int]:
+    completions = [g.rollout.completion for group in graded_PG for g in group]
+    num_generated = sum(len(c.token_ids) for c in completions)
+    num_trained = sum(r.num_tokens for r in results)
+    step_s = clock.last - clock.started
+    return {
+        **{f"time/{name}_s": lap_s for name, lap_s in clock.laps_s.items()},
+        "time/push_s": published.push_s,
+        "time/pull_s": published.pull_s,
+        "time/step_s": step_s,
+        "perf/generated_tokens_per_s": num_generated / clock.laps_s["generate"],
+        "perf/trained_tokens_per_s": num_trained / clock.laps_s["train"],
+        "perf/samples_per_s": len(completions) / step_s,
+    }

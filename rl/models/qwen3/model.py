@@ -1,0 +1,219 @@
+"""Qwen3, dense: pre-norm blocks, grouped-query attention with q/k norm, rope, SwiGLU.
+
+One definition for trainer and generator. It runs on a flat axis of T tokens, which is both
+a packed training batch and what vLLM hands to a model; only the core attention differs and
+is handed in.
+
+Projections are fused, and the rows of a fused weight are ordered by key-value head: group g
+holds its query heads, its key head and its value head; its share of the gate rows, then of
+the up rows. So a plain row split (`Shard(0)`) over any tensor-parallel degree that divides
+the key-value heads gives each rank whole groups, and weights move between layouts unchanged.
+
+Shape legend: T tokens, E model width, V vocabulary, H query heads, K key-value heads,
+D head size, G = H / K queries per group, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl.config.configurable import Configurable
+from rl.models.attention import PackedAttention, SequenceLayout
+
+
+class CoreAttention(Protocol):
+    """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D], or flat [T, H*D]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceLayout | None, /) -> Tensor: ...
+
+
+class RoPE(Configurable, nn.Module):
+    """Rotary position embedding; tables are computed once and indexed once a forward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        theta: float = 1_000_000.0
+        """Base of the geometric series of wavelengths."""
+        max_positions: int = 40_960
+        """Longest sequence the tables serve."""
+
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+    def __init__(self, *, config: Config, head_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = head_dim
+        cos, sin = self._tables()
+        self.register_buffer("cos_PD", cos, persistent=False)
+        self.register_buffer("sin_PD", sin, persistent=False)
+
+    def _tables(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        positions = torch.arange(self.config.max_positions, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, 1.0 / self.config.theta**exponents)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    def reset_buffers(self) -> None:
+        """Fill the tables anew, after `to_empty` has moved the module off the meta device."""
+        self.cos_PD, self.sin_PD = self._tables(self.cos_PD.device)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [T, 1, D] float32."""
+        return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
+
+
+def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate the halves of each head by its position's angles, in the input's dtype."""
+    first, second = x_THD.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_THD * cos_T1D + turned * sin_T1D
+
+
+class Attention(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_heads: int
+        num_kv_heads: int
+        head_dim: int = 128
+
+        def __post_init__(self) -> None:
+            if self.num_heads % self.num_kv_heads:
+                raise ValueError(
+                    f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+                )
+
+    def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.group_size = config.num_heads // config.num_kv_heads
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(dim, width, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps)
+        self.core = core
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=False)
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
+        # Under tensor parallelism this rank's output holds K / tp whole groups: -1 counts them.
+        qkv = self.qkv_proj(x_TE).unflatten(-1, (-1, self.group_size + 2, self.head_dim))
+        q_TKGD, k_TK1D, v_TK1D = qkv.split((self.group_size, 1, 1), dim=2)
+        q_THD = rotate(self.q_norm(q_TKGD.flatten(1, 2)), cos, sin)
+        k_TKD = rotate(self.k_norm(k_TK1D.flatten(1, 2)), cos, sin)
+        out = self.core(q_THD, k_TKD, v_TK1D.flatten(1, 2), sequences)
+        return self.o_proj(out.flatten(1))
+
+
+class FeedForward(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        hidden_dim: int
+
+    def __init__(self, *, config: Config, dim: int, num_groups: int) -> None:
+        super().__init__()
+        if config.hidden_dim % num_groups:
+            raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
+        self.group_width = config.hidden_dim // num_groups
+        self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, dim, bias=False)
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x_TE).unflatten(-1, (-1, 2, self.group_width))
+        gate, up = gate_up.unbind(dim=2)
+        return self.down_proj((F.silu(gate) * up).flatten(1))
+
+
+class TransformerBlock(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        attention: Attention.Config
+        feed_forward: FeedForward.Config
+
+    def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = config.attention.build(dim=dim, norm_eps=norm_eps, core=core)
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = config.feed_forward.build(dim=dim, num_groups=config.attention.num_kv_heads)
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos, sin, sequences)
+        return x_TE + self.feed_forward(self.ffn_norm(x_TE))
+
+
+class Qwen3(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        vocab_size: int
+        dim: int
+        num_layers: int
+        tie_embeddings: bool = True
+        """The output head shares the embedding's weight."""
+        norm_eps: float = 1e-6
+        block: TransformerBlock.Config
+        rope: RoPE.Config = field(default_factory=RoPE.Config)
+
+    def __init__(
+        self, *, config: Config, core_attention: Callable[[int], nn.Module] = lambda layer: PackedAttention()
+    ) -> None:
+        """`core_attention(layer)` makes the attention between projections of that layer."""
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.rope = config.rope.build(head_dim=config.block.attention.head_dim)
+        self.layers = nn.ModuleList(
+            config.block.build(dim=config.dim, norm_eps=config.norm_eps, core=core_attention(i))
+            for i in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, E] weight of the output head."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        *,
+        positions: Tensor,
+        sequences: SequenceLayout | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Final hidden states [T, E], or `head(hidden [T, E], head weight [V, E])`.
+
+        The head runs inside the forward so that sharding hooks have gathered its weight.
+
+        Args:
+            positions: [T] int64, restarting at 0 with each sequence.
+            sequences: where each sequence lies; None where the core attention knows itself.
+        """
+        x_TE = self.embed_tokens(input_ids_T)
+        cos, sin = (table.to(x_TE.dtype) for table in self.rope(positions))
+        for layer in self.layers:
+            x_TE = layer(x_TE, cos, sin, sequences)
+        hidden_TE = self.norm(x_TE)
+        return hidden_TE if head is None else head(hidden_TE, self.head_weight)
+
+    @torch.no_grad()
+    def init_weights(self, *, seed: int, std: float = 0.02) -> None:
+        """Normal weights, norms at one; the same numbers for a seed on every machine and layout."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Logits [T, V]."""
+    return F.linear(hidden_TE, weight_VE)

@@ -1,0 +1,68 @@
+"""The seams: what the loops drive. Actors implement these, and so do in-process fakes.
+
+The whole of an algorithm is four calls: sample, forward_backward, optim_step, publish
+weights. Scoring is a fifth that any function could do in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from losses.types import Loss
+from rl.types import (
+    Completion,
+    ForwardBackwardResult,
+    OptimParams,
+    OptimStepResult,
+    PublishResult,
+    Rollout,
+    SamplingParams,
+    Score,
+    TrainingSample,
+)
+
+
+class Sampler(Protocol):
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+    ) -> list[list[Completion]]:
+        """Completions of each prompt ([T] int32 token ids), `sampling.num_samples` each, in order."""
+        ...
+
+
+class Learner(Protocol):
+    async def forward_backward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+    ) -> ForwardBackwardResult:
+        """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
+
+        `loss` None takes the configured one.
+        """
+        ...
+
+    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        """Divide by the accumulated denominator, clip, step, clear the gradient."""
+        ...
+
+    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """[T] float32 nats for each sample, entry t of token t; entry 0 is 0."""
+        ...
+
+    async def save_checkpoint(self, folder: str) -> None: ...
+
+    async def load_checkpoint(self, folder: str) -> int:
+        """Load a folder of `save_checkpoint`, or a Hugging Face one; returns the policy version."""
+        ...
+
+
+class WeightPublisher(Protocol):
+    async def publish(self) -> PublishResult:
+        """Push the learner's weights and wait until every sampler serves them."""
+        ...
+
+
+class Scorer(Protocol):
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]: ...

@@ -1,0 +1,48 @@
+"""Problems to tokens, through the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rl.types import Completion, Problem, Prompt, Rollout
+
+
+class ChatRenderer:
+    """Renders a problem as one user turn. What the model produced is never re-tokenized.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template and an end-of-turn token.
+        max_prompt_tokens: longer prompts are refused.
+    """
+
+    def __init__(self, *, tokenizer: Any, max_prompt_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.stop_token_ids: tuple[int, ...] = (tokenizer.eos_token_id,)
+
+    def prompt(self, problem: Problem) -> Prompt:
+        """Raises ValueError for a prompt that leaves no room in the context."""
+        messages = [{"role": "user", "content": problem.question}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        token_ids = self._encode(text)
+        if len(token_ids) > self.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room "
+                f"for {self.max_prompt_tokens} (generator.max_model_len less sampling.max_tokens)"
+            )
+        return Prompt(problem=problem, token_ids=token_ids)
+
+    def demonstration(self, problem: Problem) -> np.ndarray:
+        """[C] int32 tokens of the problem's demonstration, ended as the model should end it."""
+        if not problem.demonstration:
+            raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
+        return np.append(self._encode(problem.demonstration), np.int32(self.tokenizer.eos_token_id))
+
+    def rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        return Rollout(prompt=prompt, completion=completion, text=text)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

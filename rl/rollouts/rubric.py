@@ -1,0 +1,52 @@
+"""Rewards: a rubric is a weighted sum of reward functions over one rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl.types import Rollout, Score
+
+RewardFn = Callable[[Rollout], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Criterion:
+    """One reward function and what it counts for."""
+
+    name: str
+    function: RewardFn
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rubric:
+    """Scores a rollout by its criteria; picklable if the functions are module-level.
+
+    `correct` tells whether the answer is right, whatever the reward's shaping.
+    """
+
+    criteria: tuple[Criterion, ...]
+    correct: Callable[[Rollout], bool]
+
+    def score(self, rollout: Rollout) -> Score:
+        """The score of one rollout. A criterion that raises or is not finite is a failed score,
+        never a silent zero: it says which criterion, on which problem, and why."""
+        parts: dict[str, float] = {}
+        for criterion in self.criteria:
+            try:
+                value = float(criterion.function(rollout))
+            except Exception as error:  # a user's function: one of the three boundaries
+                return failed_score(f"reward {criterion.name!r} raised {error!r}", rollout=rollout)
+            if not math.isfinite(value):
+                return failed_score(f"reward {criterion.name!r} is {value}, not a finite number", rollout=rollout)
+            parts[criterion.name] = value
+        reward = sum(c.weight * parts[c.name] for c in self.criteria)
+        return Score(reward=reward, correct=self.correct(rollout), parts=parts)
+
+
+def failed_score(reason: str, *, rollout: Rollout) -> Score:
+    """A score that says why there is none; its rollout is not trained on."""
+    where = f"on problem {rollout.prompt.problem.id!r}, completion {rollout.text!r}"
+    return Score(reward=0.0, correct=False, failure=f"{reason} {where}")

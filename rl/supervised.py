@@ -1,0 +1,76 @@
+"""Supervised steps on demonstrations, through the same `forward_backward` as GRPO.
+
+A policy gradient needs a policy that is sometimes right: this makes the starting point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from losses.cross_entropy import CrossEntropyLoss
+from rl.config.configurable import Configurable
+from rl.protocols import Learner
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.samples import demonstration_sample
+from rl.types import OptimParams, Problem
+
+
+class SupervisedWarmup(Configurable):
+    """Cross-entropy steps with a schedule of their own, owned by the controller."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_steps: int = 150
+        """Optimizer steps."""
+        num_demonstrations: int = 64
+        """Demonstrations a step."""
+        lr: float = 3e-3
+        """Peak learning rate."""
+        lr_warmup_steps: int = 20
+        """Steps in which the learning rate rises linearly to its peak."""
+        lr_decay_steps: int = 300
+        """Length of the cosine decay to 0; longer than `num_steps` ends above 0."""
+        betas: tuple[float, float] = (0.9, 0.95)
+        weight_decay: float = 0.0
+        max_norm: float = 1.0
+        """Gradient clip norm."""
+
+        def __post_init__(self) -> None:
+            if self.num_steps < 1 or self.num_demonstrations < 1:
+                raise ValueError(
+                    f"warmup.num_steps={self.num_steps}, warmup.num_demonstrations={self.num_demonstrations}: "
+                    "both must be at least 1 (no warm-up at all: --warmup None)"
+                )
+
+        def lr_at(self, step: int) -> float:
+            """Learning rate of step 0, 1, ..."""
+            rise = min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
+            progress = min(1.0, step / max(self.lr_decay_steps, 1))
+            return self.lr * rise * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def __init__(self, *, config: Config, learner: Learner, renderer: ChatRenderer) -> None:
+        self.config = config
+        self.learner = learner
+        self.renderer = renderer
+
+    async def run(self, problems: Iterator[Problem], *, on_step: Callable[[float], None]) -> None:
+        """`on_step(loss per token)` is called after each step."""
+        config = self.config
+        for step in range(config.num_steps):
+            samples = [
+                demonstration_sample(self.renderer.prompt(p).token_ids, self.renderer.demonstration(p))
+                for p in islice(problems, config.num_demonstrations)
+            ]
+            result = await self.learner.forward_backward(samples, loss=CrossEntropyLoss())
+            await self.learner.optim_step(
+                OptimParams(
+                    lr=config.lr_at(step),
+                    betas=config.betas,
+                    weight_decay=config.weight_decay,
+                    max_norm=config.max_norm,
+                )
+            )
+            on_step(result.loss_mean)

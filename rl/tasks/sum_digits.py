@@ -1,0 +1,129 @@
+"""Sum-digits: the sum of all decimal digits of a few two-digit integers (47, 82 -> 21).
+
+Small enough for a tiny model on a laptop, with an exact grader and a held-out set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.config.configurable import Configurable
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.types import Problem, Rollout
+
+ANSWER = re.compile(r"\[ANSWER\] ?(\d+)\s*\Z")
+HELD_OUT_SHARE = 0.15
+
+
+class SumDigits(Configurable):
+    """Prompts of a few integers in 10..99, their demonstrations and their rubric."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_integers: int = 3
+        """Integers in a prompt: 2, 3 or 4."""
+        num_eval: int = 512
+        """Held-out problems; the same set for every seed."""
+        format_reward: float = 0.1
+        """Partial credit for a reply that ends in `[ANSWER] <digits>`, right or wrong; the rest of
+        1.0 is for the right answer."""
+        reward: Literal["answer", "noise"] = "answer"
+        """`noise` draws 0 or 1 by chance: the control that must not learn."""
+
+        def __post_init__(self) -> None:
+            if self.num_integers not in (2, 3, 4):
+                raise ValueError(f"num_integers={self.num_integers} is not one of 2, 3, 4")
+            if not 0 <= self.format_reward <= 1:
+                raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
+            if not 1 <= self.num_eval <= 512:
+                raise ValueError(f"num_eval={self.num_eval} is not between 1 and 512")
+
+    def __init__(self, *, config: Config) -> None:
+        self.config = config
+
+    def train_problems(self, *, seed: int) -> Iterator[Problem]:
+        """Endless problems, none of them held out; the same for a seed."""
+        generator = random.Random(f"train-{seed}")
+        return (p for p in self._draw(generator) if not is_held_out(p))
+
+    def eval_problems(self) -> list[Problem]:
+        """`num_eval` distinct held-out problems."""
+        problems: dict[str, Problem] = {}
+        for problem in self._draw(random.Random("eval")):
+            if is_held_out(problem):
+                problems[problem.id] = problem
+            if len(problems) == self.config.num_eval:
+                break
+        return list(problems.values())
+
+    def rubric(self) -> Rubric:
+        """Reward 1.0 for the right answer, `format_reward` for the form alone."""
+        if self.config.reward == "noise":
+            return Rubric(criteria=(Criterion(name="noise", function=_coin),), correct=is_correct)
+        share = self.config.format_reward
+        criteria = (
+            Criterion(name="answer", function=_answer_reward, weight=1.0 - share),
+            Criterion(name="format", function=format_reward, weight=share),
+        )
+        return Rubric(criteria=criteria, correct=is_correct)
+
+    def _draw(self, generator: random.Random) -> Iterator[Problem]:
+        while True:
+            yield make_problem([generator.randint(10, 99) for _ in range(self.config.num_integers)])
+
+
+def make_problem(integers: list[int]) -> Problem:
+    """The problem of these integers, solved by a running sum over their digits.
+
+    >>> make_problem([47, 82]).demonstration
+    '4+7=11+8=19+2=21 [ANSWER] 21'
+    """
+    question = " ".join(map(str, integers))
+    digits = [int(d) for n in integers for d in str(n)]
+    total = digits[0]
+    steps = str(total)
+    for digit in digits[1:]:
+        total += digit
+        steps += f"+{digit}={total}"
+    return Problem(
+        id=f"sum-digits/{question.replace(' ', '-')}",
+        question=question,
+        answer=str(total),
+        demonstration=f"{steps} [ANSWER] {total}",
+    )
+
+
+def is_held_out(problem: Problem) -> bool:
+    """By a hash of the integers without their order: no reordering of a held-out problem is trained on."""
+    key = " ".join(sorted(problem.question.split()))
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
+
+
+def parse_answer(text: str) -> str | None:
+    """The digits after the last `[ANSWER]`, which must end the reply; None if there are none."""
+    match = ANSWER.search(text)
+    return match.group(1) if match else None
+
+
+def is_correct(rollout: Rollout) -> bool:
+    return parse_answer(rollout.text) == rollout.prompt.problem.answer
+
+
+def format_reward(rollout: Rollout) -> float:
+    """1 if the reply ends in `[ANSWER] <digits>` and was not cut off."""
+    finished = rollout.completion.finish_reason == "stop"
+    return float(finished and parse_answer(rollout.text) is not None)
+
+
+def _answer_reward(rollout: Rollout) -> float:
+    return float(is_correct(rollout))
+
+
+def _coin(rollout: Rollout) -> float:
+    return float(random.getrandbits(1))

@@ -1,0 +1,198 @@
+"""Every message between the controller and the actors.
+
+Frozen, keyword-only, slotted dataclasses; arrays are numpy so that messages pickle
+small and never carry a device. Nothing here is filled in later: a rollout, its score
+and its advantage are values added one after another.
+
+Shapes: T tokens of one sequence, C tokens of one completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How completions are drawn. Returned logprobs are those of the distribution sampled from."""
+
+    max_tokens: int
+    """Most new tokens of one completion."""
+    num_samples: int = 1
+    """Completions per prompt."""
+    temperature: float = 1.0
+    """0 is greedy: for evaluation only, its logprobs carry no policy gradient."""
+    top_p: float = 1.0
+    """1 is off."""
+    top_k: int = 0
+    """0 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends after one of these; the stop token is part of the completion."""
+    seed: int | None = None
+    """Of the whole call; each request derives its own. None draws from the engine's state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One task instance: what the model is asked and what its answer is graded against."""
+
+    id: str
+    """Unique within the task, stable between runs."""
+    question: str
+    """The user's message, before any chat template."""
+    answer: str
+    """The reference answer."""
+    demonstration: str = ""
+    """A full reply that solves it; empty where the task has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """A problem rendered to the tokens that the generator receives."""
+
+    problem: Problem
+    token_ids: np.ndarray
+    """[T] int32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+    """What the generator produced for one prompt, token for token; never re-tokenized."""
+
+    token_ids: np.ndarray
+    """[C] int32, the stop token included."""
+    logprobs: np.ndarray
+    """[C] float32, nats, of the distribution that was sampled from."""
+    policy_versions: np.ndarray
+    """[C] int32, version of the weights that produced each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One finished attempt at a problem."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    """The completion decoded, special tokens removed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a rubric says of one rollout."""
+
+    reward: float
+    """The number that is optimised; always finite."""
+    correct: bool
+    """Whether the answer is right, whatever the reward's shaping."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Unweighted value of each reward function, by name."""
+    failure: str | None = None
+    """Why scoring failed (raised, timed out, not finite); then the rollout is not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingSample:
+    """One sequence with what the loss needs of each of its tokens.
+
+    Entry t of every array is about token t as a *target*; entry 0 is never a target, so
+    `mask[0]` is False.
+    """
+
+    token_ids: np.ndarray
+    """[T] int32, prompt and completion."""
+    mask: np.ndarray
+    """[T] bool, True where the token is trained on."""
+    generator_logprobs: np.ndarray
+    """[T] float32, nats, as recorded by the generator; NaN where the generator drew nothing."""
+    advantages: np.ndarray
+    """[T] float32."""
+    policy_versions: np.ndarray
+    """[T] int32; -1 where the generator drew nothing."""
+    temperature: float = 1.0
+    """Of the distribution that was sampled from; the trainer divides its logits by it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimParams:
+    """Settings for one optimizer step, owned by the caller; None keeps what is configured."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    max_norm: float | None = None
+    """Gradient clip norm; `inf` measures and does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBackwardResult:
+    """Of one `forward_backward` call, over all ranks."""
+
+    loss_sum: float
+    """Sum of token losses, not yet divided."""
+    denominator: float
+    """What this call adds to the step's denominator; 0 when the loss asks for none."""
+    num_samples: int
+    num_tokens: int
+    """Tokens that went through the model, prompt included, padding not."""
+    num_valid_tokens: int
+    """Tokens the loss was taken over."""
+    advantage_mean: float
+    advantage_std: float
+    ratio_mean: float
+    clipped_fraction: float
+    entropy_mean: float
+    """Nats a token."""
+    logprob_diff_mean: float
+    """Mean over valid tokens of |trainer logprob - generator logprob|, nats."""
+    logprob_diff_max: float
+    logprobs_identical: bool
+    """Whether every valid token's two logprobs are the same bits."""
+    loss_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss itself reports, averaged over valid tokens."""
+    time_s: float
+
+    @property
+    def loss_mean(self) -> float:
+        """The loss as optimised: the sum divided by the denominator it asked for."""
+        return self.loss_sum / self.denominator if self.denominator else self.loss_sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimStepResult:
+    grad_norm: float
+    """Before clipping, after the division by the global denominator."""
+    lr: float
+    policy_version: int
+    """Version of the weights after this step; each step adds 1."""
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushResult:
+    policy_version: int
+    num_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PullResult:
+    policy_version: int
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishResult:
+    """A push and all its pulls: every generator now serves this version."""
+
+    policy_version: int
+    push_s: float
+    pull_s: float

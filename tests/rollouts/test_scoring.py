@@ -1,0 +1,80 @@
+import os
+import time
+
+import pytest
+
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.scoring import ScoringWorker
+from rl.tasks.sum_digits import make_problem
+from rl.types import Rollout
+from tests.support.fakes import ByteTokenizer, completion
+
+
+def rollout(text: str) -> Rollout:
+    renderer = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
+    return renderer.rollout(renderer.prompt(make_problem([47, 82])), completion(text))
+
+
+def never(rollout: Rollout) -> bool:
+    return False
+
+
+def obey(rollout: Rollout) -> float:
+    """Does what the reply says."""
+    if rollout.text == "loop":
+        while True:
+            pass
+    if rollout.text == "swallow":
+        try:
+            time.sleep(60)
+        except Exception:
+            return 1.0
+    if rollout.text == "exit":
+        os._exit(3)
+    if rollout.text == "raise":
+        raise ValueError("bad reply")
+    return float(rollout.text)
+
+
+RUBRIC = Rubric(criteria=(Criterion(name="obey", function=obey, weight=2.0),), correct=never)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = ScoringWorker(rubric=RUBRIC, time_limit_s=0.3)
+    yield worker
+    worker.close()
+
+
+def test_scores_come_in_order_with_weights_and_unweighted_parts(worker):
+    scores = worker.score([rollout("1"), rollout("0.5"), rollout("0")])
+    assert [s.reward for s in scores] == [2.0, 1.0, 0.0]
+    assert scores[1].parts == {"obey": 0.5}
+
+
+@pytest.mark.parametrize("text", ["loop", "swallow"])
+def test_a_reward_that_takes_too_long_fails_alone(worker, text):
+    scores = worker.score([rollout("1"), rollout(text), rollout("1")])
+    assert [s.failure is None for s in scores] == [True, False, True]
+    assert "time_limit_s=0.3" in scores[1].failure and "sum-digits/47-82" in scores[1].failure
+
+
+def test_a_reward_that_ends_its_process_fails_alone_and_the_rest_is_scored(worker):
+    scores = worker.score([rollout("1"), rollout("exit"), rollout("1")])
+    assert [s.failure is None for s in scores] == [True, False, True]
+    assert "ended the scoring process" in scores[1].failure
+
+
+@pytest.mark.parametrize(("text", "says"), [("raise", "raised ValueError('bad reply')"), ("nan", "is nan")])
+def test_a_raising_or_nan_reward_is_a_failed_score_that_says_why(worker, text, says):
+    (score,) = worker.score([rollout(text)])
+    assert says in score.failure and score.reward == 0.0
+
+
+def test_closing_leaves_no_process():
+    worker = ScoringWorker(rubric=RUBRIC, time_limit_s=0.3)
+    worker.start()
+    process = worker._worker.process
+    worker.close()
+    assert process.exitcode is not None

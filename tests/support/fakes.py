@@ -1,0 +1,136 @@
+"""In-process implementations of the protocols, without a model: they record what they were asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from losses.types import Loss
+from rl.rollouts.rubric import Rubric
+from rl.types import (
+    Completion,
+    ForwardBackwardResult,
+    OptimParams,
+    OptimStepResult,
+    PublishResult,
+    Rollout,
+    SamplingParams,
+    Score,
+    TrainingSample,
+)
+
+
+class ByteTokenizer:
+    """Bytes as token ids, 0 ends a turn; what `ChatRenderer` needs of a tokenizer."""
+
+    eos_token_id = 0
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return f"<{messages[-1]['content']}>"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(t for t in token_ids if t != 0).decode()
+
+
+@dataclass(kw_only=True)
+class FakePolicy:
+    """Sampler, learner and publisher of one made-up policy, with the order of their calls."""
+
+    reply: Callable[[str, int], str]
+    """What sample `i` of a prompt's text answers."""
+    version: int = 0
+    served_version: int = 0
+    calls: list[str] = field(default_factory=list)
+    trained: list[list[TrainingSample]] = field(default_factory=list)
+    sampled: list[SamplingParams] = field(default_factory=list)
+
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+    ) -> list[list[Completion]]:
+        self.calls.append("generate")
+        self.sampled.append(sampling)
+        return [
+            [
+                completion(self.reply(bytes(p.tolist()).decode(), i), self.served_version)
+                for i in range(sampling.num_samples)
+            ]
+            for p in prompts
+        ]
+
+    async def forward_backward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+    ) -> ForwardBackwardResult:
+        self.calls.append("forward_backward")
+        self.trained.append(list(samples))
+        num_valid = int(sum(s.mask.sum() for s in samples))
+        return ForwardBackwardResult(
+            loss_sum=-1.0 * num_valid,
+            denominator=num_valid,
+            num_samples=len(samples),
+            num_tokens=sum(len(s.token_ids) for s in samples),
+            num_valid_tokens=num_valid,
+            advantage_mean=0.0,
+            advantage_std=1.0,
+            ratio_mean=1.0,
+            clipped_fraction=0.0,
+            entropy_mean=0.5,
+            logprob_diff_mean=0.0,
+            logprob_diff_max=0.0,
+            logprobs_identical=True,
+            time_s=0.0,
+        )
+
+    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        self.calls.append("optim_step")
+        self.version += 1
+        return OptimStepResult(grad_norm=1.0, lr=1e-3, policy_version=self.version, time_s=0.0)
+
+    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
+
+    async def save_checkpoint(self, folder: str) -> None:
+        self.calls.append(f"save {folder}")
+
+    async def load_checkpoint(self, folder: str) -> int:
+        return self.version
+
+    async def publish(self) -> PublishResult:
+        self.calls.append("publish")
+        self.served_version = self.version
+        return PublishResult(policy_version=self.version, push_s=0.0, pull_s=0.0)
+
+
+@dataclass(kw_only=True)
+class RubricScorer:
+    """Scores in place."""
+
+    rubric: Rubric
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        return [self.rubric.score(r) for r in rollouts]
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.records: list[dict[str, float | int | None]] = []
+
+    def write(self, record: dict[str, float | int | None]) -> None:
+        self.records.append(dict(record))
+
+
+def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> Completion:
+    """A completion of the text's bytes and the end token, logprob -1 each."""
+    token_ids = np.array([*text.encode(), 0], dtype=np.int32)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=np.full(len(token_ids), -1.0, dtype=np.float32),
+        policy_versions=np.full(len(token_ids), version, dtype=np.int32),
+        finish_reason=finish_reason,  # type: ignore[arg-type]
+    )

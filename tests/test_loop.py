@@ -1,0 +1,169 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl.loop import NothingToLearnError, Sampling, Seams, SyncLoop
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
+from rl.types import Rollout
+from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
+
+PROBLEM = make_problem([12, 34])  # its digits sum to 10
+
+
+def half_right(prompt: str, sample: int) -> str:
+    return "[ANSWER] 10" if sample % 2 == 0 else "no"
+
+
+def run_loop(policy: FakePolicy, *, rubric: Rubric | None = None, **config: object) -> list[dict]:
+    sink = ListSink()
+    settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
+    loop = SyncLoop.Config(**settings).build(
+        seams=Seams(
+            sampler=policy,
+            learner=policy,
+            publisher=policy,
+            scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric()),
+        ),
+        renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
+        train_problems=iter(lambda: PROBLEM, None),
+        eval_problems=[PROBLEM],
+        sinks=[sink],
+        checkpoint_folder="ckpt",
+        seed=0,
+    )
+    asyncio.run(loop.run())
+    return sink.records
+
+
+def test_a_step_is_generate_train_publish_in_that_order_and_the_last_saves():
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, num_steps=2)
+    step = ["generate", "forward_backward", "optim_step", "publish"]
+    assert policy.calls == ["publish", *step, *step, "save ckpt/step-2"]
+
+
+def test_samples_carry_prompt_mask_logprobs_and_group_advantages():
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, num_prompts=1, num_samples=2)
+    right, wrong = policy.trained[0]
+    prompt = list(b"<12 34>")
+    assert right.token_ids.tolist() == [*prompt, *b"[ANSWER] 10", 0]
+    assert right.mask.tolist() == [False] * len(prompt) + [True] * 12
+    assert np.isnan(right.generator_logprobs[: len(prompt)]).all()
+    assert (right.generator_logprobs[len(prompt) :] == -1).all()
+    # Rewards 1 and 0: the mean is 0.5, advantages are +-0.5 on the completion and 0 before it.
+    assert right.advantages.tolist() == [0.0] * len(prompt) + [0.5] * 12
+    assert wrong.advantages[len(prompt) :].tolist() == [-0.5] * 3
+    assert right.policy_versions.tolist() == [-1] * len(prompt) + [0] * 12
+
+
+def test_record_has_the_promised_keys_and_the_means_of_the_step():
+    policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10" if i == 0 else "[ANSWER] 9")
+    (record,) = run_loop(policy)
+    assert record["step"] == 1 and record["policy_version"] == 1
+    assert record["reward/correct"] == 0.25
+    assert record["reward/mean"] == pytest.approx(0.25 * 1.0 + 0.75 * 0.1)
+    assert record["completion/tokens_mean"] == pytest.approx(np.mean([12, 11, 11, 11]))
+    assert record["loss/mean"] == -1.0
+    for key in ("logprob_diff/mean", "logprob_diff/max", "time/step_s", "perf/generated_tokens_per_s"):
+        assert key in record
+
+
+def test_minibatches_cut_a_step_by_prompts_into_optimizer_steps():
+    policy = FakePolicy(reply=half_right)
+    (record,) = run_loop(policy, num_prompts=4, num_samples=2, num_minibatches=2)
+    assert [len(samples) for samples in policy.trained] == [4, 4]
+    assert policy.calls.count("optim_step") == 2
+    assert record["policy_version"] == 2
+
+
+def test_evaluation_is_greedy_before_every_n_steps_and_after():
+    policy = FakePolicy(reply=half_right)
+    records = run_loop(policy, num_steps=3, eval_every=2)
+    evaluations = {r["step"]: r["eval/correct"] for r in records if "eval/correct" in r}
+    assert evaluations == {0: 1.0, 2: 1.0, 3: 1.0}  # the one greedy sample is number 0, which is right
+    greedy = [s for s in policy.sampled if s.temperature == 0]
+    assert len(greedy) == 3 and all(s.num_samples == 1 for s in greedy)
+
+
+def test_every_step_samples_with_a_seed_of_its_own():
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, num_steps=3)
+    assert len({s.seed for s in policy.sampled}) == 3
+
+
+def test_a_completion_of_another_policy_version_stops_the_run():
+    policy = FakePolicy(reply=half_right)
+
+    async def publish_nothing():
+        result = await FakePolicy.publish(policy)
+        policy.served_version = 0  # the generator kept its old weights
+        return result
+
+    policy.publish = publish_nothing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"versions \[0\].* is at 1"):
+        run_loop(policy, num_steps=2)
+
+
+def raises_on_wrong(rollout: Rollout) -> float:
+    if not is_correct(rollout):
+        raise KeyError("missing")
+    return 1.0
+
+
+def nan_on_wrong(rollout: Rollout) -> float:
+    return 1.0 if is_correct(rollout) else float("nan")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"), [(raises_on_wrong, "raised KeyError"), (nan_on_wrong, "is nan")]
+)
+def test_a_failing_reward_stops_the_run_and_names_function_and_problem(function, says):
+    rubric = Rubric(criteria=(Criterion(name="answer", function=function),), correct=is_correct)
+    with pytest.raises(RuntimeError, match=rf"reward 'answer' {says}.*sum-digits/12-34"):
+        run_loop(FakePolicy(reply=half_right), rubric=rubric)
+
+
+def test_a_tolerated_failure_is_counted_and_left_out_of_the_groups_mean():
+    rubric = Rubric(criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct)
+    policy = FakePolicy(reply=half_right)
+    (record,) = run_loop(policy, rubric=rubric, max_failed_rewards=0.5)
+    assert record["reward/num_failed"] == 4 and record["reward/mean"] == 1.0
+    assert len(policy.trained[0]) == 4 and all((s.advantages == 0).all() for s in policy.trained[0])
+
+
+def test_steps_without_any_gradient_stop_with_a_message():
+    policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10")
+    with pytest.raises(NothingToLearnError, match="3 steps in a row .*max_empty_steps=2"):
+        run_loop(policy, num_steps=9, max_empty_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"temperature": 0.0}, "temperature=0"),
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"top_k": 5}, "top_k=5"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ],
+)
+def test_sampling_that_cannot_be_trained_on_is_refused(settings, names):
+    with pytest.raises(ValueError, match=names):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"num_samples": 1}, "num_samples=1"),
+        ({"num_prompts": 3, "num_minibatches": 2}, "num_minibatches=2 does not divide"),
+        ({"max_failed_rewards": 1.0}, "max_failed_rewards=1.0"),
+        ({"num_steps": -1}, "num_steps=-1"),
+    ],
+)
+def test_loop_settings_out_of_range_are_refused(settings, names):
+    with pytest.raises(ValueError, match=names):
+        SyncLoop.Config(**settings)
