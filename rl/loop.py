@@ -27,7 +27,6 @@ from rl.types import (
     ForwardBackwardResult,
     OptimStepResult,
     Problem,
-    Prompt,
     PublishResult,
     Rollout,
     SamplingParams,
@@ -48,6 +47,10 @@ class Sink(Protocol):
 
 class NothingToLearnError(RuntimeError):
     """Too many steps in a row in which every group's rewards were equal."""
+
+
+class LogprobMismatchError(RuntimeError):
+    """Trainer and generator disagree about tokens that equal weights should have drawn."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,6 +121,9 @@ class SyncLoop(Configurable):
         max_empty_steps: int = 20
         """Steps in a row without any policy gradient (equal rewards in every group) before the
         run stops with a message."""
+        max_logprob_diff: float = float("inf")
+        """Largest mean difference, in nats a token, between the logprobs of trainer and generator
+        before the run stops: beyond rounding it means that they do not hold the same weights."""
         eval_every: int = 20
         """Steps between evaluations; also before the first and after the last step. 0: none."""
         checkpoint_every: int = 0
@@ -134,7 +140,8 @@ class SyncLoop(Configurable):
                 )
             if self.num_minibatches < 1 or self.num_prompts % self.num_minibatches:
                 raise ValueError(
-                    f"loop.num_minibatches={self.num_minibatches} does not divide loop.num_prompts={self.num_prompts}"
+                    f"loop.num_minibatches={self.num_minibatches} does not divide "
+                    f"loop.num_prompts={self.num_prompts}"
                 )
             if not 0 <= self.max_failed_rewards < 1:
                 raise ValueError(f"loop.max_failed_rewards={self.max_failed_rewards} is not in [0, 1)")
@@ -181,7 +188,7 @@ class SyncLoop(Configurable):
         clock.lap("generate")
         graded_PG = self._grade(groups, await self._score(groups))
         clock.lap("score")
-        results, optim = await self._train(graded_PG)
+        results, optim = await self._train(graded_PG, step=step)
         clock.lap("train")
         published = await self.seams.publisher.publish()
         self.policy_version = published.policy_version
@@ -250,15 +257,25 @@ class SyncLoop(Configurable):
         return graded_PG
 
     async def _train(
-        self, graded_PG: list[list[_Graded]]
+        self, graded_PG: list[list[_Graded]], *, step: int
     ) -> tuple[list[ForwardBackwardResult], OptimStepResult]:
-        results = []
+        results: list[ForwardBackwardResult] = []
         width = self.config.num_prompts // self.config.num_minibatches
         for start in range(0, len(graded_PG), width):
             samples = self._samples(graded_PG[start : start + width])
             results.append(await self.seams.learner.forward_backward(samples))
+            self._check_logprobs(results[0], step=step)
             optim = await self.seams.learner.optim_step()
         return results, optim
+
+    def _check_logprobs(self, result: ForwardBackwardResult, *, step: int) -> None:
+        if result.logprob_diff_mean > self.config.max_logprob_diff:
+            raise LogprobMismatchError(
+                f"step {step}, policy version {self.policy_version}: the logprobs of trainer and generator "
+                f"differ by {result.logprob_diff_mean:.3g} nats a token (at most "
+                f"{result.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
+                f"{self.config.max_logprob_diff:g}: they do not hold the same weights"
+            )
 
     def _samples(self, graded_PG: list[list[_Graded]]) -> list[TrainingSample]:
         temperature = self.config.sampling.temperature

@@ -1,9 +1,10 @@
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rl.loop import NothingToLearnError, Sampling, Seams, SyncLoop
+from rl.loop import LogprobMismatchError, NothingToLearnError, Sampling, Seams, SyncLoop
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
@@ -17,7 +18,7 @@ def half_right(prompt: str, sample: int) -> str:
     return "[ANSWER] 10" if sample % 2 == 0 else "no"
 
 
-def run_loop(policy: FakePolicy, *, rubric: Rubric | None = None, **config: object) -> list[dict]:
+def run_loop(policy: FakePolicy, *, rubric: Rubric | None = None, **config: Any) -> list[dict]:
     sink = ListSink()
     settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
     loop = SyncLoop.Config(**settings).build(
@@ -63,7 +64,8 @@ def test_samples_carry_prompt_mask_logprobs_and_group_advantages():
 def test_record_has_the_promised_keys_and_the_means_of_the_step():
     policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10" if i == 0 else "[ANSWER] 9")
     (record,) = run_loop(policy)
-    assert record["step"] == 1 and record["policy_version"] == 1
+    assert record["step"] == 1
+    assert record["policy_version"] == 1
     assert record["reward/correct"] == 0.25
     assert record["reward/mean"] == pytest.approx(0.25 * 1.0 + 0.75 * 0.1)
     assert record["completion/tokens_mean"] == pytest.approx(np.mean([12, 11, 11, 11]))
@@ -86,7 +88,8 @@ def test_evaluation_is_greedy_before_every_n_steps_and_after():
     evaluations = {r["step"]: r["eval/correct"] for r in records if "eval/correct" in r}
     assert evaluations == {0: 1.0, 2: 1.0, 3: 1.0}  # the one greedy sample is number 0, which is right
     greedy = [s for s in policy.sampled if s.temperature == 0]
-    assert len(greedy) == 3 and all(s.num_samples == 1 for s in greedy)
+    assert len(greedy) == 3
+    assert all(s.num_samples == 1 for s in greedy)
 
 
 def test_every_step_samples_with_a_seed_of_its_own():
@@ -106,6 +109,13 @@ def test_a_completion_of_another_policy_version_stops_the_run():
     policy.publish = publish_nothing  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"versions \[0\].* is at 1"):
         run_loop(policy, num_steps=2)
+
+
+def test_logprobs_that_differ_beyond_the_bound_stop_the_run_before_the_update():
+    policy = FakePolicy(reply=half_right, logprob_diff=3e-4)
+    with pytest.raises(LogprobMismatchError, match=r"step 1, policy version 0: .*0.0003 nats"):
+        run_loop(policy, max_logprob_diff=1e-4)
+    assert "optim_step" not in policy.calls
 
 
 def raises_on_wrong(rollout: Rollout) -> float:
@@ -131,13 +141,15 @@ def test_a_tolerated_failure_is_counted_and_left_out_of_the_groups_mean():
     rubric = Rubric(criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct)
     policy = FakePolicy(reply=half_right)
     (record,) = run_loop(policy, rubric=rubric, max_failed_rewards=0.5)
-    assert record["reward/num_failed"] == 4 and record["reward/mean"] == 1.0
-    assert len(policy.trained[0]) == 4 and all((s.advantages == 0).all() for s in policy.trained[0])
+    assert record["reward/num_failed"] == 4
+    assert record["reward/mean"] == 1.0
+    assert len(policy.trained[0]) == 4
+    assert all((s.advantages == 0).all() for s in policy.trained[0])
 
 
 def test_steps_without_any_gradient_stop_with_a_message():
     policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10")
-    with pytest.raises(NothingToLearnError, match="3 steps in a row .*max_empty_steps=2"):
+    with pytest.raises(NothingToLearnError, match=r"3 steps in a row .*max_empty_steps=2"):
         run_loop(policy, num_steps=9, max_empty_steps=2)
 
 

@@ -29,9 +29,7 @@ async def evaluate(
     Raises:
         RuntimeError: if a reply could not be scored.
     """
-    sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, stop_token_ids=renderer.stop_token_ids
-    )
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=renderer.stop_token_ids)
     groups = await sampler.generate([p.token_ids for p in prompts], sampling=sampling)
     rollouts = [renderer.rollout(p, group[0]) for p, group in zip(prompts, groups, strict=True)]
     scores = await scorer.score(rollouts)

@@ -40,7 +40,9 @@ class Rubric:
             except Exception as error:  # a user's function: one of the three boundaries
                 return failed_score(f"reward {criterion.name!r} raised {error!r}", rollout=rollout)
             if not math.isfinite(value):
-                return failed_score(f"reward {criterion.name!r} is {value}, not a finite number", rollout=rollout)
+                return failed_score(
+                    f"reward {criterion.name!r} is {value}, not a finite number", rollout=rollout
+                )
             parts[criterion.name] = value
         reward = sum(c.weight * parts[c.name] for c in self.criteria)
         return Score(reward=reward, correct=self.correct(rollout), parts=parts)

@@ -102,16 +102,17 @@ class _Worker:
 def _serve(connection: Connection, rubric: Rubric, time_limit_s: float) -> None:
     """The worker's loop; it ends when its parent is gone (the pipe closes)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
-    signal.signal(signal.SIGALRM, _on_alarm)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         connection.send("ready")
         while True:
             for rollout in connection.recv():
-                connection.send(_score_within(rubric, rollout, time_limit_s))
+                connection.send(score_within(rubric, rollout, time_limit_s))
 
 
-def _score_within(rubric: Rubric, rollout: Rollout, time_limit_s: float) -> Score:
+def score_within(rubric: Rubric, rollout: Rollout, time_limit_s: float) -> Score:
+    """The score, or a failed one if it took too long; for a process's main thread alone (an alarm)."""
     started = time.monotonic()
+    previous = signal.signal(signal.SIGALRM, _on_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, time_limit_s)
         return rubric.score(rollout)
@@ -121,6 +122,7 @@ def _score_within(rubric: Rubric, rollout: Rollout, time_limit_s: float) -> Scor
         return failed_score(reason, rollout=rollout)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def _on_alarm(signum: int, frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ def obey(rollout: Rollout) -> float:
     if rollout.text == "swallow":
         try:
             time.sleep(60)
-        except Exception:
+        except Exception:  # noqa: BLE001  (what a careless reward does)
             return 1.0
     if rollout.text == "exit":
         os._exit(3)
@@ -57,7 +57,8 @@ def test_scores_come_in_order_with_weights_and_unweighted_parts(worker):
 def test_a_reward_that_takes_too_long_fails_alone(worker, text):
     scores = worker.score([rollout("1"), rollout(text), rollout("1")])
     assert [s.failure is None for s in scores] == [True, False, True]
-    assert "time_limit_s=0.3" in scores[1].failure and "sum-digits/47-82" in scores[1].failure
+    assert "time_limit_s=0.3" in scores[1].failure
+    assert "sum-digits/47-82" in scores[1].failure
 
 
 def test_a_reward_that_ends_its_process_fails_alone_and_the_rest_is_scored(worker):
@@ -69,12 +70,14 @@ def test_a_reward_that_ends_its_process_fails_alone_and_the_rest_is_scored(worke
 @pytest.mark.parametrize(("text", "says"), [("raise", "raised ValueError('bad reply')"), ("nan", "is nan")])
 def test_a_raising_or_nan_reward_is_a_failed_score_that_says_why(worker, text, says):
     (score,) = worker.score([rollout(text)])
-    assert says in score.failure and score.reward == 0.0
+    assert says in score.failure
+    assert score.reward == 0.0
 
 
 def test_closing_leaves_no_process():
     worker = ScoringWorker(rubric=RUBRIC, time_limit_s=0.3)
     worker.start()
+    assert worker._worker is not None
     process = worker._worker.process
     worker.close()
     assert process.exitcode is not None

@@ -45,6 +45,7 @@ class FakePolicy:
 
     reply: Callable[[str, int], str]
     """What sample `i` of a prompt's text answers."""
+    logprob_diff: float = 0.0
     version: int = 0
     served_version: int = 0
     calls: list[str] = field(default_factory=list)
@@ -81,8 +82,8 @@ class FakePolicy:
             ratio_mean=1.0,
             clipped_fraction=0.0,
             entropy_mean=0.5,
-            logprob_diff_mean=0.0,
-            logprob_diff_max=0.0,
+            logprob_diff_mean=self.logprob_diff,
+            logprob_diff_max=self.logprob_diff,
             logprobs_identical=True,
             time_s=0.0,
         )

@@ -1,0 +1,223 @@
+"""The command line of a run: `--module NAME --config FUNCTION --trainer.optimizer.lr 1e-4`.
+
+The registry function returns a complete config; every leaf of *that instance* is an option,
+so fields that a subclass adds in a nested place are options too. An option is checked against
+the instance's tree before its value is typed by tyro, hence a typo can never become a default.
+`--from_json outputs/x/config.json` starts from a run's file instead; options override it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from rl.config.registry import ResolvedRun, resolve
+from rl.config.serialize import read_json
+from rl.config.tree import ConfigError, Entry, children, rebuild, type_name, walk
+
+SOURCE_OPTIONS = {
+    "module": "Registry module: a name in `configs/` or an importable dotted module.",
+    "config": "Function of that module that returns the config.",
+    "from_json": "Start from a run's config.json instead of --module and --config.",
+}
+
+
+def parse_cli(
+    argv: Sequence[str], *, default_module: str, default_config: str | None = None, prog: str | None = None
+) -> ResolvedRun:
+    """The run that a command line describes.
+
+    Args:
+        argv: Without the program's name.
+        default_module: Registry module where `--module` is not given.
+        default_config: Its function where `--config` is not given; None asks for `--config`.
+        prog: The program's name in `--help`.
+
+    Raises:
+        SystemExit: 2 after an error on stderr that names what is wrong and what is valid; 0 after `--help`.
+    """
+    try:
+        options, wants_help = _split(argv)
+        run = _source(options, default_module=default_module, default_config=default_config)
+        run = dataclasses.replace(run, config=_override(run.config, options))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if wants_help:
+        _print_help(run, prog=prog)
+    return run
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
+    """Values by option name (underscores, no dashes), and whether help is asked for; a repeat replaces."""
+    options: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for token in argv:
+        if token == "-h":
+            values = options["help"] = []
+        elif token.startswith("--") and token != "--":
+            name, equals, value = token[2:].partition("=")
+            values = options[name.replace("-", "_")] = [value] if equals else []
+        elif values is None:
+            raise ConfigError(f"{token!r} belongs to no option; options are written --name value")
+        else:
+            values.append(token)
+    return options, options.pop("help", None) is not None
+
+
+def _source(options: dict[str, list[str]], *, default_module: str, default_config: str | None) -> ResolvedRun:
+    """The run before overrides; takes its options out of `options`."""
+    given = {}
+    for name in SOURCE_OPTIONS:
+        if (values := options.pop(name, None)) is not None:
+            if len(values) != 1:
+                raise ConfigError(f"--{name} takes one value, not {values!r}")
+            given[name] = values[0]
+    if "from_json" in given:
+        if len(given) > 1:
+            raise ConfigError(
+                "--from_json names its module and config itself: leave out --module and --config"
+            )
+        return read_json(Path(given["from_json"]))
+    # An empty name finds nothing, so the error lists what the module has.
+    run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
+    if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
+        raise TypeError(f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}")
+    return run
+
+
+def _override(config: Any, options: dict[str, list[str]]) -> Any:
+    entries = {entry.path: entry for entry in walk(config)}
+    changes: dict[str, Any] = {}
+    for option, values in options.items():
+        entry = entries.get(option)
+        if entry is None and not values and (negated := _negated(option, entries)):
+            changes[negated.path] = False
+        elif entry is None:
+            _unknown(option, entries)
+        else:
+            changes[entry.path] = _value(entry, values)
+    for path, value in changes.items():
+        if value is None and (inner := next((p for p in changes if p.startswith(f"{path}.")), None)):
+            raise ConfigError(f"--{path} None turns off what --{inner} sets")
+    return rebuild(config, changes)
+
+
+def _negated(option: str, entries: dict[str, Entry]) -> Entry | None:
+    """The boolean that `--no_a.b` or `--a.no_b` turns off."""
+    parent, dot, name = option.rpartition(".")
+    for path in (option.removeprefix("no_"), f"{parent}{dot}{name.removeprefix('no_')}"):
+        if path != option and path in entries and _is_bool(entries[path]):
+            return entries[path]
+    return None
+
+
+def _unknown(option: str, entries: dict[str, Entry]) -> NoReturn:
+    for path, entry in entries.items():
+        if entry.kind == "absent" and option.startswith(f"{path}."):
+            raise ConfigError(
+                f"--{option}: {path} is None in this config; a registry function can turn it on"
+            )
+    leaves = [path for path, entry in entries.items() if entry.kind == "leaf"] + list(SOURCE_OPTIONS)
+    name = option.rpartition(".")[2]
+    near = [path for path in leaves if path.rpartition(".")[2] == name][:3]
+    # Paths share so much that any field beside the meant one looks close: its name must be close too.
+    near += [
+        path
+        for path in difflib.get_close_matches(option, leaves, n=3)
+        if path not in near and difflib.get_close_matches(name, [path.rpartition(".")[2]])
+    ]
+    names = {path.rpartition(".")[2]: path for path in leaves}
+    near = near or [names[match] for match in difflib.get_close_matches(name, names, n=3)]
+    hint = "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"
+    raise ConfigError(f"--{option}: no such option; {hint}")
+
+
+def _value(entry: Entry, values: list[str]) -> Any:
+    if entry.kind == "hidden":
+        raise ConfigError(f"--{entry.path}: holds code, which a registry function sets; not an option")
+    if entry.kind in ("node", "absent"):
+        if entry.optional and values == ["None"]:
+            return None
+        if entry.kind == "absent":
+            raise ConfigError(f"--{entry.path}: is None in this config; a registry function can turn it on")
+        fields = ", ".join(f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}."))
+        off = f"; --{entry.path} None turns it off" if entry.optional else ""
+        raise ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
+    if _is_bool(entry):
+        values = [value.capitalize() for value in values] or ["True"]
+    return _typed(entry, values)
+
+
+def _is_bool(entry: Entry) -> bool:
+    return entry.kind == "leaf" and type_name(entry.annotation) in ("bool", "bool | None")
+
+
+def _typed(entry: Entry, values: list[str]) -> Any:
+    holder = dataclasses.make_dataclass("Holder", [("value", entry.annotation)])
+    # One value is joined by "=", so that it may start with a dash.
+    args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # tyro's message names our holder, not the field
+            return tyro.cli(holder, args=args, config=(tyro.conf.FlagConversionOff,)).value
+    except SystemExit:
+        given = " ".join(values) or "nothing"
+        raise ConfigError(f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}") from None
+
+
+def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
+    description = (
+        f"{run.module}.{run.function}: {type(run.config).__qualname__}. Defaults are those of this config; "
+        "choose another with --module and --config."
+    )
+    sources = [
+        (name, Annotated[str | None, tyro.conf.arg(help=text)], dataclasses.field(default=default))
+        for (name, text), default in zip(
+            SOURCE_OPTIONS.items(), (run.module, run.function, None), strict=True
+        )
+    ]
+    mirror = dataclasses.make_dataclass("Options", [*sources, *_mirror_fields(run.config, prefix="")])
+    tyro.cli(
+        mirror,
+        args=["--help"],
+        prog=prog,
+        description=description,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+    raise AssertionError("tyro returned from --help")
+
+
+def _mirror_fields(node: Any, *, prefix: str) -> list[tuple[str, Any, Any]]:
+    """Fields for a dataclass with the shape of `node` and nothing hidden, which tyro prints the help of."""
+    fields = []
+    for entry in children(node, prefix=prefix):
+        annotation, doc, value = entry.annotation, entry.doc, entry.value
+        if entry.kind == "hidden":
+            continue
+        if entry.kind == "node":
+            annotation = value = dataclasses.make_dataclass(
+                type(entry.value).__name__, _mirror_fields(entry.value, prefix=f"{entry.path}.")
+            )
+            doc += f" `--{entry.path} None` turns it off." if entry.optional else ""
+        elif entry.kind == "absent":
+            annotation = type(None)
+        argument = tyro.conf.arg(name=entry.name, help=doc)
+        # A mirrored class is its own factory; `value=value` because the loop rebinds the name.
+        factory = value if entry.kind == "node" else lambda value=value: value
+        fields.append(
+            (
+                f"field_{entry.name}",
+                Annotated[annotation, argument],
+                dataclasses.field(default_factory=factory),
+            )
+        )
+    return fields

@@ -1,0 +1,28 @@
+"""What every entry does: parse the command line, build the root component, run it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rl.config.cli import parse_cli
+
+
+def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
+    """Returns the exit status: 0 after success, 1 after a failed run, 2 for a config that cannot
+    run, 130 after Ctrl-C."""
+    run = parse_cli(
+        sys.argv[1:] if argv is None else argv,
+        default_module=default_module,
+        default_config=default_config,
+        prog=prog,
+    )
+    try:
+        run.config.build(run=run).run()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    return 0

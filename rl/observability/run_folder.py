@@ -1,0 +1,189 @@
+"""The folder of one run: who may write into it, and what is in it.
+
+    outputs/<name>/
+        config.json  metrics.jsonl  learning_curve.png  status.json  logs/  checkpoints/
+
+A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
+it ends. `status.json` says whether the run finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+LOCK, STATUS = ".lock", "status.json"
+OWN_FILES = ("config.json", "metrics.jsonl", "learning_curve.png", STATUS)
+OWN_FOLDERS = ("logs", "checkpoints")
+
+
+class RunFolder:
+    """A run's folder, locked for this process until closed; a context manager.
+
+    Leaving it does not make a run finished: a run that fails or is killed stays unfinished.
+    """
+
+    def __init__(self, path: Path, *, lock_fd: int, created: Path | None) -> None:
+        """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
+        self.path = path
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.config_json = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.learning_curve = path / "learning_curve.png"
+        self._lock_fd: int | None = lock_fd
+        self._created = created
+
+    @classmethod
+    def create(
+        cls, dump_folder: str | Path, name: str, *, time_stamp: bool = False, overwrite: bool = False
+    ) -> RunFolder:
+        """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name.
+
+        Raises:
+            ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
+                finished or unfinished run and `overwrite` is false. Nothing is left behind.
+        """
+        if time_stamp:
+            name = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        if not name or name in (".", "..") or Path(name).name != name:
+            raise ValueError(f"name={name!r} is not a folder name")
+        path = Path(dump_folder).expanduser().absolute() / name
+        created = _make_folder(path)
+        _refuse_foreign(path)
+        had_lock = (path / LOCK).exists()
+        lock_fd = _lock(path)
+        try:
+            status = read_status(path)
+            if status is not None and not overwrite:
+                raise ValueError(_occupied(path, status))
+            _clear(path)
+            for folder in OWN_FOLDERS:
+                (path / folder).mkdir()
+            _write_status(path, "running")
+        except BaseException:
+            if created is not None:
+                _remove(path, topmost=created)
+            elif not had_lock:
+                (path / LOCK).unlink()
+            os.close(lock_fd)
+            raise
+        return cls(path, lock_fd=lock_fd, created=created)
+
+    def mark_finished(self) -> None:
+        """From now on the folder is refused without `overwrite`, as a finished run's."""
+        _write_status(self.path, "finished")
+
+    def discard(self) -> None:
+        """Undo `create`: a run that was refused before it began leaves no folder behind."""
+        if self._created is not None:
+            _remove(self.path, topmost=self._created)
+        else:
+            _clear(self.path)
+            (self.path / LOCK).unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Free the folder for others; safe to call twice."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_status(path: Path) -> Literal["running", "finished"] | None:
+    """What a run's `status.json` says, "running" also of a run that was killed; None without the file."""
+    try:
+        content = json.loads((path / STATUS).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:  # cut short by the end of its process
+        return "running"
+    return "finished" if content.get("status") == "finished" else "running"
+
+
+def _make_folder(path: Path) -> Path | None:
+    """Make `path`; returns the topmost folder that had to be made."""
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    existing = missing[-1].parent if missing else path
+    if not existing.is_dir():
+        raise ValueError(f"{path} cannot be a run's folder: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be a run's folder: {existing} is not writable")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be made: {error.strerror}") from error
+    return missing[-1] if missing else None
+
+
+def _refuse_foreign(path: Path) -> None:
+    names = {entry.name for entry in path.iterdir()}
+    if names and not names & {LOCK, STATUS}:
+        raise ValueError(f"{path} exists and is not a run's folder; choose another name")
+
+
+def _lock(path: Path) -> int:
+    """File descriptor that holds the lock; the lock file names the process for others to read."""
+    lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(lock_fd, 200).decode() or "another process"
+        os.close(lock_fd)
+        raise ValueError(f"{path} is in use by {holder}; choose another name") from error
+    os.ftruncate(lock_fd, 0)
+    os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return lock_fd
+
+
+def _occupied(path: Path, status: str) -> str:
+    if status == "finished":
+        return f"{path} holds a finished run; choose another name, or --overwrite to replace it"
+    return (
+        f"{path} holds an unfinished run (it failed or was killed); choose another name, or --overwrite "
+        "to replace it"
+    )
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run wrote, and nothing else that somebody put there."""
+    for name in (*OWN_FOLDERS, *OWN_FILES):
+        target = path / name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                target.unlink()
+
+
+def _remove(path: Path, *, topmost: Path) -> None:
+    """Remove a run's folder, and the folders made for it up to `topmost` unless others use them now."""
+    shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # not empty
+        for folder in path.parents:
+            if not folder.is_relative_to(topmost):
+                break
+            folder.rmdir()
+
+
+def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    temporary = path / f"{STATUS}.tmp"
+    temporary.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
+    temporary.replace(path / STATUS)

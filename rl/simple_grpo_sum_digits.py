@@ -1,0 +1,14 @@
+"""GRPO on sum-digits; the tiny default runs on a laptop's CPU: `python -m rl.simple_grpo_sum_digits`."""
+
+from __future__ import annotations
+
+import sys
+
+from rl.config.entry import main
+
+if __name__ == "__main__":
+    sys.exit(
+        main(
+            default_module="sum_digits", default_config="tiny", prog="python -m rl.simple_grpo_sum_digits"
+        )
+    )

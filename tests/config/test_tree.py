@@ -1,0 +1,84 @@
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from rl.config.configurable import Configurable
+from rl.config.tree import ConfigError, field_docs, rebuild, walk
+from tests.config import example_configs
+from tests.config.example_configs import Run, SgdOptimizer
+
+
+def test_walk_lists_every_field_once_with_its_kind():
+    kinds = {entry.path: entry.kind for entry in walk(example_configs.large())}
+    assert kinds["trainer"] == "node"
+    assert kinds["trainer.loss.clip_low"] == "leaf"
+    assert kinds["trainer.reference"] == "absent"
+    assert kinds["schedule.0.num_steps"] == "leaf"
+    assert kinds["spec"] == "hidden"
+    assert not any(path.startswith("spec.") for path in kinds)
+    assert [path for path in kinds if "." not in path] == [f.name for f in dataclasses.fields(Run.Config)]
+
+
+def test_rebuild_copies_every_node_and_keeps_the_original():
+    config = example_configs.large()
+    copy = rebuild(config, {"trainer.optimizer.lr": 0.5})
+    assert (copy.trainer.optimizer.lr, config.trainer.optimizer.lr) == (0.5, 3e-4)
+    assert copy.trainer is not config.trainer
+    assert rebuild(config) == config
+
+
+def test_rebuild_validates_what_a_registry_function_edited():
+    config = example_configs.tiny()
+    config.trainer.optimizer.lr = -2.0
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer: lr must be at least 0, got -2\.0"):
+        rebuild(config)
+
+
+def test_message_that_names_its_own_node_gets_the_rest_of_the_path():
+    @dataclass(kw_only=True, slots=True)
+    class Sampling:
+        top_p: float = 1.0
+
+        def __post_init__(self) -> None:
+            if self.top_p > 1:
+                raise ValueError(f"sampling.top_p={self.top_p} is above 1")
+
+    @dataclass(kw_only=True, slots=True)
+    class Loop:
+        sampling: Sampling
+
+    @dataclass(kw_only=True, slots=True)
+    class Root:
+        loop: Loop
+
+    root = Root(loop=Loop(sampling=Sampling()))
+    with pytest.raises(ConfigError, match=r"^loop\.sampling\.top_p=2\.0 is above 1$"):
+        rebuild(root, {"loop.sampling.top_p": 2.0})
+
+
+def test_post_init_that_rewrites_a_field_is_a_programming_error():
+    class Rewriter(Configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            low: float = 0.2
+            high: float = 0.3
+
+            def __post_init__(self) -> None:
+                self.high = self.low
+
+    with pytest.raises(TypeError, match=r"Config\.__post_init__ rewrites 'high'"):
+        rebuild(Rewriter.Config(), {"high": 0.5})
+
+
+def test_field_docs_come_from_the_class_and_its_parents():
+    docs = field_docs(SgdOptimizer.Config)
+    assert docs == {"lr": "Peak learning rate.", "momentum": "Of the running mean of gradients."}
+    assert field_docs(Run.Config)["warmup"] == "Supervised start."
+
+
+def test_field_docs_of_a_class_made_at_run_time_are_empty():
+    class Fresh(Configurable):
+        pass
+
+    assert field_docs(Fresh.Config) == {}

@@ -1,0 +1,80 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rl.observability.metrics import Last, Max, Mean, Metric, MetricsWriter, Sum, merge, read_metrics
+
+
+def test_mean_of_unequal_parts_is_weighted_by_their_counts():
+    assert Mean(6.0, 3).merge(Mean(10.0, 1)) == Mean(16.0, 4)
+    assert Mean(6.0, 3).merge(Mean(10.0, 1)).value == 4.0
+
+
+def test_each_reduction_merges_its_own_way():
+    parts: list[dict[str, Metric]] = [
+        {"loss": Mean(1.0, 2), "diff": Max(0.5), "tokens": Sum(10), "lr": Last(0.1)},
+        {"loss": Mean(5.0, 2), "diff": Max(0.25), "tokens": Sum(7), "lr": Last(0.2), "extra": Sum(1)},
+    ]
+    merged = merge(parts)
+    assert {name: metric.value for name, metric in merged.items()} == {
+        "loss": 1.5,
+        "diff": 0.5,
+        "tokens": 17,
+        "lr": 0.2,
+        "extra": 1,
+    }
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_max_shows_a_nan_of_any_part(values):
+    first, second = values
+    assert math.isnan(Max(first).merge(Max(second)).value)
+
+
+def test_one_name_with_two_reductions_is_refused():
+    with pytest.raises(TypeError, match="loss is reduced as Mean and Sum"):
+        merge([{"loss": Mean(1.0)}, {"loss": Sum(1.0)}])
+
+
+def test_each_line_is_in_the_file_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1, "policy_version": 1, "reward/mean": Mean(3.0, 4), "time/step_s": 0.5})
+        assert path.read_text() == (
+            '{"step": 1, "policy_version": 1, "reward/mean": 0.75, "time/step_s": 0.5}\n'
+        )
+        writer.write({"step": 1, "eval/correct": 0.25})
+    assert read_metrics(path)[1] == {"step": 1, "eval/correct": 0.25}
+
+
+def test_writing_goes_on_after_the_lines_that_are_there(tmp_path):
+    for step in (1, 2):
+        with MetricsWriter(tmp_path / "m") as writer:
+            writer.write({"step": step})
+    assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
+
+
+def test_numbers_that_json_lacks_are_strings_and_come_back(tmp_path):
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    with MetricsWriter(tmp_path / "m") as writer:
+        writer.write({"a": math.nan, "b": math.inf, "c": Max(-math.inf), "d": np.float32("nan")})
+    line = json.loads((tmp_path / "m").read_text(), parse_constant=refuse)
+    assert line == {"a": "nan", "b": "inf", "c": "-inf", "d": "nan"}
+    (record,) = read_metrics(tmp_path / "m")
+    assert math.isnan(record["a"])
+    assert (record["b"], record["c"]) == (math.inf, -math.inf)
+
+
+def test_nothing_to_report_is_left_out(tmp_path):
+    with MetricsWriter(tmp_path / "m") as writer:
+        writer.write({"step": 1, "a": None, "b": Mean(0.0, 0), "c": np.float32(0.5), "d": np.int64(2)})
+    assert read_metrics(tmp_path / "m") == [{"step": 1, "c": 0.5, "d": 2.0}]
+
+
+def test_line_that_was_cut_short_is_left_out(tmp_path):
+    (tmp_path / "m").write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_metrics(tmp_path / "m") == [{"step": 1}]

@@ -1,0 +1,402 @@
+"""The floors of CONTRIBUTING.md, held by reading every import of the tree.
+
+The checks are functions from sources (path -> text) to violations, so that the tests below can
+show on made-up trees that each violation is caught.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+Sources = Mapping[str, str]
+
+FLOORS = {"losses": 0, "rl": 1, "actors": 2, "configs": 3}
+ENTRY_FLOOR, TOP_FLOOR = 4, 5
+ENTRIES = ("rl.train", "rl.simple_grpo_sum_digits", "rl.report", "rl.tinker.server")
+TOPS = ("examples", "benchmarks", "tests", "tools")
+"""They use everything, so where heavy imports stand is not checked in them."""
+
+ROOMS = {
+    "monarch": ("actors/", "rl/weights/"),
+    "torchstore": ("rl/weights/",),
+    "vllm": ("actors/vllm/",),
+    "tyro": ("rl/config/cli.py",),
+    "torchao": ("rl/models/converters", "rl/models/float8"),
+}
+"""Heavy packages, and the only paths (beginnings of) that may import them."""
+
+TORCH_ONLY = ("losses", "rl/models", "rl/training", "rl/distributed", "rl/rollouts")
+
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 400, 250, 60
+ANY_SIZE = ("tests/", "examples/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    path: str
+    line: int
+    source: str
+    """Module that imports."""
+    target: str
+    """Module that is imported: of the tree as far as it reaches, else as written."""
+    type_checking: bool
+    """Only seen by type checkers."""
+    dynamic: bool
+    """By `import_module` with a literal name."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+def read_tree(root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(root).as_posix(): path.read_text()
+        for top in (*FLOORS, *TOPS)
+        for path in sorted((root / top).rglob("*.py"))
+    }
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(sources: Sources) -> list[Import]:
+    modules = {module_name(path) for path in sources}
+    found = []
+    for path, text in sources.items():
+        for node, type_checking in _statements(ast.parse(text), type_checking=False):
+            for target, dynamic in _targets(node, path, modules):
+                found.append(
+                    Import(
+                        path=path,
+                        line=node.lineno,
+                        source=module_name(path),
+                        target=target,
+                        type_checking=type_checking,
+                        dynamic=dynamic,
+                    )
+                )
+    return found
+
+
+def _statements(node: ast.AST, *, type_checking: bool) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for inner in child.body:
+                yield from _statements(ast.Module([inner], []), type_checking=True)
+            for inner in child.orelse:
+                yield from _statements(ast.Module([inner], []), type_checking=type_checking)
+            continue
+        if isinstance(child, ast.stmt | ast.expr):
+            yield child, type_checking
+        yield from _statements(child, type_checking=type_checking)
+
+
+def _targets(node: ast.AST, path: str, modules: set[str]) -> Iterator[tuple[str, bool]]:
+    if isinstance(node, ast.Import):
+        for name in node.names:
+            yield name.name, False
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parts = path.removesuffix(".py").split("/")[: -node.level]
+            base = ".".join([*parts, base]) if base else ".".join(parts)
+        for name in node.names:
+            full = f"{base}.{name.name}"
+            yield full if full in modules else base, False
+    elif (
+        isinstance(node, ast.Call)
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and ast.unparse(node.func) in ("import_module", "importlib.import_module", "__import__")
+    ):
+        yield str(node.args[0].value), True
+
+
+def floor(module: str) -> int | None:
+    """None of a module outside the tree."""
+    if module in ENTRIES:
+        return ENTRY_FLOOR
+    top = module.partition(".")[0]
+    return TOP_FLOOR if top in TOPS else FLOORS.get(top)
+
+
+def upward_arrows(sources: Sources) -> list[str]:
+    """Imports of a higher floor, of an entry, and of the actors or configs by an entry."""
+    violations = []
+    for imported in imports(sources):
+        source, target = floor(imported.source), floor(imported.target)
+        if source is None or target is None or source == TOP_FLOOR:
+            continue
+        arrow = f"{imported.where}: {imported.source} -> {imported.target}"
+        if target == ENTRY_FLOOR:
+            violations.append(f"{arrow}: nothing imports an entry")
+        elif target > source:
+            violations.append(f"{arrow}: imports go down only")
+        elif source == ENTRY_FLOOR and target > FLOORS["rl"] and not imported.dynamic:
+            violations.append(f"{arrow}: entries load these by dotted name at run time")
+    return violations
+
+
+def cycles(sources: Sources) -> list[str]:
+    """Groups of modules that import each other, each once, as `a -> b -> a`."""
+    modules = {module_name(path) for path in sources}
+    edges: dict[str, set[str]] = {module: set() for module in modules}
+    for imported in imports(sources):
+        if imported.type_checking:
+            continue
+        parts = imported.target.split(".")
+        # To import a.b.c is to run a and a.b first, unless they are what is being imported anyway.
+        for end in range(1, len(parts) + 1):
+            package = ".".join(parts[:end])
+            if package in modules and not f"{imported.source}.".startswith(f"{package}."):
+                edges[imported.source].add(package)
+        if imported.target in modules and imported.target != imported.source:
+            edges[imported.source].add(imported.target)
+    found: dict[frozenset[str], str] = {}
+    for module in sorted(modules):
+        if loop := _way_back(module, edges):
+            found.setdefault(frozenset(loop), " -> ".join([*loop, loop[0]]))
+    return list(found.values())
+
+
+def _way_back(start: str, edges: Mapping[str, set[str]]) -> list[str] | None:
+    """The shortest way from a module to itself, without the return."""
+    ways = {start: [start]}
+    queue = [start]
+    for module in queue:
+        for target in sorted(edges[module]):
+            if target == start:
+                return ways[module]
+            if target not in ways:
+                ways[target] = [*ways[module], target]
+                queue.append(target)
+    return None
+
+
+def misplaced_imports(sources: Sources) -> list[str]:
+    """Heavy packages outside their rooms, and anything but PyTorch in the losses."""
+    violations = []
+    for imported in imports(sources):
+        package = imported.target.partition(".")[0]
+        top = imported.path.partition("/")[0]
+        if package in ROOMS and top not in TOPS and not imported.path.startswith(ROOMS[package]):
+            violations.append(f"{imported.where}: {package} is for {', '.join(ROOMS[package])} only")
+        elif (
+            top == "losses" and package not in ("losses", "torch") and package not in sys.stdlib_module_names
+        ):
+            violations.append(f"{imported.where}: losses import torch only, not {package}")
+    return violations
+
+
+def oversized(sources: Sources) -> list[str]:
+    """Files, classes and functions beyond the guidelines; straight-line examples and tests are exempt."""
+    violations = []
+    for path, text in sources.items():
+        if path.startswith(ANY_SIZE):
+            continue
+        if (num_lines := len(text.splitlines())) > MAX_FILE_LINES:
+            violations.append(f"{path}: {num_lines} lines, at most {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                most = MAX_CLASS_LINES
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                most = MAX_FUNCTION_LINES
+            else:
+                continue
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > most:
+                violations.append(f"{path}:{node.lineno}: {node.name} has {num_lines} lines, at most {most}")
+    return violations
+
+
+# The tree
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, str]:
+    return read_tree(ROOT)
+
+
+def test_imports_go_down_only(tree):
+    assert upward_arrows(tree) == []
+
+
+def test_no_modules_import_each_other(tree):
+    assert cycles(tree) == []
+
+
+def test_heavy_packages_stay_in_their_rooms(tree):
+    assert misplaced_imports(tree) == []
+
+
+def test_files_classes_and_functions_keep_their_size(tree):
+    assert oversized(tree) == []
+
+
+IMPORT_WITH_BLOCKED = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+for name in {modules!r}:
+    importlib.import_module(name)
+loaded = sorted(set({blocked!r}) & {{name.partition(".")[0] for name in sys.modules}})
+assert not loaded, loaded
+"""
+
+
+def import_with_blocked(root: Path, modules: list[str], blocked: tuple[str, ...]) -> str:
+    """What a fresh interpreter says when it imports the modules while others cannot be; "" if it can."""
+    code = IMPORT_WITH_BLOCKED.format(modules=modules, blocked=blocked)
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True
+    )
+    return "" if done.returncode == 0 else done.stderr or f"exit {done.returncode}"
+
+
+def test_modules_that_need_only_torch_import_without_the_rest(tree):
+    modules = [module_name(path) for path in tree if path.startswith(tuple(f"{p}/" for p in TORCH_ONLY))]
+    assert {"losses.types", "rl.models.attention"} <= set(modules)
+    assert import_with_blocked(ROOT, modules, tuple(ROOMS)) == ""
+
+
+# The checks themselves
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "arrow"),
+    [
+        ("losses/a.py", "import rl.types", "losses.a -> rl.types"),
+        ("rl/a.py", "from actors.b import B", "rl.a -> actors.b"),
+        ("rl/a.py", "def f():\n    from configs import tiny", "rl.a -> configs"),
+        ("rl/a.py", "import importlib\nimportlib.import_module('actors.b')", "rl.a -> actors.b"),
+        ("actors/a.py", "from configs.tiny import tiny", "actors.a -> configs.tiny"),
+        ("configs/a.py", "from examples.x import x", "configs.a -> examples.x"),
+        ("configs/a.py", "from rl.train import main", "configs.a -> rl.train"),
+        ("actors/a.py", "from rl import train", "actors.a -> rl.train"),
+        ("rl/report.py", "from rl.train import main", "rl.report -> rl.train"),
+        ("rl/train.py", "from actors.b import B", "rl.train -> actors.b"),
+        ("rl/sub/a.py", "from ..train import main", "rl.sub.a -> rl.train"),
+        ("rl/a.py", "import typing\nif typing.TYPE_CHECKING:\n    import actors.b", "rl.a -> actors.b"),
+    ],
+)  # fmt: skip
+def test_upward_arrow_is_caught(path, text, arrow):
+    (violation,) = upward_arrows({"rl/train.py": "", "actors/b.py": "", path: text})
+    assert f": {arrow}: " in violation
+    assert violation.startswith(f"{path}:")
+
+
+def test_downward_arrows_are_allowed():
+    sources = {
+        "losses/a.py": "import torch\nfrom losses.b import B",
+        "rl/a.py": "from losses.a import A\nfrom rl.b import B\nfrom . import b",
+        "rl/train.py": "import importlib\nfrom rl.a import A\nimportlib.import_module('configs.a')",
+        "actors/a.py": "import rl.a",
+        "configs/a.py": "from actors.a import A",
+        "tests/a.py": "from rl.train import main\nimport examples.x",
+    }
+    assert upward_arrows(sources) == []
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {
+            "rl/a.py": "import rl.b",
+            "rl/b.py": "from rl.c import x",
+            "rl/c.py": "def f():\n    from rl import a",
+        },
+        {"rl/a.py": "from .b import x", "rl/b.py": "from .a import y", "rl/c.py": "import rl.a"},
+        {"rl/p/__init__.py": "from rl.p.a import x", "rl/p/a.py": "import rl.q", "rl/q.py": "import rl.p.b"},
+    ],
+    ids=["of three with one late import", "relative", "through a package"],
+)
+def test_cycle_is_caught(sources):
+    (cycle,) = cycles(sources)
+    assert cycle.startswith(("rl.a -> rl.b", "rl.p -> rl.p.a -> rl.q -> rl.p"))
+
+
+def test_no_cycle_where_only_type_checkers_see_one():
+    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rl.a\nelse:\n    import os"
+    assert cycles({"rl/a.py": "import rl.b", "rl/b.py": late}) == []
+
+
+def test_import_outside_the_type_checkers_branch_counts():
+    late = "import typing\nif typing.TYPE_CHECKING:\n    import os\nelse:\n    import rl.a"
+    assert cycles({"rl/a.py": "import rl.b", "rl/b.py": late}) == ["rl.a -> rl.b -> rl.a"]
+
+
+def test_package_that_reexports_is_no_cycle():
+    sources = {
+        "rl/p/__init__.py": "from rl.p.a import x",
+        "rl/p/a.py": "from rl.p.b import y",
+        "rl/p/b.py": "",
+    }
+    assert cycles(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("rl/a.py", "from monarch.actor import Actor"),
+        ("actors/a.py", "import torchstore as ts"),
+        ("actors/generator.py", "def f():\n    import vllm.config"),
+        ("rl/config/entry.py", "import tyro"),
+        ("rl/models/qwen3/model.py", "from torchao.float8 import convert"),
+        ("losses/a.py", "import numpy"),
+        ("losses/a.py", "import vllm"),
+    ],
+)
+def test_heavy_import_outside_its_room_is_caught(path, text):
+    (violation,) = misplaced_imports({path: text})
+    assert violation.startswith(f"{path}:")
+
+
+def test_heavy_imports_in_their_rooms_are_allowed():
+    sources = {
+        "actors/a.py": "import monarch.actor",
+        "rl/weights/store.py": "import monarch, torchstore",
+        "actors/vllm/engine.py": "from vllm import LLMEngine",
+        "rl/config/cli.py": "import tyro",
+        "rl/models/converters/float8.py": "import torchao",
+        "tests/test_a.py": "import vllm, trl",
+        "losses/a.py": "import math, torch\nfrom losses.b import B",
+    }
+    assert misplaced_imports(sources) == []
+
+
+def lines(head: str, num_lines: int) -> str:
+    return "\n".join([head, *["    x = 1"] * (num_lines - 1)])
+
+
+@pytest.mark.parametrize(
+    ("head", "most"), [("def f():", 60), ("async def f():", 60), ("class A:", 250), ("if True:", 400)]
+)
+def test_size_beyond_the_guideline_is_caught(head, most):
+    assert oversized({"rl/a.py": lines(head, most)}) == []
+    (violation,) = oversized({"rl/a.py": lines(head, most + 1)})
+    assert f"{most + 1} lines, at most {most}" in violation
+    assert oversized({"examples/a.py": lines(head, most + 1), "tests/a.py": lines(head, most + 1)}) == []
+
+
+def test_import_of_a_blocked_package_is_caught(tmp_path):
+    (tmp_path / "plain.py").write_text("import json")
+    (tmp_path / "guarded.py").write_text("try:\n    import tyro.conf\nexcept KeyError:\n    pass")
+    assert import_with_blocked(tmp_path, ["plain"], ("tyro",)) == ""
+    assert "tyro is blocked" in import_with_blocked(tmp_path, ["plain", "guarded"], ("tyro",))
