@@ -74,4 +74,6 @@ def _varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: Se
         v_TKD = v_TKD.repeat_interleave(repeat, dim=1)
     length = sequences.max_length
     offsets = sequences.offsets
-    return varlen_attn(q_THD, k_TKD, v_TKD, offsets, offsets, length, length, window_size=(-1, 0))
+    out = varlen_attn(q_THD, k_TKD, v_TKD, offsets, offsets, length, length, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out

@@ -51,8 +51,11 @@ def test_parser_takes_the_digits_that_end_the_reply(text, answer):
     ],
 )
 def test_reward_is_one_for_the_answer_and_a_tenth_for_the_form(text, finish_reason, reward, correct):
-    score = SumDigits.Config(num_integers=2).build().rubric().score(rollout(text, finish_reason=finish_reason))
-    assert score.reward == pytest.approx(reward) and score.correct is correct
+    score = (
+        SumDigits.Config(num_integers=2).build().rubric().score(rollout(text, finish_reason=finish_reason))
+    )
+    assert score.reward == pytest.approx(reward)
+    assert score.correct is correct
 
 
 def test_noise_reward_ignores_the_answer_but_correct_does_not():

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
+from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import PackedAttention, SequenceLayout
 
 
@@ -186,8 +187,8 @@ class Qwen3(Configurable, nn.Module):
         *,
         positions: Tensor,
         sequences: SequenceLayout | None = None,
-        head: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        head: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
         """Final hidden states [T, E], or `head(hidden [T, E], head weight [V, E])`.
 
         The head runs inside the forward so that sharding hooks have gathered its weight.
@@ -211,7 +212,8 @@ class Qwen3(Configurable, nn.Module):
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                whole = torch.randn(parameter.shape, generator=generator) * std
+                local_tensor(parameter).copy_(local_shard_of(whole, parameter))
 
 
 def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+# Every target sets up what it needs first: .venv, made and filled by tools/setup_env.py.
+# ARGS goes to the program: make sum-digits ARGS="--trainer.optimizer.lr 3e-4", make test ARGS="-k grpo".
+# PYTHON names the Python that .venv is made from (3.11 or 3.12).
+
+PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
+ARGS ?=
+SETUP := $(PYTHON) tools/setup_env.py
+RUN := .venv/bin/python
+FAST := not medium and not slow
+
+# No program here asks anything. A terminal as stdin would stop actors, which are background process
+# groups, when a library of theirs initialises readline.
+NO_INPUT := < /dev/null
+
+.DEFAULT_GOAL := help
+.PHONY: help setup sum-digits test test-fast test-slow lint format types check bench hooks clean clean-venv
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: ## .venv with everything that runs and tests need
+	@$(SETUP) test trl
+
+sum-digits: ## train a tiny model on the digit-sum task, with real actors, on this machine
+	@$(SETUP)
+	$(RUN) -m rl.simple_grpo_sum_digits $(ARGS) $(NO_INPUT)
+
+test: setup ## all tests but the slow ones: at most 15 minutes on 2 cores
+	$(RUN) -m pytest -m "not slow" $(ARGS) $(NO_INPUT)
+
+test-fast: setup ## the tests that start no engine and no actor: at most 2 minutes
+	$(RUN) -m pytest -m "$(FAST)" $(ARGS) $(NO_INPUT)
+
+test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
+	$(RUN) -m pytest -m slow $(ARGS) $(NO_INPUT)
+
+lint: setup ## ruff: rules and format
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: setup ## let ruff mend what it can
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+types: setup ## mypy over everything
+	$(RUN) -m mypy
+
+check: lint types test-fast ## what has to be clean before a commit
+
+bench: setup ## samples a second, beside TRL's trainer on the same weights and prompts
+	$(RUN) -m benchmarks.grpo_vs_trl $(ARGS) $(NO_INPUT)
+
+hooks: ## git hooks: lint and types before a commit, fast tests before a push
+	@$(SETUP) test trl hooks
+	$(RUN) -m pre_commit install --hook-type pre-commit --hook-type pre-push
+
+clean: ## caches and build leftovers; runs in outputs/ and .venv stay
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+clean-venv: ## the environment; the next target makes it anew
+	rm -rf .venv .venv.lock

@@ -1,0 +1,80 @@
+"""Calling actors: every wait has a deadline, and its error says who was asked for what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from monarch.actor import ActorError
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class Timeouts:
+    """Longest waits for an actor, in seconds; past one the run stops with an error."""
+
+    setup_s: float = 600.0
+    """Importing, loading the model, starting the engine."""
+    generate_s: float = 1800.0
+    """All completions of a step or of an evaluation."""
+    train_s: float = 1800.0
+    """One forward_backward, optim_step or compute_logprobs."""
+    score_s: float = 600.0
+    """Scoring all rollouts of a step or of an evaluation."""
+    sync_s: float = 600.0
+    """A push of the weights by all trainer ranks, or a pull by all of a generator's."""
+    checkpoint_s: float = 1800.0
+    """Saving or loading a checkpoint."""
+    close_s: float = 20.0
+    """An actor's clean end; its process is killed afterwards either way."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"timeouts.{name}={getattr(self, name)} is not positive")
+
+
+class ActorTimeoutError(TimeoutError):
+    """No answer from an actor within its deadline."""
+
+
+class ActorCallError(RuntimeError):
+    """An actor's endpoint raised, or its process ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorGroup:
+    """An actor on each process of a mesh, with the deadlines of its calls."""
+
+    name: str
+    mesh: Any
+    timeouts: Timeouts
+
+    async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
+        """Call `endpoint` on every rank; the answers in rank order. `limit` is a field of `Timeouts`.
+
+        Raises:
+            ActorTimeoutError: names actor, endpoint and deadline.
+            ActorCallError: carries the remote traceback.
+        """
+        answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
+        values = await self._within(answers, endpoint=endpoint, limit=limit)
+        return [value for _, value in values.items()]
+
+    async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str) -> T:
+        limit_s: float = getattr(self.timeouts, limit)
+        try:
+            return await asyncio.wait_for(_coroutine(answer), limit_s)
+        except TimeoutError as error:
+            raise ActorTimeoutError(
+                f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}"
+            ) from error
+        except ActorError as error:
+            raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
+
+
+async def _coroutine(awaitable: Awaitable[T]) -> T:
+    return await awaitable

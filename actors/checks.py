@@ -1,0 +1,81 @@
+"""What is checked of a run before anything starts; every error names field, value and what is valid."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+
+from actors.fleet import FleetConfig, assign_gpus, num_gpus
+from rl.loop import SyncLoop
+from rl.models.spec import ModelSpec
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.rubric import Rubric
+from rl.rollouts.scoring import score_within
+from rl.tasks.task import Task
+from rl.types import Completion, Problem, Rollout
+
+NUM_PROBED_PROBLEMS = 64
+"""Training problems whose prompts are rendered before the start; the others when their turn comes."""
+
+
+def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Config) -> None:
+    """Degrees, lengths and devices.
+
+    Raises:
+        ValueError: names the field.
+    """
+    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
+    if kv_heads % degrees.tp:
+        raise ValueError(
+            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
+            f"key-value heads of {model_spec.name} {model_spec.flavor}"
+        )
+    fleet.generator.check_model(model_spec.model)
+    max_model_len = fleet.generator.max_model_len
+    if loop.sampling.max_tokens >= max_model_len:
+        raise ValueError(
+            f"loop.sampling.max_tokens={loop.sampling.max_tokens} leaves no room for a prompt in "
+            f"generator.max_model_len={max_model_len}"
+        )
+    max_tokens = fleet.trainer.training.max_tokens_per_microbatch
+    if max_tokens < max_model_len:
+        raise ValueError(
+            f"trainer.training.max_tokens_per_microbatch={max_tokens} is less than "
+            f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
+        )
+    assign_gpus(
+        num_available=num_gpus(),
+        num_trainer=fleet.trainer.num_procs,
+        num_generator=fleet.generator.tensor_parallel_degree,
+    )
+
+
+def check_task(task: Task, *, renderer: ChatRenderer, time_limit_s: float) -> None:
+    """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems.
+
+    Raises:
+        ValueError: names the problem, or the reward function and what it did.
+    """
+    problems = task.eval_problems()
+    if not problems:
+        raise ValueError("the task has no evaluation problems")
+    for problem in [*problems, *islice(task.train_problems(seed=0), NUM_PROBED_PROBLEMS)]:
+        renderer.prompt(problem)
+    rubric: Rubric = task.rubric()
+    problem = problems[0]
+    for reply in (problem.demonstration or problem.answer, "", "?"):
+        score = score_within(rubric, _reply(problem, reply, renderer), time_limit_s)
+        if score.failure is not None:
+            raise ValueError(f"the task's rubric fails: {score.failure}")
+
+
+def _reply(problem: Problem, text: str, renderer: ChatRenderer) -> Rollout:
+    completion = Completion(
+        token_ids=np.zeros(1, dtype=np.int32),
+        logprobs=np.zeros(1, dtype=np.float32),
+        policy_versions=np.zeros(1, dtype=np.int32),
+        finish_reason="stop",
+    )
+    return Rollout(prompt=renderer.prompt(problem), completion=completion, text=text)

@@ -1,0 +1,373 @@
+"""Where the processes of a run come from, and where they end.
+
+    mesh = await spawn_role("trainer", num_procs=2, threads=1)
+    await setup_process_group_env(mesh)
+    trainer = mesh.spawn("trainer", PolicyTrainer, ...)
+    ...
+    await stop(mesh)
+
+An entry hands its coroutine to `run`, which stops every role that is left, whether the
+coroutine returned, raised, or was ended by Ctrl-C or SIGTERM. If the controller itself is
+killed, the kernel kills the actor processes (Monarch sets their parent-death signal).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Read when Monarch's library loads. Its own log (/tmp/$USER/monarch_log.log) is told only what
+# matters; torchstore reconfigures the root logger when the second is not set.
+os.environ.setdefault("MONARCH_FILE_LOG", "warn")
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 * 2**30))
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import Actor, HostMesh, MeshFailure, Point, ProcMesh, current_rank, endpoint, this_host
+
+from actors.processes import (
+    ProcessId,
+    identify,
+    is_alive,
+    kill,
+    mapped_shared_memory,
+    remove_unmapped,
+    with_descendants,
+)
+
+from rl.observability.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SPAWN_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+KILL_GRACE_S = 5.0
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessInfo:
+    """One process of a role, as it describes itself."""
+
+    rank: int
+    pid: int
+    hostname: str
+
+
+class _Member(Actor):
+    """Sits in every process of a role and settles its environment."""
+
+    @endpoint
+    async def info(self) -> ProcessInfo:
+        return ProcessInfo(rank=current_rank().rank, pid=os.getpid(), hostname=socket.gethostname())
+
+    @endpoint
+    async def listen_address(self, one_host: bool) -> tuple[str, int]:
+        """Where this process can be reached by its group: an address and a free port."""
+        address = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
+        return address, free_port()
+
+    @endpoint
+    async def set_up_logs(self, role: str, folder: Path, console_level: str) -> None:
+        setup_logging(role, rank=current_rank().rank, folder=folder, console_level=console_level)
+
+    @endpoint
+    async def set_env(self, env_of_rank: Sequence[Mapping[str, str]]) -> None:
+        os.environ.update(env_of_rank[current_rank().rank])
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Role:
+    name: str
+    mesh: ProcMesh
+    members: Any
+    """Actor mesh of `_Member`."""
+    infos: list[ProcessInfo] = field(default_factory=list)
+    """By rank."""
+
+    def local_processes(self) -> list[ProcessId]:
+        pids = (info.pid for info in self.infos if info.hostname == socket.gethostname())
+        return [process for pid in pids if (process := identify(pid)) is not None]
+
+
+_roles: list[_Role] = []
+_num_stopping = 0
+
+
+async def spawn_role(
+    role: str,
+    *,
+    num_procs: int,
+    env: Mapping[str, str] | None = None,
+    threads: int = 1,
+    gpus: Sequence[int] | None = None,
+    host: HostMesh | None = None,
+    log_folder: Path | None = None,
+    timeout_s: float = SPAWN_TIMEOUT_S,
+) -> ProcMesh:
+    """Start the processes of one role and wait until all of them answer.
+
+    Args:
+        role: names the mesh, and is `RELAY_ROLE` in the environment of its processes.
+        num_procs: processes per host.
+        env: on top of this process's environment.
+        threads: compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one
+            machine slow each other down.
+        gpus: the devices of the role, visible to all its processes; a process takes the one at
+            its LOCAL_RANK. None leaves visibility as it is.
+        host: this machine when None.
+        log_folder: what process r prints goes to `<role>-<r>.log` in it; None leaves it on the
+            controller's stdout and stderr.
+
+    Raises:
+        ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
+        TimeoutError: names the role and how many processes were awaited.
+    """
+    if num_procs < 1 or threads < 1:
+        raise ValueError(f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1")
+    if gpus is not None and len(gpus) < num_procs:
+        raise ValueError(f"role {role!r}: gpus={list(gpus)} are fewer than num_procs={num_procs}")
+    _install_fault_hook()
+    with _quiet_client_start():
+        host = host or this_host()
+    settled_env = _process_env(role, threads, gpus) | dict(env or {})
+
+    def command(point: Point) -> BootstrapCommand:
+        process_env = dict(settled_env)
+        if log_folder is not None:
+            process_env["RELAY_LOG_FILE"] = str(log_folder / f"{role}-{point.rank}.log")
+        return BootstrapCommand(sys.executable, None, ["-m", "actors.process_main"], process_env)
+
+    mesh = host.spawn_procs(per_host={"procs": num_procs}, name=role, bootstrap_command=command)
+    state = _Role(name=role, mesh=mesh, members=mesh.spawn("member", _Member))
+    _roles.append(state)
+    infos = await _within(
+        timeout_s, state.members.info.call(), f"starting role {role!r} ({num_procs} processes a host)"
+    )
+    state.infos = sorted((info for _, info in infos.items()), key=lambda info: info.rank)
+    return mesh
+
+
+def process_infos(mesh: ProcMesh) -> list[ProcessInfo]:
+    """Pid and host of each process of a role, by rank."""
+    return list(_role_of(mesh).infos)
+
+
+async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
+    """Give every process of the role what `torch.distributed.init_process_group` reads.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT: the loopback
+    address when all are on one host, else that of rank 0's host; the port is free there.
+
+    Raises:
+        TimeoutError: names the role.
+    """
+    role = _role_of(mesh)
+    hostnames = [info.hostname for info in role.infos]
+    first = role.members.slice(**dict.fromkeys(mesh._labels, 0))
+    address, port = await _within(
+        timeout_s,
+        first.listen_address.call_one(len(set(hostnames)) == 1),
+        f"finding a free port for role {role.name!r}",
+    )
+    envs = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hostnames)),
+            "LOCAL_RANK": str(hostnames[:rank].count(hostname)),
+            "LOCAL_WORLD_SIZE": str(hostnames.count(hostname)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        for rank, hostname in enumerate(hostnames)
+    ]
+    await _within(
+        timeout_s, role.members.set_env.call(envs), f"setting the process group of role {role.name!r}"
+    )
+
+
+async def setup_logs(
+    mesh: ProcMesh, *, folder: Path, console_level: str, timeout_s: float = SPAWN_TIMEOUT_S
+) -> None:
+    """Log records of every process of the role go to `folder/<role>-<rank>.log`, and from
+    `console_level` up to the console.
+
+    Raises:
+        TimeoutError: names the role.
+    """
+    role = _role_of(mesh)
+    settled = role.members.set_up_logs.call(role.name, folder, console_level)
+    await _within(timeout_s, settled, f"setting up the logs of role {role.name!r}")
+
+
+async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """End every process of the role, what they started, and their shared memory; idempotent.
+
+    Asks first; what is left on this host after `timeout_s` is killed.
+
+    Raises:
+        RuntimeError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
+    """
+    global _num_stopping
+    role = next((r for r in _roles if r.mesh is mesh), None)
+    if role is None:
+        return
+    tree = with_descendants(role.local_processes())
+    shm_files = mapped_shared_memory(process.pid for process in tree)
+    _num_stopping += 1
+    try:
+        await _ask_to_stop(role, timeout_s)
+    finally:
+        # Also when cancelled: nothing below waits for anybody but the kernel.
+        for process in tree:
+            kill(process)
+        _num_stopping -= 1
+        if role in _roles:
+            _roles.remove(role)
+    await _until_gone(role.name, tree)
+    for file in remove_unmapped(shm_files):
+        logger.debug("removed shared memory %s that role %s left", file, role.name)
+
+
+async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """`stop` for every role that is left, at once."""
+    results = await asyncio.gather(
+        *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
+    )
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a controller's coroutine; afterwards no process of its roles is left.
+
+    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C. A second one ends the clean-up as well.
+        SystemExit: 143 after SIGTERM.
+    """
+    terminated = False
+
+    async def supervised() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_sigterm() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+        try:
+            return await main
+        finally:
+            await stop_all()
+
+    try:
+        return asyncio.run(supervised())
+    except asyncio.CancelledError:
+        if terminated:
+            raise SystemExit(SIGTERM_EXIT_CODE) from None
+        raise
+
+
+def free_port() -> int:
+    """A port that nothing on this host listens on, below the range that the system hands out.
+
+    Ports of that range may be taken by any outgoing connection between this call and the use.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def _process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str, str]:
+    # What the controller can import, its actors can: also modules beside a user's script.
+    paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
+    outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
+    env = {
+        "RELAY_ROLE": role,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(outside),
+    }
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return env
+
+
+def _role_of(mesh: ProcMesh) -> _Role:
+    for role in _roles:
+        if role.mesh is mesh:
+            return role
+    raise ValueError(f"mesh {mesh} is not a running role of spawn_role")
+
+
+async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
+    async def wait() -> T:
+        return await awaitable
+
+    try:
+        return await asyncio.wait_for(wait(), deadline_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"{what}: no answer within {deadline_s:g} s") from error
+
+
+async def _ask_to_stop(role: _Role, timeout_s: float) -> None:
+    try:
+        await _within(timeout_s, role.mesh.stop(), f"stopping role {role.name!r}")
+    except Exception as error:  # noqa: BLE001  (a mesh that fails while it ends is ended all the same)
+        logger.debug("role %s did not stop when asked: %s", role.name, error)
+
+
+async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
+    deadline = time.monotonic() + KILL_GRACE_S
+    while left := [process for process in tree if is_alive(process)]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"role {role!r}: processes {[p.pid for p in left]} outlived SIGKILL")
+        await asyncio.sleep(0.02)
+
+
+def _install_fault_hook() -> None:
+    """Keep Monarch from interrupting the controller when an actor dies.
+
+    Its default ends the main thread by KeyboardInterrupt. Whoever waits for that actor gets an
+    error anyway, and every wait has a deadline, so the controller can decide.
+    """
+    monarch.actor.unhandled_fault_hook = _on_fault
+
+
+def _on_fault(failure: MeshFailure) -> None:
+    level = logging.DEBUG if _num_stopping or not _roles else logging.ERROR
+    logger.log(level, "actor failure: %s", failure.report())
+
+
+@contextlib.contextmanager
+def _quiet_client_start() -> Iterator[None]:
+    """Drop the line that Monarch writes to stderr when its client starts, and only then."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(sink)

@@ -1,0 +1,90 @@
+"""Processes and shared memory of this machine, as the kernel lists them (Linux)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process for good: pids are reused, a pid with its start time is not."""
+
+    pid: int
+    start_ticks: int
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has this pid now; None if there is none, or only its unreaped exit status."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command, in parentheses, may itself hold spaces and parentheses.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else ProcessId(pid, int(fields[18]))
+
+
+def is_alive(process: ProcessId) -> bool:
+    return identify(process.pid) == process
+
+
+def kill(process: ProcessId) -> None:
+    """SIGKILL, if this very process still lives."""
+    if is_alive(process):
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
+    """The processes, their children, and so on."""
+    found: dict[ProcessId, None] = {}
+    pending = list(roots)
+    while pending:
+        process = pending.pop()
+        if process not in found:
+            found[process] = None
+            pending += [c for pid in _child_pids(process.pid) if (c := identify(pid)) is not None]
+    return list(found)
+
+
+def _child_pids(pid: int) -> list[int]:
+    # A child belongs to the thread that started it.
+    pids: list[int] = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            pids += map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return pids
+
+
+def mapped_shared_memory(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that any of the processes has mapped, still there or not."""
+    files: set[Path] = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        for line in maps.splitlines():
+            _, separator, name = line.partition(f"{SHARED_MEMORY}/")
+            if separator:
+                files.add(SHARED_MEMORY / name.removesuffix(" (deleted)"))
+    return files
+
+
+def remove_unmapped(files: Iterable[Path]) -> list[Path]:
+    """Delete those of the shared-memory files that no living process has mapped; returns them."""
+    candidates = {file for file in files if file.exists()}
+    if not candidates:
+        return []
+    all_pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    orphans = sorted(candidates - mapped_shared_memory(all_pids))
+    for file in orphans:
+        file.unlink(missing_ok=True)
+    return orphans

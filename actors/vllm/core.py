@@ -1,0 +1,200 @@
+"""The part of a generator that knows vLLM: one rank's engine core, called from one thread.
+
+vLLM's outer engine (`LLMEngine`) turns every token of every request into an output object with
+text, logprob dictionaries and statistics. Here its core is driven directly, in this process, by
+the same client that the outer engine uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from actors.vllm.lockstep import Drawn, Request
+from actors.vllm.model import FROM_STORE, register_policy
+from actors.vllm.sampler import PolicySampler
+from rl.distributed.process_group import World
+from rl.models.spec import ModelSpec
+from rl.types import FinishReason
+
+if TYPE_CHECKING:
+    from actors.vllm.engine import GeneratorEngine
+
+GIB = 2**30
+SMALLEST_CPU_BLOCK = 32
+"""Tokens. vLLM's default of 128 is longer than most prompts here, which then share nothing."""
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VLLMCore:
+    """Builds the engine of this rank in the calling thread, which must be the one that uses it."""
+
+    def __init__(
+        self,
+        *,
+        config: GeneratorEngine.Config,
+        model_spec: ModelSpec,
+        hf_assets_path: str,
+        world: World,
+    ) -> None:
+        _quieten()
+        torch.set_num_threads(config.num_threads)
+        vllm_config = engine_args(
+            config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path
+        ).create_engine_config()
+        self._client = InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
+        runner = self._client.engine_core.model_executor.driver_worker.worker.model_runner
+        self._sampler = PolicySampler(runner)
+        runner.sampler = self._sampler
+        self.model = runner.model.model
+        self.vocab_size: int = self.model.config.vocab_size
+        self._running: set[int] = set()
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._running)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's weights by the trainer's names, to be written in place; DTensors where sharded."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def add(self, request: Request) -> None:
+        """Takes part in steps from the next one on."""
+        request_id = str(request.id)
+        self._sampler.add(request_id, seed=request.seed, max_tokens=request.max_tokens)
+        self._client.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=request.prompt.tolist(),
+                mm_features=None,
+                sampling_params=_sampling_params(request),
+                pooling_params=None,
+                # Only for vLLM's own statistics, and to be the same on all ranks.
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+        self._running.add(request.id)
+
+    def abort(self, request_ids: tuple[int, ...]) -> None:
+        """Ids that have ended already are ignored."""
+        live = [i for i in request_ids if i in self._running]
+        self._client.abort_requests([str(i) for i in live])
+        for request_id in live:
+            self._end(request_id)
+
+    def step(self) -> Drawn:
+        """One forward of every running request, as far as they fit; some may get no token.
+
+        Raises:
+            RuntimeError: a logprob is not a number: the weights or the hidden states are not finite.
+        """
+        drawn = Drawn(request_ids=[], token_ids=[], logprobs=[], finished={})
+        for output in self._client.get_output().outputs:
+            request_id = int(output.request_id)
+            if output.finish_reason is not None:
+                drawn.finished[request_id] = _FINISH_REASONS[str(output.finish_reason)]
+                self._end(request_id)
+            if output.new_token_ids:
+                drawn.request_ids.append(request_id)
+                drawn.token_ids.append(output.new_token_ids[0])
+                drawn.logprobs.append(output.new_logprobs.logprobs.item())
+        if any(map(math.isnan, drawn.logprobs)):
+            raise RuntimeError("the model's logprobs are NaN: its weights or activations are not finite")
+        return drawn
+
+    def forget_prefixes(self) -> None:
+        """Drop cached keys and values, which are of the weights before. Only when nothing is running."""
+        if not self._client.reset_prefix_cache():
+            raise RuntimeError("the prefix cache was not reset: some of its blocks are still in use")
+
+    def close(self) -> None:
+        self._client.shutdown()
+
+    def _end(self, request_id: int) -> None:
+        self._running.discard(request_id)
+        self._sampler.remove(str(request_id))
+
+
+def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_path: str) -> EngineArgs:
+    """vLLM's settings for ours."""
+    platform: dict[str, Any] = {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "block_size": config.block_size,
+    }
+    if current_platform.is_cpu():
+        platform = {
+            "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
+            "block_size": config.block_size or SMALLEST_CPU_BLOCK,
+        }
+    timeout_s = math.ceil(config.rank_timeout_s)
+    return EngineArgs(
+        model=hf_assets_path,
+        hf_overrides={"architectures": [architecture]},
+        load_format=FROM_STORE if config.initial_weights == "store" else "safetensors",
+        # Sampling is what the request says, and text is not made here.
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        dtype=config.dtype,
+        seed=config.seed,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enforce_eager=config.enforce_eager,
+        tensor_parallel_size=config.tensor_parallel_degree,
+        distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "external_launcher",
+        distributed_timeout_seconds=timeout_s,
+        cpu_distributed_timeout_seconds=timeout_s,
+        # The sampler reads the number of tokens each request has, which must be that of this step.
+        async_scheduling=False,
+        disable_log_stats=True,
+        **platform,
+    )
+
+
+def _executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:
+    if world.size == 1:
+        return Executor.get_class(vllm_config)
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        """One rank among processes that somebody else has started."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"tcp://{world.master_addr}:{world.master_port}", world.rank, world.local_rank
+
+    return RankExecutor
+
+
+def _sampling_params(request: Request) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop_token_ids=list(request.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def _quieten() -> None:
+    # On a failed step vLLM logs its whole input, about 100 kB; the error itself is raised.
+    logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")

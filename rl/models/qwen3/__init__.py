@@ -1,0 +1,3 @@
+from rl.models.qwen3.registry import model_registry
+
+__all__ = ["model_registry"]

@@ -1,0 +1,92 @@
+"""The trainer's plan for Qwen3: tensor parallelism with sequence parallelism, then FSDP2.
+
+Between the blocks each tensor-parallel rank holds T / tp tokens of full width; inside
+attention and feed-forward all T tokens of its own heads and feed-forward rows. A fused
+projection gathers the tokens, the output projection scatters them again.
+
+Every parameter becomes a DTensor on the `tp` axis, replicated ones too, so that with FSDP2
+all live on one two-dimensional mesh and gradients are right for each.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from rl.distributed.mesh import TP
+from rl.distributed.sharding import ShardingOptions, shard_data_parallel
+from rl.models.qwen3.model import Qwen3
+
+TOKENS = 0
+HEADS = 1
+
+
+def parallelize_qwen3(model: Qwen3, *, mesh: DeviceMesh | None, config: ShardingOptions) -> Qwen3:
+    """Shard `model`, best on the meta device, in place; `mesh` None leaves it as it is.
+
+    Args:
+        mesh: axes `dp_replicate`, `dp_shard`, `tp`, each of size 1 or more. The number of
+            tokens of a forward must be a multiple of the size of `tp`.
+
+    Raises:
+        ValueError: if the tensor-parallel degree does not divide the key-value heads or the
+            vocabulary.
+    """
+    if mesh is None:
+        return model
+    if mesh[TP].size() > 1:
+        check_tensor_parallel(model.config, mesh[TP].size())
+        _shard_tensor_parallel(model, mesh[TP])
+    shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config)
+    return model
+
+
+def check_tensor_parallel(config: Qwen3.Config, degree: int) -> None:
+    """Raise ValueError unless `degree` ranks can share this model.
+
+    Query heads and feed-forward width are multiples of the key-value heads, so these and
+    the vocabulary decide.
+    """
+    for name, size in (
+        ("num_kv_heads", config.block.attention.num_kv_heads),
+        ("vocab_size", config.vocab_size),
+    ):
+        if size % degree:
+            raise ValueError(f"tensor_parallel_degree={degree} does not divide {name}={size}")
+
+
+def _shard_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
+    plan: dict[str, ParallelStyle] = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
+        # Stays a DTensor: the head must know that it holds only a part of the tokens.
+        "norm": SequenceParallel(sequence_dim=TOKENS),
+    }
+    if model.lm_head is not None:
+        plan["lm_head"] = ColwiseParallel()
+    for name in (f"layers.{i}" for i in range(len(model.layers))):
+        plan |= {f"{name}.{part}": style for part, style in _block_plan().items()}
+    # Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def _block_plan() -> dict[str, ParallelStyle]:
+    tokens = SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
+    # Each rank norms its own heads with the same weight, whose gradient is then a sum over ranks.
+    heads = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
+    return {
+        "attention_norm": tokens,
+        "attention.qkv_proj": ColwiseParallel(input_layouts=Shard(TOKENS)),
+        "attention.q_norm": heads,
+        "attention.k_norm": heads,
+        "attention.o_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
+        "ffn_norm": tokens,
+        "feed_forward.gate_up_proj": ColwiseParallel(input_layouts=Shard(TOKENS)),
+        "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
+    }

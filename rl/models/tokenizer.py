@@ -1,0 +1,110 @@
+"""A tokenizer of bytes for models made here, and loading of any Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT = "<|endoftext|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+"""ChatML's; skipped when decoding with `skip_special_tokens`."""
+WORD_TOKENS = ("<think>", "</think>", "[ANSWER]")
+"""Single tokens that are part of the text."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+"""What of a Hugging Face folder belongs to the tokenizer; not every folder has all of them."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""ChatML as Qwen3 writes it. Earlier turns stay verbatim, thoughts included, so that a
+conversation's tokens are a prefix of its continuation's."""
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary.
+
+    Printable bytes of Latin-1 stand for themselves, the rest for characters from 256 up.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def build_byte_tokenizer(folder: str | Path) -> None:
+    """Write a tokenizer with one token a byte, so that every text is representable.
+
+    Token ids 0 to 255 are the bytes themselves, then `SPECIAL_TOKENS`, then `WORD_TOKENS`:
+    262 in all. Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and
+    generation_config.json into `folder`, which is made if it is missing.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in WORD_TOKENS])
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    end, text_end = tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)
+    ids = {"bos_token_id": text_end, "eos_token_id": [end, text_end], "pad_token_id": text_end}
+    _write_json(folder / "generation_config.json", ids)
+
+
+def check_tokenizer_files(folder: str | Path) -> None:
+    """Raises ValueError naming the first missing file."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"tokenizer folder {folder} does not exist")
+    # Slow tokenizers come as two files instead of one.
+    slow = (folder / "vocab.json").exists() and not (folder / "tokenizer.json").exists()
+    for name in ("tokenizer_config.json", "merges.txt" if slow else "tokenizer.json"):
+        if not (folder / name).exists():
+            raise ValueError(f"tokenizer file {folder / name} is missing")
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The folder's transformers tokenizer; never looks at a model hub.
+
+    Raises ValueError where the folder or one of its tokenizer files is missing.
+    """
+    check_tokenizer_files(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,38 @@
+"""How samples become gradients: settings of the training engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    """How samples become gradients."""
+
+    max_tokens_per_microbatch: int = 16_384
+    """Samples are packed into micro-batches of at most that many tokens."""
+    max_norm: float = 1.0
+    """Gradient clip norm; inf measures and does not clip."""
+    dtype: Dtype = "float32"
+    """Of the parameters that the optimizer steps, and of its state."""
+    param_dtype: Dtype = "float32"
+    """Of the parameters in forward and backward."""
+    reduce_dtype: Dtype = "float32"
+    """In which gradients are summed between ranks."""
+    logits_chunk_tokens: int | None = None
+    """Logits of at most that many tokens exist at once; None: of the whole micro-batch."""
+    seed: int = 0
+    """Of Python's, numpy's and PyTorch's generators, and of weights that no folder provides."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits each time; slower on a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens_per_microbatch < 1:
+            raise ValueError(
+                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: must be at least 1"
+            )
+        if not self.max_norm > 0.0:
+            raise ValueError(f"max_norm={self.max_norm}: must be above 0, or inf for no clipping")

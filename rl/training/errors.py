@@ -1,0 +1,23 @@
+"""What stops a run because of its numbers."""
+
+from __future__ import annotations
+
+
+class NonFiniteLossError(ArithmeticError):
+    """A loss or gradient was NaN or infinite; raised on every rank alike, after the gradient is dropped."""
+
+    def __init__(self, what: str, step: int, batch_file: str | None) -> None:
+        """
+        Args:
+            what: the quantity and its value.
+            step: policy version of the weights that produced it.
+            batch_file: npz of the samples since the last step; None if none was written.
+        """
+        super().__init__(what, step, batch_file)
+        self.what = what
+        self.step = step
+        self.batch_file = batch_file
+
+    def __str__(self) -> str:
+        where = f"; the batch is in {self.batch_file}" if self.batch_file else ""
+        return f"{self.what} at step {self.step}{where}"

@@ -1,0 +1,67 @@
+"""Learning-rate schedules: warm-up, a plateau, decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.config.configurable import Configurable
+
+
+class LRSchedule(Configurable):
+    """The factor on the peak learning rate, a function of the step alone.
+
+    Over `total_steps`: linear warm-up, the peak, then decay over the last `decay_ratio` of
+    the steps; the factor stays at `min_ratio` from then on.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        warmup_steps: int = 0
+        """Steps of linear warm-up; step n of them has n / warmup_steps of the peak."""
+        decay: Literal["constant", "linear", "cosine", "sqrt"] = "constant"
+        """Shape of the decay; constant has none."""
+        decay_ratio: float = 1.0
+        """Share of total_steps that decay, at the end; never before the warm-up is over."""
+        min_ratio: float = 0.0
+        """Learning rate after the decay, as a share of the peak."""
+        total_steps: int = 0
+        """Steps of the whole run; needed for a decay."""
+
+        def __post_init__(self) -> None:
+            _check(self)
+
+    def __init__(self, *, config: Config) -> None:
+        _check(config)
+        self.config = config
+        length = round(config.decay_ratio * config.total_steps)
+        self.decay_start = max(config.warmup_steps, config.total_steps - length)
+
+    def factor(self, step: int) -> float:
+        """Of the step with that number, counted from 0."""
+        config = self.config
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        if config.decay == "constant" or step < self.decay_start:
+            return 1.0
+        if step >= config.total_steps:
+            return config.min_ratio
+        progress = (step - self.decay_start) / (config.total_steps - self.decay_start)
+        shape = {
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+            "sqrt": 1.0 - math.sqrt(progress),
+        }[config.decay]
+        return config.min_ratio + (1.0 - config.min_ratio) * shape
+
+
+def _check(config: LRSchedule.Config) -> None:
+    for name in ("warmup_steps", "total_steps"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name}={getattr(config, name)}: must be at least 0")
+    for name in ("decay_ratio", "min_ratio"):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ValueError(f"{name}={getattr(config, name)}: must be between 0 and 1")
+    if config.decay != "constant" and config.total_steps == 0:
+        raise ValueError(f"total_steps=0: decay={config.decay!r} needs the steps of the run")

@@ -1,0 +1,29 @@
+"""For all tests: offline, a time limit for each, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
+
+__all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish", "pytest_sessionstart"]
+
+# Before anything imports them, and inherited by the actors.
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg"
+)
+
+TIME_LIMITS_S = {"slow": 1200, "medium": 300}
+"""By marker, for tests that name none; the others have the limit of pyproject.toml."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout"):
+            continue
+        for marker, limit_s in TIME_LIMITS_S.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.timeout(limit_s))
+                break

@@ -1,0 +1,160 @@
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from rl.models.attention import SequenceLayout
+from rl.models.generate import generate
+from rl.models.logprobs import token_logprobs
+from rl.models.qwen3.model import linear_head
+from rl.types import SamplingParams
+
+PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9])]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+def recomputed(model, prompt, completion, temperature=1.0):
+    """Logprobs of the completion's tokens by one forward over the whole sequence."""
+    tokens = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
+    length = len(tokens) - 1
+    head = partial(token_logprobs, targets_T=tokens[1:], temperatures_T=torch.full((length,), temperature))
+    layout = SequenceLayout.from_lengths([length])
+    with torch.no_grad():
+        logprobs, _ = model(tokens[:-1], positions=torch.arange(length), sequences=layout, head=head)
+    return logprobs[len(prompt) - 1 :]
+
+
+def next_logits(model, tokens):
+    layout = SequenceLayout.from_lengths([len(tokens)])
+    ids = torch.as_tensor(tokens, dtype=torch.int64)
+    with torch.no_grad():
+        return model(ids, positions=torch.arange(len(tokens)), sequences=layout, head=linear_head)[-1]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        np.array_equal(x.token_ids, y.token_ids) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_those_of_a_forward_over_the_whole_sequence(model, temperature):
+    sampling = SamplingParams(max_tokens=30, num_samples=3, temperature=temperature, seed=0)
+    for prompt, completions in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
+        for completion in completions:
+            assert len(completion.token_ids) == 30
+            expected = recomputed(model, prompt, completion, temperature)
+            torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_returned_logprobs_are_those_of_the_cut_distribution(model):
+    sampling = SamplingParams(max_tokens=8, num_samples=4, top_k=3, temperature=1.5, seed=1)
+    for prompt, completions in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
+        for completion in completions:
+            tokens = list(prompt)
+            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+                kept = (next_logits(model, tokens) / 1.5).topk(3)
+                assert token in kept.indices
+                expected = kept.values.log_softmax(-1)[kept.indices == token]
+                assert logprob == pytest.approx(expected.item(), abs=1e-5)
+                tokens.append(token)
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says(model):
+    sampling = SamplingParams(max_tokens=1, num_samples=20_000, seed=2)
+    (completions,) = generate(model, PROMPTS[:1], sampling=sampling)
+    counts = np.bincount([c.token_ids[0] for c in completions], minlength=64)
+    expected = next_logits(model, PROMPTS[0]).softmax(-1).numpy()
+    assert expected.max() < 0.5
+    # Five standard deviations of a share among 20,000 draws.
+    assert np.all(np.abs(counts / 20_000 - expected) < 5 * np.sqrt(expected / 20_000) + 1e-4)
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not(model):
+    def draw(seed):
+        sampling = SamplingParams(max_tokens=12, num_samples=2, seed=seed)
+        return [c for of_prompt in generate(model, PROMPTS, sampling=sampling) for c in of_prompt]
+
+    assert same(draw(0), draw(0))
+    assert not same(draw(0), draw(1))
+    assert not same(draw(None), draw(None))
+
+
+def test_a_prompts_completions_do_not_depend_on_the_rest_of_the_call(model):
+    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=0, stop_token_ids=(7,))
+    together = generate(model, PROMPTS, sampling=sampling)
+    for prompt, completions in zip(PROMPTS, together, strict=True):
+        (alone,) = generate(model, [prompt], sampling=sampling)
+        assert same(alone, completions)
+    in_parts = generate(model, PROMPTS, sampling=sampling, max_sequences=2)
+    assert all(same(a, b) for a, b in zip(in_parts, together, strict=True))
+
+
+def test_samples_of_one_prompt_differ_even_where_it_comes_twice(model):
+    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=0)
+    twice = generate(model, [PROMPTS[0], PROMPTS[0]], sampling=sampling)
+    assert len({tuple(c.token_ids) for completions in twice for c in completions}) == 4
+
+
+def test_greedy_takes_the_most_likely_token_at_every_step(model):
+    sampling = SamplingParams(max_tokens=10, temperature=0)
+    for prompt, (completion,) in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
+        tokens = list(prompt)
+        for token in completion.token_ids:
+            assert token == next_logits(model, tokens).argmax()
+            tokens.append(token)
+        expected = recomputed(model, prompt, completion)
+        torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(model):
+    free = SamplingParams(max_tokens=20, num_samples=4, seed=0)
+    stops = tuple(range(0, 64, 8))
+    stopped = SamplingParams(max_tokens=20, num_samples=4, seed=0, stop_token_ids=stops)
+    reasons = set()
+    for before, after in zip(
+        generate(model, PROMPTS, sampling=free), generate(model, PROMPTS, sampling=stopped), strict=True
+    ):
+        for whole, cut in zip(before, after, strict=True):
+            ids = whole.token_ids.tolist()
+            ends = [i + 1 for i, token in enumerate(ids) if token in stops]
+            assert cut.token_ids.tolist() == ids[: ends[0] if ends else 20]
+            np.testing.assert_allclose(cut.logprobs, whole.logprobs[: len(cut.logprobs)], atol=1e-5)
+            assert whole.finish_reason == "length"
+            assert cut.finish_reason == ("stop" if ends else "length")
+            reasons.add(cut.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_completions_end_where_the_context_does_and_carry_the_version(model):
+    long = np.arange(120, dtype=np.int32) % 64
+    sampling = SamplingParams(max_tokens=20, seed=0)
+    (at_end,), (free,) = generate(model, [long, PROMPTS[0]], sampling=sampling, policy_version=7)
+    assert (len(at_end.token_ids), at_end.finish_reason) == (8, "length")
+    assert (len(free.token_ids), free.finish_reason) == (20, "length")
+    assert at_end.policy_versions.tolist() == [7] * 8
+
+
+def test_the_model_is_as_before_afterwards(model):
+    cores = [layer.attention.core for layer in model.layers]
+    generate(model, PROMPTS, sampling=SamplingParams(max_tokens=2, seed=0))
+    with pytest.raises(IndexError):
+        generate(model, [np.array([64], dtype=np.int32)], sampling=SamplingParams(max_tokens=2))
+    assert all(layer.attention.core is core for layer, core in zip(model.layers, cores, strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 128])
+def test_a_prompt_that_is_empty_or_fills_the_context_is_refused_by_number(model, num_tokens):
+    bad = np.ones(num_tokens, dtype=np.int32)
+    with pytest.raises(ValueError, match=f"prompt 1 has {num_tokens} tokens: must be 1 to 127"):
+        generate(model, [PROMPTS[0], bad], sampling=SamplingParams(max_tokens=4))
+
+
+def test_settings_out_of_range_are_refused(model):
+    with pytest.raises(ValueError, match=r"sampling\.max_tokens=0: must be at least 1"):
+        generate(model, PROMPTS, sampling=SamplingParams(max_tokens=0))

@@ -1,0 +1,131 @@
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl.models.logprobs import token_logprobs
+
+# T tokens, E width, V vocabulary.
+T, E, V = 12, 5, 8
+
+
+def inputs(*, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, E, generator=generator).requires_grad_(requires_grad)
+    weight = torch.randn(V, E, generator=generator).requires_grad_(requires_grad)
+    targets = torch.randint(0, V, (T,), generator=generator)
+    temperatures = 0.5 + torch.rand(T, generator=generator)
+    return hidden, weight, {"targets_T": targets, "temperatures_T": temperatures}
+
+
+def test_logprobs_and_entropy_of_a_distribution_known_by_hand():
+    # Logits 0, ln 2 and ln 5 at temperature 1: probabilities 1/8, 2/8 and 5/8.
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]])
+    logprobs, entropy = token_logprobs(
+        torch.ones(2, 1), weight, targets_T=torch.tensor([1, 2]), temperatures_T=torch.tensor([1.0, 0.5])
+    )
+    # At temperature 0.5 they are squared: 1/30, 4/30 and 25/30.
+    expected = [math.log(2 / 8), math.log(25 / 30)]
+    torch.testing.assert_close(logprobs, torch.tensor(expected))
+    entropies = [
+        -sum(p * math.log(p) for p in row) for row in ((1 / 8, 2 / 8, 5 / 8), (1 / 30, 4 / 30, 25 / 30))
+    ]
+    torch.testing.assert_close(entropy, torch.tensor(entropies))
+
+
+def test_gradient_is_that_of_cross_entropy():
+    hidden, weight, given = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, **given)
+    gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    logits = hidden @ weight.T / given["temperatures_T"][:, None]
+    loss = F.cross_entropy(logits, given["targets_T"], reduction="sum")
+    for ours, theirs in zip(gradients, torch.autograd.grad(-loss, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 12, 100])
+def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
+    hidden, weight, given = inputs()
+    expected = token_logprobs(hidden, weight, **given)
+    expected_gradients = torch.autograd.grad(expected[0].square().sum(), (hidden, weight))
+    chunked = token_logprobs(hidden, weight, **given, chunk_tokens=chunk_tokens)
+    gradients = torch.autograd.grad(chunked[0].square().sum(), (hidden, weight))
+    for ours, theirs in zip((*chunked, *gradients), (*expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_bfloat16_logits_are_normalised_in_float32():
+    hidden, weight, given = inputs(requires_grad=False)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    logprobs, entropy = token_logprobs(hidden, weight, **given)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    logits = F.linear(hidden, weight).float() / given["temperatures_T"][:, None]
+    expected = logits.log_softmax(-1)[range(T), given["targets_T"]]
+    assert torch.equal(logprobs, expected)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize(("chunk_tokens", "bound"), [(None, 60 * 50), (10, 10 * 50)])
+def test_with_chunks_logits_of_all_tokens_never_exist_at_once(chunk_tokens, bound):
+    hidden = torch.randn(60, 4, requires_grad=True)
+    weight = torch.randn(50, 4, requires_grad=True)
+    with LargestTensor() as seen:
+        logprobs, _ = token_logprobs(
+            hidden, weight, targets_T=torch.zeros(60, dtype=torch.int64), temperatures_T=torch.ones(60),
+            chunk_tokens=chunk_tokens,
+        )  # fmt: skip
+        logprobs.sum().backward()
+    assert seen.largest == bound
+
+
+def test_a_chunk_of_no_tokens_is_refused():
+    hidden, weight, given = inputs()
+    with pytest.raises(ValueError, match="chunk_tokens=0: must be at least 1"):
+        token_logprobs(hidden, weight, **given, chunk_tokens=0)
+
+
+def sharded_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight, given = inputs()
+    expected = token_logprobs(hidden, weight, **given)
+    expected_gradients = torch.autograd.grad((expected[0] * torch.arange(T)).sum(), (hidden, weight))
+    placements = {"tokens": Shard(0), "replicated": Replicate(), "plain": None}
+    for name, placement in placements.items():
+        for weight_placement in (Shard(0), Replicate()):
+            for chunk_tokens in (None, 5):
+                ours = hidden.detach().clone().requires_grad_()
+                if placement is not None:
+                    ours = distribute_tensor(ours.detach(), mesh, [placement]).requires_grad_()
+                rows = distribute_tensor(weight.detach(), mesh, [weight_placement]).requires_grad_()
+                values = token_logprobs(ours, rows, **given, chunk_tokens=chunk_tokens)
+                gradients = torch.autograd.grad((values[0] * torch.arange(T)).sum(), (ours, rows))
+                whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+                case = f"hidden {name}, weight {weight_placement}, chunks of {chunk_tokens}"
+                for a, b in zip((*values, *whole), (*expected, *expected_gradients), strict=True):
+                    torch.testing.assert_close(a, b, msg=case)
+    dist.destroy_process_group()
+
+
+def test_sharded_equals_whole_in_values_and_gradients(tmp_path):
+    spawn(sharded_rank, args=(str(tmp_path),), nprocs=2)

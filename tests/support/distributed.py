@@ -1,0 +1,105 @@
+"""Run a function on several gloo ranks, each a process of its own.
+
+    results = run_ranks(worker, 4, folder, timeout_s=60)   # [worker(folder) of rank 0, 1, 2, 3]
+
+The function must be importable. It finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
+its environment, as under torchrun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float) -> list[Any]:
+    """Results by rank.
+
+    Raises:
+        RuntimeError: with the traceback of the first rank that raised or died; the others are killed.
+        TimeoutError: naming the ranks that had not answered.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    pipes: list[Connection] = []
+    processes = []
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child, args=(function, args, rank, num_ranks, port, theirs, os.getpid()), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        return _collect(pipes, name=function.__name__, timeout_s=timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], *, name: str, timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        pending = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"{name}: ranks {sorted(pending.values())} did not answer in {timeout_s:g} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending[pipe]
+            try:
+                error, results[rank] = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"{name}: rank {rank} died") from None
+            if error is not None:
+                raise RuntimeError(f"{name}: rank {rank} raised\n{error}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _child(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    pipe: Connection,
+    parent: int,
+) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # The parent died before the line above.
+        os._exit(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send((None, function(*args)))
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent raises it
+        pipe.send((traceback.format_exc(), None))
+    pipe.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,123 @@
+"""A small model with uneven sizes in every parallel layout, held by actors that push and pull it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, endpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from rl.weights.monarch_compat import torchstore
+from rl.weights.store import WeightStore
+
+Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
+
+BUFFERS = ("scale", "steps")
+NUM_TENSORS = 9
+"""Of `UnevenNet`, buffers included."""
+
+
+class UnevenNet(nn.Module):
+    """No size divides by 2 more than once, `gate` leaves ranks empty, and there are buffers."""
+
+    def __init__(self, *, seed: int, num_rows: int = 11) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(num_rows, 6)
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.gate = nn.Parameter(torch.randn(1))
+        self.register_buffer("scale", torch.tensor(1.0 + seed / 3))
+        self.register_buffer("steps", torch.tensor([seed, 2**40 + seed]))
+
+
+TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's state dict, laid out over the processes that call this together."""
+    model = UnevenNet(seed=seed).to(dtype)
+    model.scale = model.scale.float()
+    if layout == "fsdp_tp":
+        mesh = _mesh_2d()
+        parallelize_module(model, mesh["tp"], TP_PLAN)
+        fully_shard(model, mesh=mesh["dp"])
+    elif layout == "hsdp":
+        fully_shard(model, mesh=_mesh_2d())
+    elif layout == "fsdp":
+        fully_shard(model, mesh=_pair())
+    elif layout == "tp":
+        parallelize_module(model, _pair(), TP_PLAN)
+    elif layout == "ddp_dtensor":
+        pair = _pair()
+        return {n: distribute_tensor(v, pair, [Replicate()]) for n, v in model.state_dict().items()}
+    return model.state_dict()
+
+
+def _mesh_2d() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _pair() -> DeviceMesh:
+    """The neighbours 0 and 1 (and 2 and 3)."""
+    if dist.get_world_size() == 2:
+        return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return _mesh_2d()["tp"]
+
+
+class WeightActor(Actor):
+    """One rank of a trainer or generator."""
+
+    def __init__(self) -> None:
+        self._state_dict: dict[str, Tensor] = {}
+
+    @endpoint
+    async def setup(self) -> None:
+        dist.init_process_group("gloo")
+
+    @endpoint
+    async def build(self, layout: Layout, seed: int, dtype: torch.dtype) -> list[str]:
+        """Lay the model out; returns the kinds of placement of `embed.weight`."""
+        self._state_dict = build(layout, seed=seed, dtype=dtype)
+        value = self._state_dict["embed.weight"]
+        return [type(p).__name__ for p in value.placements] if isinstance(value, DTensor) else []
+
+    @endpoint
+    async def push(self, store: WeightStore, version: int, dying_ranks: Sequence[int] = ()) -> int:
+        if dist.get_rank() in dying_ranks:
+            os._exit(3)
+        return await store.push(version=version, state_dict=self._state_dict, buffer_names=BUFFERS)
+
+    @endpoint
+    async def torchstore_get(self, key: str, store_name: str) -> Tensor:
+        """By torchstore's own module functions."""
+        return await torchstore.get(key, store_name=store_name)
+
+    @endpoint
+    async def pull(self, store: WeightStore, version: int) -> int:
+        return await store.pull(version=version, state_dict=self._state_dict)
+
+    @endpoint
+    async def full(self) -> dict[str, Tensor]:
+        """The whole tensors, put together from all ranks' shards."""
+        return {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in self._state_dict.items()
+        }
+
+    @endpoint
+    async def pull_wrong_shape(self, store: WeightStore, version: int) -> int:
+        """Pull into an embedding of 12 rows."""
+        state_dict = dict(self._state_dict)
+        pair = _pair()
+        state_dict["embed.weight"] = distribute_tensor(torch.zeros(12, 6), pair, [Shard(0)])
+        return await store.pull(version=version, state_dict=state_dict)

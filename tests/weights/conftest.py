@@ -1,0 +1,61 @@
+"""One set of meshes for all tests of the weight store."""
+
+import pytest
+import torch
+
+from rl.weights.store import WeightStore
+from tests.support.monarch_meshes import monarch_meshes
+from tests.support.weight_actors import NUM_TENSORS, WeightActor
+
+
+class Cluster:
+    """Four trainer ranks with a volume each, two generator ranks, and a volume of its own."""
+
+    def __init__(self, meshes):
+        self.meshes = meshes
+        trainer_mesh = meshes.spawn_mesh(4)
+        generator_mesh = meshes.spawn_mesh(2)
+        self.volume_mesh = meshes.spawn_mesh(1, process_group=False)
+        self.trainer = trainer_mesh.spawn("trainer", WeightActor)
+        self.generator = generator_mesh.spawn("generator", WeightActor)
+        meshes.run(self.trainer.setup.call())
+        meshes.run(self.generator.setup.call())
+        self.bf16 = self.start(trainer_mesh, dtype="bfloat16")
+        self.fp32 = self.start(self.volume_mesh)
+        self._last_version = 0
+
+    def start(self, mesh, **config):
+        store = WeightStore.Config(timeout_s=30, **config).build()
+        self.meshes.run(store.start(mesh))
+        return store
+
+    def next_version(self):
+        self._last_version += 1
+        return self._last_version
+
+    def trainer_ranks(self, layout):
+        num = {"fsdp_tp": 4, "hsdp": 4, "fsdp": 2, "ddp": 2, "ddp_dtensor": 2, "single": 1}[layout]
+        return self.trainer.slice(procs=slice(0, num))
+
+    def push(self, store, layout, *, announce=True):
+        """Push a model whose seed is its version; returns the version and the bytes of all ranks."""
+        version = self.next_version()
+        self.meshes.run(self.trainer.build.call(layout, version, torch.float32))
+        sent = self.meshes.run(self.trainer_ranks(layout).push.call(store, version))
+        if announce:
+            assert self.meshes.run(store.announce(version)) == NUM_TENSORS
+        return version, [num for _, num in sent.items()]
+
+    def pull(self, store, layout, version, dtype):
+        """What all generator ranks together hold after a pull into a model of another seed."""
+        self.meshes.run(self.generator.build.call(layout, 999, dtype))
+        ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
+        self.meshes.run(ranks.pull.call(store, version))
+        answers = self.meshes.run(ranks.full.call())
+        return [answer for _, answer in answers.items()]
+
+
+@pytest.fixture(scope="package")
+def cluster():
+    with monarch_meshes() as meshes:
+        yield Cluster(meshes)
