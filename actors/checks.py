@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from actors.fleet import FleetConfig, assign_gpus, num_gpus
+from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
 from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
@@ -19,8 +19,10 @@ NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
 
 
-def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Config) -> None:
-    """Degrees, lengths and devices.
+def check_layout(
+    fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Config, num_gpus: int
+) -> None:
+    """Degrees, lengths and devices; `num_gpus` of this machine.
 
     Raises:
         ValueError: names the field.
@@ -46,7 +48,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
     assign_gpus(
-        num_available=num_gpus(),
+        num_available=num_gpus,
         num_trainer=fleet.trainer.num_procs,
         num_generator=fleet.generator.tensor_parallel_degree,
     )

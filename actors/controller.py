@@ -15,7 +15,7 @@ from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import Timeouts
 from actors.checks import check_layout, check_task
-from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, start_fleet
+from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
@@ -133,7 +133,7 @@ class Controller(Configurable):
         spec = config.model
         if config.hf_assets_path is not None:
             spec = given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size).spec
-        check_layout(config.fleet, model_spec=spec, loop=config.loop)
+        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=num_gpus())
         return spec
 
     def _prepare(self, spec: ModelSpec) -> tuple[StartingPoint, Task, ChatRenderer]:

@@ -78,6 +78,84 @@ def tiny_noise() -> Controller.Config:
     return config
 
 
+def qwen3_0_6b() -> Controller.Config:
+    """Two GPUs: one trains, one generates."""
+    return _qwen3("0.6B", trainer=ParallelismConfig(), num_procs=1, max_tokens=16_384)
+
+
+def qwen3_1_7b() -> Controller.Config:
+    """Three GPUs: two train, one generates."""
+    return _qwen3(
+        "1.7B", trainer=ParallelismConfig(data_parallel_shard_degree=2), num_procs=2, max_tokens=8192
+    )
+
+
+def qwen3_4b() -> Controller.Config:
+    """Five GPUs: four train, one generates."""
+    return _qwen3(
+        "4B", trainer=ParallelismConfig(data_parallel_shard_degree=4), num_procs=4, max_tokens=8192
+    )
+
+
+def qwen3_8b() -> Controller.Config:
+    """Six GPUs: four train, two generate."""
+    config = _qwen3(
+        "8B", trainer=ParallelismConfig(data_parallel_shard_degree=4), num_procs=4, max_tokens=4096
+    )
+    config.generator.tensor_parallel_degree = 2
+    return config
+
+
+def qwen3_14b() -> Controller.Config:
+    """Ten GPUs: eight train (FSDP 4 x TP 2), two generate."""
+    parallelism = ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=2)
+    config = _qwen3("14B", trainer=parallelism, num_procs=8, max_tokens=4096)
+    config.generator.tensor_parallel_degree = 2
+    return config
+
+
+def qwen3_32b() -> Controller.Config:
+    """Twenty GPUs: sixteen train (FSDP 4 x TP 4), four generate."""
+    parallelism = ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=4)
+    config = _qwen3("32B", trainer=parallelism, num_procs=16, max_tokens=4096)
+    config.generator.tensor_parallel_degree = 4
+    return config
+
+
+def _qwen3(
+    flavor: str, *, trainer: ParallelismConfig, num_procs: int, max_tokens: int
+) -> Controller.Config:
+    """A Qwen3 checkpoint on GPUs of 80 GB; `max_tokens` of a micro-batch."""
+    return Controller.Config(
+        description=f"Qwen3-{flavor} on sum-digits, on GPUs",
+        model=model_registry(flavor),
+        hf_assets_path=f"assets/Qwen3-{flavor}",
+        task=SumDigits.Config(num_integers=4, num_eval=256),
+        trainer=PolicyTrainer.Config(
+            num_procs=num_procs,
+            num_threads=8,
+            parallelism=trainer,
+            optimizer=Optimizer.Config(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0),
+            lr_scheduler=LRSchedule.Config(warmup_steps=5),
+            training=TrainingConfig(
+                max_tokens_per_microbatch=max_tokens, param_dtype="bfloat16", logits_chunk_tokens=2048
+            ),
+        ),
+        generator=VLLMGenerator.Config(
+            dtype="bfloat16", max_model_len=1024, enforce_eager=False, num_threads=8
+        ),
+        loop=SyncLoop.Config(
+            num_steps=100,
+            num_prompts=32,
+            num_samples=8,
+            sampling=Sampling(max_tokens=768),
+            # bfloat16 in two different kernels: rounding alone gives a few hundredths of a nat.
+            max_logprob_diff=0.1,
+            eval_every=20,
+        ),
+    )
+
+
 def _tiny_on(parallelism: ParallelismConfig, *, num_procs: int) -> Controller.Config:
     config = tiny()
     config.trainer.parallelism = parallelism

@@ -123,6 +123,12 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
+def barrier() -> None:
+    """Wait for all ranks; nothing in a single process without a group."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
     """Deadline of every later collective, in the default group and those of the mesh's axes."""
     if mesh is None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from losses.ops import drawn_tokens
 from losses.types import LossInputs, LossOutput
 from rl.distributed.reductions import reduce_sums_and_maxima
+from rl.rollouts.packing import PackedBatch
 from rl.types import ForwardBackwardResult, TrainingSample
 
 _SUMS = (
@@ -65,6 +66,18 @@ class StepState:
                 f"the denominator of this step is {self.denominator:g}: no sample had a valid token"
             )
         return 1.0 / self.denominator
+
+
+def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
+    """What a loss takes, of a batch and the policy's logprobs of it."""
+    return LossInputs(
+        logprobs=logprobs_T,
+        generator_logprobs=batch.generator_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        sequence_ids=batch.sequence_ids,
+        num_sequences=batch.num_sequences,
+    )
 
 
 class MicroBatchSums:
@@ -122,6 +135,10 @@ class Totals:
     metric_sums: Mapping[str, float]
     logprob_diff_max: float
     normalized: bool
+
+    @property
+    def loss(self) -> float:
+        return self.sums["loss"]
 
     @property
     def denominator(self) -> float | None:

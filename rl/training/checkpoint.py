@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from rl.distributed.process_group import barrier
 from rl.distributed.seeds import random_states, restore_random_states
-from rl.distributed.shards import whole_tensor
 from rl.training.optimizer import Optimizer
 
 METADATA_FILE = ".metadata"
@@ -123,17 +123,6 @@ def _check(metadata: Metadata, state: Mapping[str, Tensor], folder: str | Path) 
             f"checkpoint {folder}: tensor {unknown[0]} has no place in the model: "
             "a checkpoint of another architecture or size"
         )
-
-
-def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor whole, one at a time; every rank steps through it, as each is gathered."""
-    for name, tensor in tensors.items():
-        yield name, whole_tensor(tensor.detach())
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _publish(partial: Path, path: Path) -> None:

@@ -3,8 +3,6 @@
 Every rank makes one and calls the same methods with the same arguments in the same order;
 each takes its share of the samples and all return the same numbers. A single process needs
 no process group.
-
-Shape legend: T packed tokens of one micro-batch.
 """
 
 from __future__ import annotations
@@ -26,22 +24,29 @@ from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
-from rl.distributed.process_group import CommConfig, World, awaiting, connect, disconnect, set_timeout
+from rl.distributed.process_group import (
+    CommConfig,
+    World,
+    awaiting,
+    barrier,
+    connect,
+    disconnect,
+    set_timeout,
+)
 from rl.distributed.seeds import seed_everything
-from rl.distributed.sharding import ShardingOptions, reshard
-from rl.models.hf import HFFolder, write_hf_folder
+from rl.distributed.sharding import ShardingOptions
+from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.rollouts.packing import PackedBatch, pack
+from rl.rollouts.packing import PackedBatch
 from rl.training import checkpoint
-from rl.training.accumulate import MicroBatchSums, StepState
-from rl.training.build import build_model, load_hf_weights
+from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
 from rl.training.checkpoint import CheckpointConfig
 from rl.training.config import TrainingConfig
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import write_batch
-from rl.training.forward import logprobs_and_entropy, loss_inputs
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
+from rl.training.policy import Policy
 from rl.training.schedule import LRSchedule
 from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
 
@@ -49,7 +54,8 @@ from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, Traini
 class TrainingEngine(Configurable):
     """One policy in training. `policy_version` counts its optimizer steps.
 
-    A call that raises leaves no gradient accumulated.
+    A call of `forward_backward` or `optim_step` that fails on its way leaves no gradient
+    accumulated, of earlier calls neither.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,44 +95,37 @@ class TrainingEngine(Configurable):
         world = World.from_env() if world is None else world
         degrees = config.parallelism.degrees(world.size)
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
+        if folder is not None:
+            model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
         self.config = config
-        self.spec = model_spec if folder is None else _spec_of(folder, model_spec)
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
         self.device = world.default_device() if device is None else torch.device(device)
         self._made_group = connect(world=world, device=self.device, comm=config.comm)
         self.mesh = build_mesh(degrees, device_type=self.device.type)
-        self.data_rank = DataRank.of(self.mesh)
-        training = config.training
-        seed_everything(training.seed, offset=self.data_rank.index, deterministic=training.deterministic)
-        self._param_dtype: torch.dtype = getattr(torch, training.param_dtype)
-        self._build(folder)
+        self.policy = self._build_policy(model_spec)
+        if folder is None:
+            self.policy.init_weights()
+        else:
+            self.policy.load_hf(folder)
+        self.optimizer: Optimizer = config.optimizer.build(parameters=self.policy.parameters.values())
+        self.schedule: LRSchedule = config.lr_scheduler.build()
         self.policy_version = 0
         self._step = StepState()
-        checkpoint.barrier()
+        barrier()
         set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
 
-    def _build(self, folder: HFFolder | None) -> None:
+    def _build_policy(self, spec: ModelSpec) -> Policy:
         training = self.config.training
+        seed_everything(
+            training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
+        )
         options = ShardingOptions(
-            param_dtype=self._param_dtype,
+            param_dtype=getattr(torch, training.param_dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=self.config.parallelism.reshard_after_forward,
         )
-        self.model = build_model(
-            self.spec,
-            mesh=self.mesh,
-            device=self.device,
-            dtype=getattr(torch, training.dtype),
-            options=options,
-        )
-        if folder is None:
-            self.model.init_weights(seed=training.seed)  # type: ignore[operator]
-        else:
-            load_hf_weights(self.model, folder, self.spec)
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer: Optimizer = self.config.optimizer.build(parameters=self.parameters.values())
-        self.schedule: LRSchedule = self.config.lr_scheduler.build()
+        return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -141,16 +140,26 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
-        loss = self.config.loss if loss is None else loss
+        batches = self.policy.pack(samples)
         sums = MicroBatchSums(device=self.device)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in self._pack(samples):
-                self._accumulate(batch.to(self.device), loss, sums)
+            for batch in batches:
+                self._accumulate(batch.to(self.device), self.config.loss if loss is None else loss, sums)
             totals = sums.reduce(mesh=self.mesh)
             self._step.add(samples=samples, denominator=totals.denominator)
-            if not math.isfinite(totals.sums["loss"]):
-                self._stop_on_non_finite(f"loss {totals.sums['loss']}")
+            if not math.isfinite(totals.loss):
+                self._stop_on_non_finite(f"loss {totals.loss}")
         return totals.result(samples, time_s=time.perf_counter() - started)
+
+    def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
+        logprobs_T, entropy_T = self.policy.forward(batch)
+        inputs = loss_inputs(batch, logprobs_T)
+        output = loss(inputs)
+        self._step.check_denominator(output.denominator)
+        # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
+        loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
+        loss_sum.backward()
+        sums.add(inputs, output, entropy_T)
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.
@@ -159,19 +168,18 @@ class TrainingEngine(Configurable):
             params: replaces settings for this step; its `lr` replaces the schedule's.
 
         Raises:
-            ValueError: if nothing is accumulated, or a setting is out of range.
+            ValueError: nothing is accumulated, no token was valid, or a setting is out of
+                range; nothing was updated and the gradient is still there.
             NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated.
         """
         started = time.perf_counter()
-        peak_lr = self.config.optimizer.lr
-        settings = self.optimizer.settings(
-            lr=peak_lr * self.schedule.factor(self.policy_version), params=params
-        )
+        lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
+        settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = self.config.training.max_norm
         if params is not None and params.max_norm is not None:
             max_norm = params.max_norm
         scale = self._step.scale()
-        parameters = list(self.parameters.values())
+        parameters = list(self.policy.parameters.values())
         with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
             sum_partial_gradients(parameters)
             grad_norm = global_norm(parameters, mesh=self.mesh) * scale
@@ -188,27 +196,10 @@ class TrainingEngine(Configurable):
             time_s=time.perf_counter() - started,
         )
 
-    @torch.no_grad()
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
-        ends = np.cumsum([len(sample.token_ids) for sample in samples])
-        if not len(ends):
-            return []
-        flat = np.zeros(ends[-1], dtype=np.float32)
-        logprobs = np.split(flat, ends[:-1])
         with awaiting("compute_logprobs"):
-            for batch in self._pack(samples):
-                logprobs_T, _ = self._forward(batch.to(self.device))
-                if self.data_rank.speaks:
-                    for index, values in batch.scatter(logprobs_T.cpu().numpy()).items():
-                        logprobs[index][:] = values
-            reshard(self.model)
-            if self.mesh is None:
-                return logprobs
-            # Each token was computed by one data-parallel rank and is 0 on the others.
-            summed = torch.from_numpy(flat).to(self.device)
-            dist.all_reduce(summed)
-        return np.split(summed.cpu().numpy(), ends[:-1])
+            return self.policy.logprobs(samples) if samples else []
 
     def save_checkpoint(self, folder: str) -> None:
         """Write weights, optimizer, version and random states; the folder appears whole or not at all.
@@ -222,7 +213,7 @@ class TrainingEngine(Configurable):
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
             checkpoint.save(
                 folder,
-                parameters=self.parameters,
+                parameters=self.policy.parameters,
                 optimizer=self.optimizer,
                 policy_version=self.policy_version,
             )
@@ -239,10 +230,10 @@ class TrainingEngine(Configurable):
         with awaiting(f"load_checkpoint from {folder}"):
             if checkpoint.is_checkpoint(folder):
                 self.policy_version = checkpoint.load(
-                    folder, parameters=self.parameters, optimizer=self.optimizer
+                    folder, parameters=self.policy.parameters, optimizer=self.optimizer
                 )
             else:
-                load_hf_weights(self.model, HFFolder(folder), self.spec)
+                self.policy.load_hf(HFFolder(folder))
                 self.optimizer.reset()
                 self.policy_version = 0
         return self.policy_version
@@ -253,62 +244,19 @@ class TrainingEngine(Configurable):
         Raises:
             FileExistsError: the folder is there and not empty.
         """
+        dtype = getattr(torch, self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"):
-            tensors = checkpoint.whole_tensors(self.parameters)
-            if self.mesh is None or dist.get_rank() == 0:
-                try:
-                    write_hf_folder(
-                        folder,
-                        tensors,
-                        self.spec.adapter(self.spec.model),
-                        dtype=getattr(torch, self.config.checkpoint.export_dtype),
-                        tokenizer_from=self.hf_assets_path,
-                    )
-                finally:
-                    # After an error here the other ranks are still gathering.
-                    for _ in tensors:
-                        pass
-            else:
-                for _ in tensors:
-                    pass
-            checkpoint.barrier()
+            self.policy.export_hf(folder, dtype=dtype, tokenizer_from=self.hf_assets_path)
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """The parameters themselves, without gradient, by name; DTensors wherever a mesh shards them."""
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
 
     def close(self) -> None:
         """Leave the process group that this engine joined."""
         if self._made_group:
             disconnect()
             self._made_group = False
-
-    def _pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
-        return pack(
-            samples,
-            max_tokens=self.config.training.max_tokens_per_microbatch,
-            pad_multiple=1 if self.mesh is None else self.mesh["tp"].size(),
-            rank=self.data_rank.index,
-            num_ranks=self.data_rank.count,
-        )
-
-    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(
-            self.model,
-            batch,
-            param_dtype=self._param_dtype,
-            chunk_tokens=self.config.training.logits_chunk_tokens,
-        )
-
-    def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
-        logprobs_T, entropy_T = self._forward(batch)
-        inputs = loss_inputs(batch, logprobs_T)
-        output = loss(inputs)
-        self._step.check_denominator(output.denominator)
-        # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
-        loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
-        loss_sum.backward()
-        sums.add(inputs, output, entropy_T)
 
     @contextmanager
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
@@ -319,11 +267,11 @@ class TrainingEngine(Configurable):
             done = True
         finally:
             if not done:
-                reshard(self.model)
+                self.policy.release()
                 self._drop_gradient()
 
     def _drop_gradient(self) -> None:
-        for parameter in self.parameters.values():
+        for parameter in self.policy.parameters.values():
             parameter.grad = None
         self._step = StepState()
 
@@ -335,8 +283,3 @@ class TrainingEngine(Configurable):
             if self.mesh is None or dist.get_rank() == 0:
                 write_batch(file, self._step.samples)
         raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))
-
-
-def _spec_of(folder: HFFolder, spec: ModelSpec) -> ModelSpec:
-    """The spec with the sizes that the folder states."""
-    return replace(spec, model=spec.from_hf_config(folder.config))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from rl.distributed.mesh import ParallelismConfig
-from rl.training.checkpoint import whole_tensors
+from rl.distributed.shards import whole_tensor
 from rl.training.engine import TrainingEngine
 from rl.training.errors import NonFiniteLossError
 from rl.training.gradients import sum_partial_gradients
@@ -63,7 +63,7 @@ def measure(layout: str, assets: str, folder: str) -> Measured:
     for _ in range(2):
         engine.forward_backward(samples)
         steps.append(engine.optim_step())
-    parameters = {name: t.numpy().copy() for name, t in whole_tensors(engine.parameters)}
+    parameters = {name: to_numpy(p) for name, p in engine.policy.parameters.items()}
 
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.export_hf(f"{folder}/exported")
@@ -94,10 +94,9 @@ def measure(layout: str, assets: str, folder: str) -> Measured:
 
 def whole_gradients(engine: TrainingEngine) -> dict[str, np.ndarray]:
     """Accumulated so far, whole, on every rank."""
-    sum_partial_gradients(list(engine.parameters.values()))
-    gradients = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
-    return {name: tensor.numpy().copy() for name, tensor in whole_tensors(gradients)}
+    sum_partial_gradients(list(engine.policy.parameters.values()))
+    return {name: to_numpy(p.grad) for name, p in engine.policy.parameters.items() if p.grad is not None}
 
 
-def folder_of(root: Path, layout: str) -> str:
-    return str(root / layout)
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    return whole_tensor(tensor.detach()).numpy().copy()

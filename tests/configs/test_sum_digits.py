@@ -1,0 +1,101 @@
+"""Every shipped config is complete and can be laid out; none of this needs a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from actors.checks import check_layout
+from actors.fleet import assign_gpus
+from configs import sum_digits
+from rl.config.registry import ResolvedRun, registry_functions
+from rl.config.serialize import read_json, write_json
+from rl.training.memory import estimate
+
+GPU_MEMORY_BYTES = 80e9
+CONFIGS = sorted(registry_functions(sum_digits))
+GPU_CONFIGS = [name for name in CONFIGS if name.startswith("qwen3_")]
+
+
+def test_all_promised_sizes_have_a_config():
+    sizes = {"0_6b", "1_7b", "4b", "8b", "14b", "32b"}
+    assert {name.removeprefix("qwen3_") for name in GPU_CONFIGS} == sizes
+    assert {"tiny", "tiny_fsdp2", "tiny_tp2", "tiny_ddp2", "tiny_fsdp2_tp2", "tiny_noise"} <= set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layout_lengths_and_heads_of_every_config_are_valid(name):
+    config = getattr(sum_digits, name)()
+    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_survives_its_json(name, tmp_path):
+    config = getattr(sum_digits, name)()
+    path = tmp_path / "config.json"
+    write_json(ResolvedRun(module="sum_digits", function=name, config=config), path)
+    assert json.loads(path.read_text())["values"]["model"] == f"qwen3/{config.model.flavor}"
+    assert read_json(path).config == config
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_gpu_configs_fit_80_gb_in_trainer_and_generator(name):
+    config = getattr(sum_digits, name)()
+    degrees = config.trainer.parallelism.degrees(config.trainer.num_procs)
+    need = estimate(config.model.model, degrees=degrees, training=config.trainer.training)
+    assert need.total < 0.9 * GPU_MEMORY_BYTES
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
+    per_rank = 2 * num_parameters / config.generator.tensor_parallel_degree
+    assert per_rank < 0.6 * config.generator.gpu_memory_utilization * GPU_MEMORY_BYTES
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_gpu_configs_have_the_shapes_their_name_says(name):
+    config = getattr(sum_digits, name)()
+    billions = float(name.removeprefix("qwen3_").removesuffix("b").replace("_", "."))
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
+    assert num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def test_gpus_go_to_the_trainer_first_then_to_the_generator():
+    assert assign_gpus(num_available=0, num_trainer=2, num_generator=1) == (None, None)
+    trainer, generator = assign_gpus(num_available=4, num_trainer=2, num_generator=1)
+    assert (list(trainer or ()), list(generator or ())) == ([0, 1], [2])
+
+
+def test_too_few_gpus_are_refused_with_the_counts():
+    with pytest.raises(ValueError, match=r"need 3 GPUs, this machine has 2"):
+        assign_gpus(num_available=2, num_trainer=2, num_generator=1)
+
+
+@pytest.mark.parametrize(
+    ("edit", "names"),
+    [
+        (lambda c: setattr(c.trainer, "num_procs", 3), r"does not multiply to the world size of 3"),
+        (
+            lambda c: (
+                setattr(c.trainer, "num_procs", 8),
+                setattr(c.trainer.parallelism, "tensor_parallel_degree", 8),
+            ),
+            r"trainer.parallelism.tensor_parallel_degree=8 does not divide the 4 key-value heads",
+        ),
+        (
+            lambda c: setattr(c.generator, "tensor_parallel_degree", 3),
+            r"generator.tensor_parallel_degree=3 does not divide num_kv_heads=4",
+        ),
+        (lambda c: setattr(c.generator, "max_model_len", 9999), r"max_model_len=9999 .*max_positions"),
+        (lambda c: setattr(c.loop.sampling, "max_tokens", 128), r"max_tokens=128 leaves no room"),
+        (
+            lambda c: setattr(c.trainer.training, "max_tokens_per_microbatch", 64),
+            r"max_tokens_per_microbatch=64 is less than generator.max_model_len=128",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_by_field_and_value(edit, names):
+    config = sum_digits.tiny()
+    config.trainer.parallelism.data_parallel_shard_degree = 1
+    edit(config)
+    with pytest.raises(ValueError, match=names):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)

@@ -1,0 +1,111 @@
+"""Small Qwen3 models with weights that show mistakes, and what they should sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.distributed.shards import local_shard_of, local_tensor
+from rl.models.attention import SequenceLayout
+from rl.models.hf import write_hf_folder
+from rl.models.qwen3 import model_registry
+from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock, linear_head
+from rl.models.sampling import processed_logprobs
+from rl.models.spec import ModelSpec
+from rl.types import Completion, SamplingParams
+
+VOCAB_SIZE = 64
+
+
+def small_spec(*, tie: bool = True, head_dim: int = 8) -> ModelSpec:
+    """2 layers of width 32, 4 heads over 2 key-value heads, 256 positions."""
+    spec = model_registry("tiny")
+    spec_model = Qwen3.Config(
+        vocab_size=VOCAB_SIZE,
+        dim=32,
+        num_layers=2,
+        tie_embeddings=tie,
+        block=TransformerBlock.Config(
+            attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=head_dim),
+            feed_forward=FeedForward.Config(hidden_dim=48),
+        ),
+        rope=RoPE.Config(theta=1e4, max_positions=256),
+    )
+    return ModelSpec(
+        name=spec.name,
+        flavor="small",
+        model=spec_model,
+        parallelize=spec.parallelize,
+        parallelize_generator=spec.parallelize_generator,
+        adapter=spec.adapter,
+        from_hf_config=spec.from_hf_config,
+    )
+
+
+def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:
+    """Large weights and uneven norms, so that a swapped row or norm shows in the logits."""
+    model = spec.model.build()
+    assert isinstance(model, Qwen3)
+    model.init_weights(seed=seed, std=0.2)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def config_folder(path: Path, spec: ModelSpec) -> str:
+    """A folder that says what the model is, without weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(spec.adapter(spec.model).hf_config()))
+    return str(path)
+
+
+def model_folder(path: Path, spec: ModelSpec, model: Qwen3) -> str:
+    write_hf_folder(path, model.named_parameters(), spec.adapter(spec.model), dtype=torch.float32)
+    return str(path)
+
+
+def writer(model: Qwen3) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
+    """For `GeneratorEngine.update_weights`: copies this model's weights, whatever the layout."""
+
+    async def write(state_dict: dict[str, Tensor]) -> None:
+        source = dict(model.named_parameters())
+        assert state_dict.keys() == source.keys()
+        for name, target in state_dict.items():
+            local_tensor(target).copy_(local_shard_of(source[name].detach(), target))
+
+    return write
+
+
+def prompts_of(lengths: Sequence[int], *, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in lengths]
+
+
+@torch.no_grad()
+def full_logits(model: Qwen3, tokens: np.ndarray) -> Tensor:
+    """[T, V] by one forward over the whole sequence."""
+    layout = SequenceLayout.from_lengths([len(tokens)])
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    return model(ids, positions=torch.arange(len(tokens)), sequences=layout, head=linear_head)
+
+
+def recomputed_logprobs(
+    model: Qwen3, prompt: np.ndarray, completion: Completion, sampling: SamplingParams
+) -> np.ndarray:
+    """[C] of the completion's tokens under the distribution they were drawn from."""
+    logits = full_logits(model, np.concatenate([prompt, completion.token_ids[:-1]]))
+    logprobs = processed_logprobs(logits[len(prompt) - 1 :], sampling)
+    ids = torch.from_numpy(completion.token_ids.astype(np.int64))
+    return logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
+
+
+def tokens_of(completions: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[c.token_ids.tolist() for c in of_prompt] for of_prompt in completions]
