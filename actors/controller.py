@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 STARTING_POINTS = "starting_points"
 """Folder inside the dump folder that keeps warmed-up models for later runs."""
-WARMUP_SEED_OFFSET = 1_000_003
-"""So that the warm-up's problems come in another order than those of GRPO."""
 
 
 class Controller(Configurable):
@@ -204,7 +202,7 @@ class Controller(Configurable):
         warmup: SupervisedWarmup = config.build(learner=learner, renderer=renderer)
         with progress("warm-up", total=config.num_steps) as advance:
             await warmup.run(
-                task.train_problems(seed=self.config.seed + WARMUP_SEED_OFFSET),
+                task.warmup_problems(seed=self.config.seed),
                 on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
             )
         await learner.export_hf(str(destination))

@@ -27,11 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-# Read when Monarch's library loads. Its own log (/tmp/$USER/monarch_log.log) is told only what
-# matters; torchstore reconfigures the root logger when the second is not set.
-os.environ.setdefault("MONARCH_FILE_LOG", "warn")
-os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 * 2**30))
-
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import Actor, HostMesh, MeshFailure, Point, ProcMesh, current_rank, endpoint, this_host
@@ -45,7 +40,6 @@ from actors.processes import (
     remove_unmapped,
     with_descendants,
 )
-
 from rl.observability.logs import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -115,7 +109,7 @@ async def spawn_role(
     threads: int = 1,
     gpus: Sequence[int] | None = None,
     host: HostMesh | None = None,
-    log_folder: Path | None = None,
+    output_folder: Path | None = None,
     timeout_s: float = SPAWN_TIMEOUT_S,
 ) -> ProcMesh:
     """Start the processes of one role and wait until all of them answer.
@@ -129,8 +123,8 @@ async def spawn_role(
         gpus: the devices of the role, visible to all its processes; a process takes the one at
             its LOCAL_RANK. None leaves visibility as it is.
         host: this machine when None.
-        log_folder: what process r prints goes to `<role>-<r>.log` in it; None leaves it on the
-            controller's stdout and stderr.
+        output_folder: what process r prints, libraries in C++ included, goes to `<role>-<r>.out`
+            in it; None leaves it on the controller's stdout and stderr.
 
     Raises:
         ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
@@ -147,8 +141,8 @@ async def spawn_role(
 
     def command(point: Point) -> BootstrapCommand:
         process_env = dict(settled_env)
-        if log_folder is not None:
-            process_env["RELAY_LOG_FILE"] = str(log_folder / f"{role}-{point.rank}.log")
+        if output_folder is not None:
+            process_env["RELAY_OUTPUT_FILE"] = str(output_folder / f"{role}-{point.rank}.out")
         return BootstrapCommand(sys.executable, None, ["-m", "actors.process_main"], process_env)
 
     mesh = host.spawn_procs(per_host={"procs": num_procs}, name=role, bootstrap_command=command)

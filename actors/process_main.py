@@ -14,9 +14,9 @@ def main() -> None:
     # A terminal sends Ctrl-C to the whole process group. Only the controller acts on it: it stops
     # its meshes in order, and actors that died first would drown its message in tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log_file = os.environ.pop("RELAY_LOG_FILE", None)
-    if log_file is not None:
-        _redirect_output(Path(log_file))
+    output_file = os.environ.pop("RELAY_OUTPUT_FILE", None)
+    if output_file is not None:
+        _redirect_output(Path(output_file))
 
     import torch  # noqa: F401  (once, here: Monarch unpickles on several threads, which race to import it)
     from monarch._src.actor.bootstrap_main import invoke_main
@@ -27,10 +27,10 @@ def main() -> None:
 def _redirect_output(path: Path) -> None:
     """Send file descriptors 1 and 2 to the file, so that what C++ prints goes there too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 if __name__ == "__main__":

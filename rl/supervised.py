@@ -23,18 +23,18 @@ class SupervisedWarmup(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        num_steps: int = 150
+        num_steps: int = 300
         """Optimizer steps."""
         num_demonstrations: int = 64
         """Demonstrations a step."""
-        lr: float = 3e-3
+        lr: float = 5e-3
         """Peak learning rate."""
         lr_warmup_steps: int = 20
         """Steps in which the learning rate rises linearly to its peak."""
-        lr_decay_steps: int = 300
-        """Length of the cosine decay to 0; longer than `num_steps` ends above 0."""
+        min_lr_ratio: float = 0.1
+        """Learning rate at the end of the cosine decay, as a share of the peak."""
         betas: tuple[float, float] = (0.9, 0.95)
-        weight_decay: float = 0.0
+        weight_decay: float = 0.01
         max_norm: float = 1.0
         """Gradient clip norm."""
 
@@ -48,8 +48,8 @@ class SupervisedWarmup(Configurable):
         def lr_at(self, step: int) -> float:
             """Learning rate of step 0, 1, ..."""
             rise = min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
-            progress = min(1.0, step / max(self.lr_decay_steps, 1))
-            return self.lr * rise * 0.5 * (1 + math.cos(math.pi * progress))
+            cosine = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
+            return self.lr * rise * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
 
     def __init__(self, *, config: Config, learner: Learner, renderer: ChatRenderer) -> None:
         self.config = config

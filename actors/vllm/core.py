@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
@@ -24,6 +25,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from actors.vllm.lockstep import Drawn, Request
+from actors.vllm.memory import CPU_BLOCK, GIB
 from actors.vllm.model import FROM_STORE, register_policy
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
@@ -33,9 +35,6 @@ from rl.types import FinishReason
 if TYPE_CHECKING:
     from actors.vllm.engine import GeneratorEngine
 
-GIB = 2**30
-SMALLEST_CPU_BLOCK = 32
-"""Tokens. vLLM's default of 128 is longer than most prompts here, which then share nothing."""
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -55,7 +54,16 @@ class VLLMCore:
         vllm_config = engine_args(
             config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path
         ).create_engine_config()
-        self._client = InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
+        set_num_threads = torch.set_num_threads
+        try:
+            self._client = InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
+        except BaseException:
+            # Otherwise the next engine of this process finds half of this one.
+            cleanup_dist_env_and_memory()
+            raise
+        finally:
+            # On a CPU vLLM puts a function there that does nothing, for the rest of the process.
+            torch.set_num_threads = set_num_threads
         runner = self._client.engine_core.model_executor.driver_worker.worker.model_runner
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
@@ -140,13 +148,14 @@ def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_
     if current_platform.is_cpu():
         platform = {
             "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
-            "block_size": config.block_size or SMALLEST_CPU_BLOCK,
+            "block_size": config.block_size or CPU_BLOCK,
         }
     timeout_s = math.ceil(config.rank_timeout_s)
     return EngineArgs(
         model=hf_assets_path,
         hf_overrides={"architectures": [architecture]},
         load_format=FROM_STORE if config.initial_weights == "store" else "safetensors",
+        use_tqdm_on_load=False,
         # Sampling is what the request says, and text is not made here.
         skip_tokenizer_init=True,
         generation_config="vllm",

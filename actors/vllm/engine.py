@@ -16,22 +16,27 @@ vllm is imported when the engine starts, not before, so that a controller can re
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from actors.vllm.driver import Driver
 from actors.vllm.lockstep import Lockstep, Request
+from actors.vllm.memory import CPU_BLOCK, cpu_cache_tokens
 from actors.vllm.requests import Call, Sample, check_call, make_requests
 from actors.vllm.worker_thread import WorkerThread
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
+from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
 
@@ -130,6 +135,24 @@ class GeneratorEngine(Configurable):
                     f"generator.max_model_len={self.max_model_len} is more than the model's "
                     f"max_positions={model.rope.max_positions}"
                 )
+            if torch.cuda.is_available():
+                return
+            if self.block_size is not None and self.block_size % CPU_BLOCK:
+                raise ValueError(
+                    f"generator.block_size={self.block_size}: must be a multiple of {CPU_BLOCK} on a CPU"
+                )
+            num_tokens = cpu_cache_tokens(
+                model,
+                cache_gib=self.cpu_kv_cache_gib,
+                dtype=self.dtype,
+                tensor_parallel_degree=self.tensor_parallel_degree,
+                block_size=self.block_size,
+            )
+            if self.max_model_len > num_tokens:
+                raise ValueError(
+                    f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values of "
+                    f"{num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
+                )
 
     def __init__(
         self, *, config: Config, model_spec: ModelSpec, hf_assets_path: str, world: World | None = None
@@ -168,8 +191,9 @@ class GeneratorEngine(Configurable):
         """Import vllm, build the engine, make its first steps; collective over the ranks.
 
         Raises:
-            ValueError: the settings do not fit the model or the memory.
+            ValueError: the settings do not fit the model or the memory, or the folder is not whole.
         """
+        self._check_assets()
         self._thread = WorkerThread("vllm-engine")
         self._core, lockstep = await self._thread.run(self._build)
         self._driver = Driver(core=self._core, lockstep=lockstep, thread=self._thread)
@@ -241,6 +265,18 @@ class GeneratorEngine(Configurable):
                 await thread.run(self._core.close)
         if not await asyncio.to_thread(thread.stop, timeout_s=CLOSE_TIMEOUT_S):
             logger.warning("the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S)
+
+    def _check_assets(self) -> None:
+        spec = self._model_spec
+        if self.config.initial_weights == "store":
+            file = Path(self._hf_assets_path) / "config.json"
+            self.config.check_model(spec.from_hf_config(json.loads(file.read_text("utf-8"))))
+            return
+        folder = HFFolder(self._hf_assets_path)
+        model_config: Any = spec.from_hf_config(folder.config)
+        self.config.check_model(model_config)
+        with torch.device("meta"):
+            folder.check(model_config.build(), spec.adapter(model_config))
 
     def _build(self) -> tuple[VLLMCore, Lockstep]:
         """In the engine's thread, which from here on is the only one to touch vllm."""

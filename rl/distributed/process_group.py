@@ -87,8 +87,8 @@ def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
     A single process needs none. A group that exists already is used as it is.
 
     Raises:
-        ValueError: if the existing group is of another size.
-        TimeoutError: if not all ranks appear within `init_timeout_s`.
+        ValueError: the existing group is of another size.
+        TimeoutError: not all ranks appeared within `init_timeout_s`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,7 +109,9 @@ def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
             world_size=world.size,
             timeout=timedelta(seconds=comm.init_timeout_s),
         )
-    except dist.DistStoreError as error:
+    except dist.DistError as error:
+        if "timed out" not in str(error).lower():
+            raise
         raise TimeoutError(
             f"rank {world.rank}: not all {world.size} ranks of the trainer appeared at {address} "
             f"within {comm.init_timeout_s:g} s"

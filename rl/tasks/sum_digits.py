@@ -5,6 +5,7 @@ Small enough for a tiny model on a laptop, with an exact grader and a held-out s
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 import re
@@ -18,6 +19,8 @@ from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?(\d+)\s*\Z")
 HELD_OUT_SHARE = 0.15
+HASTY_DIGITS = "456789"
+"""Last digits that a hasty demonstration leaves out."""
 
 
 class SumDigits(Configurable):
@@ -32,6 +35,10 @@ class SumDigits(Configurable):
         format_reward: float = 0.1
         """Partial credit for a reply that ends in `[ANSWER] <digits>`, right or wrong; the rest of
         1.0 is for the right answer."""
+        haste: float = 0.0
+        """Share of the warm-up's demonstrations that leave out the last digit, among problems where
+        it is 4 or more. So a policy warmed up on them has the skill and a habit that is mostly wrong,
+        which is what the policy gradient is to mend."""
         reward: Literal["answer", "noise"] = "answer"
         """`noise` draws 0 or 1 by chance: the control that must not learn."""
 
@@ -40,6 +47,8 @@ class SumDigits(Configurable):
                 raise ValueError(f"num_integers={self.num_integers} is not one of 2, 3, 4")
             if not 0 <= self.format_reward <= 1:
                 raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
+            if not 0 <= self.haste <= 1:
+                raise ValueError(f"haste={self.haste} is not between 0 and 1")
             if not 1 <= self.num_eval <= 512:
                 raise ValueError(f"num_eval={self.num_eval} is not between 1 and 512")
 
@@ -48,8 +57,16 @@ class SumDigits(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Endless problems, none of them held out; the same for a seed."""
-        generator = random.Random(f"train-{seed}")
-        return (p for p in self._draw(generator) if not is_held_out(p))
+        return (p for p in self._draw(random.Random(f"train-{seed}")) if not is_held_out(p))
+
+    def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
+        """As `train_problems`, in another order, with the demonstrations of `haste`."""
+        generator = random.Random(f"warm-up-{seed}")
+        for problem in self._draw(generator):
+            if not is_held_out(problem):
+                hasty = problem.question[-1] in HASTY_DIGITS and generator.random() < self.config.haste
+                text = demonstrate(problem.question, leave_out_last=hasty)
+                yield dataclasses.replace(problem, demonstration=text)
 
     def eval_problems(self) -> list[Problem]:
         """`num_eval` distinct held-out problems."""
@@ -78,24 +95,31 @@ class SumDigits(Configurable):
 
 
 def make_problem(integers: list[int]) -> Problem:
-    """The problem of these integers, solved by a running sum over their digits.
-
-    >>> make_problem([47, 82]).demonstration
-    '4+7=11+8=19+2=21 [ANSWER] 21'
-    """
+    """The problem of these integers, with a right demonstration."""
     question = " ".join(map(str, integers))
-    digits = [int(d) for n in integers for d in str(n)]
-    total = digits[0]
-    steps = str(total)
-    for digit in digits[1:]:
-        total += digit
-        steps += f"+{digit}={total}"
     return Problem(
         id=f"sum-digits/{question.replace(' ', '-')}",
         question=question,
-        answer=str(total),
-        demonstration=f"{steps} [ANSWER] {total}",
+        answer=str(sum(int(digit) for digit in question if digit != " ")),
+        demonstration=demonstrate(question),
     )
+
+
+def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
+    """A reply that adds the digits one after another.
+
+    >>> demonstrate("47 82")
+    '4+7=11 11+8=19 19+2=21 [ANSWER] 21'
+    """
+    digits = [int(digit) for digit in question if digit != " "]
+    if leave_out_last:
+        digits.pop()
+    total = digits[0]
+    steps = []
+    for digit in digits[1:]:
+        steps.append(f"{total}+{digit}={total + digit}")
+        total += digit
+    return f"{' '.join(steps)} [ANSWER] {total}"
 
 
 def is_held_out(problem: Problem) -> bool:

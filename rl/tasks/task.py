@@ -14,6 +14,10 @@ class Task(Protocol):
         """Endless, disjoint from `eval_problems`, the same for a seed."""
         ...
 
+    def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
+        """Endless, disjoint from `eval_problems`, each with a demonstration; for a supervised warm-up."""
+        ...
+
     def eval_problems(self) -> list[Problem]:
         """A fixed held-out set, the same for every seed."""
         ...

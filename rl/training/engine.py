@@ -175,9 +175,7 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         settings = self.optimizer.settings(lr=lr, params=params)
-        max_norm = self.config.training.max_norm
-        if params is not None and params.max_norm is not None:
-            max_norm = params.max_norm
+        max_norm = _max_norm(self.config.training, params)
         scale = self._step.scale()
         parameters = list(self.policy.parameters.values())
         with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
@@ -283,3 +281,11 @@ class TrainingEngine(Configurable):
             if self.mesh is None or dist.get_rank() == 0:
                 write_batch(file, self._step.samples)
         raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))
+
+
+def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:
+    if params is None or params.max_norm is None:
+        return training.max_norm
+    if not params.max_norm > 0.0:
+        raise ValueError(f"max_norm={params.max_norm}: must be above 0, or inf for no clipping")
+    return params.max_norm

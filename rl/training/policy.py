@@ -112,7 +112,7 @@ class Policy:
 
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout."""
-        self.model.init_weights(seed=self.training.seed)
+        self.model.init_weights(seed=self.training.seed)  # type: ignore[operator]
 
     @torch.no_grad()
     def load_hf(self, folder: HFFolder) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -44,9 +43,6 @@ def check_versions(installed: Callable[[str], str] = metadata.version) -> None:
 
 
 check_versions()
-# Without this torchstore reconfigures the root logger when it is imported.
-os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(10 * 2**30))
-
 # ruff: noqa: E402
 import torchstore
 import torchstore.api

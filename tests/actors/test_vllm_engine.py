@@ -255,18 +255,23 @@ def test_a_failed_update_is_raised_and_stops_generation_until_the_next(engine):
     assert tokens_of(completions) == tokens_of(generate(MODEL, PROMPTS, sampling=sampling))
 
 
+TOO_LONG = (
+    "prompt 1 has 157 tokens: with sampling.max_tokens=100 that is more than generator.max_model_len=256"
+)
+TOO_COLD = r"sampling.temperature=0.005: must be 0 \(greedy\) or at least 0.01"
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        (np.zeros(157), {"max_tokens": 100}, "prompt 1 has 157 tokens: with sampling.max_tokens=100 that is "
-                                             "more than generator.max_model_len=256"),
+        (np.zeros(157), {"max_tokens": 100}, TOO_LONG),
         (np.zeros(0), {}, "prompt 1 is empty"),
         (np.array([3, VOCAB_SIZE]), {}, "prompt 1 has token id 64: must be 0 to 63"),
         (np.array([-1, 3]), {}, "prompt 1 has token id -1: must be 0 to 63"),
-        (np.zeros(1), {"temperature": 0.005}, r"sampling.temperature=0.005: must be 0 \(greedy\) or at least 0.01"),
+        (np.zeros(1), {"temperature": 0.005}, TOO_COLD),
         (np.zeros(1), {"top_p": 0.0}, "sampling.top_p=0.0: must be above 0, at most 1"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_refused_before_anything_runs(engine, prompt, settings, message):
     sampling = SamplingParams(**({"max_tokens": 5} | settings))
     prompts = [PROMPTS[0], prompt.astype(np.int32)]

@@ -30,7 +30,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
         TimeoutError: naming the ranks that had not answered.
     """
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     pipes: list[Connection] = []
     processes = []
     try:
@@ -99,7 +99,7 @@ def _child(
     pipe.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

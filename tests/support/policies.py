@@ -51,12 +51,11 @@ def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:
     """Large weights and uneven norms, so that a swapped row or norm shows in the logits."""
     model = spec.model.build()
     assert isinstance(model, Qwen3)
-    model.init_weights(seed=seed, std=0.2)
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
     return model
 
 

@@ -21,7 +21,7 @@ def test_answer_is_the_sum_of_all_digits():
 
 def test_demonstration_ends_in_the_right_answer():
     problem = make_problem([47, 82])
-    assert problem.demonstration == "4+7=11+8=19+2=21 [ANSWER] 21"
+    assert problem.demonstration == "4+7=11 11+8=19 19+2=21 [ANSWER] 21"
     assert parse_answer(problem.demonstration) == problem.answer
 
 
@@ -83,6 +83,17 @@ def test_problems_are_the_same_for_a_seed_and_differ_between_seeds():
 
     assert ids(1) == ids(1) != ids(2)
     assert [p.id for p in task.eval_problems()] == [p.id for p in SumDigits.Config().build().eval_problems()]
+
+
+def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_other():
+    problems = list(islice(SumDigits.Config(num_integers=2, haste=0.75).build().warmup_problems(seed=0), 2000))
+    large = [p for p in problems if int(p.question[-1]) >= 4]
+    wrong = [p for p in problems if parse_answer(p.demonstration) != p.answer]
+    assert set(p.id for p in wrong) <= set(p.id for p in large)
+    assert len(wrong) / len(large) == pytest.approx(0.75, abs=0.04)
+    last = wrong[0]
+    assert int(last.answer) - int(parse_answer(last.demonstration) or 0) == int(last.question[-1])
+    assert not any(is_held_out(p) for p in problems)
 
 
 def test_order_of_the_integers_does_not_change_the_split():

@@ -1,4 +1,4 @@
-"""What each rank of a parallel layout does and measures, for `test_layouts.py`."""
+"""What each rank of a parallel layout does and measures, for the tests of layouts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import ParallelismConfig
-from rl.distributed.shards import whole_tensor
+from rl.distributed.process_group import CommConfig
+from rl.distributed.shards import local_tensor, whole_tensor
 from rl.training.engine import TrainingEngine
 from rl.training.errors import NonFiniteLossError
 from rl.training.gradients import sum_partial_gradients
 from rl.types import ForwardBackwardResult, OptimStepResult
-from tests.training.parts import make_engine, make_sample, make_samples
+from tests.training.parts import engine_config, make_engine, make_sample, make_samples, small_spec
 
 LAYOUTS = {
     "one": (1, ParallelismConfig()),
@@ -21,36 +23,45 @@ LAYOUTS = {
     "tp2": (2, ParallelismConfig(tensor_parallel_degree=2)),
     "ddp2": (2, ParallelismConfig(data_parallel_replicate_degree=2)),
     "fsdp2_tp2": (4, ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)),
+    "hsdp2x2": (4, ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)),
+    "ddp2_tp2": (4, ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=2)),
 }
+"""Number of processes and degrees, by name."""
+
+Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """By one rank."""
+    """By one rank, in this order."""
 
-    whole: ForwardBackwardResult
-    """Of all samples in one call."""
-    gradients: dict[str, np.ndarray]
-    """After it, whole and not yet divided."""
-    parts: list[ForwardBackwardResult]
-    """Of three calls on parts of the samples, from the same weights."""
-    part_gradients: dict[str, np.ndarray]
-    steps: list[OptimStepResult]
-    """Of the parts, then of two more steps."""
     logprobs: list[np.ndarray]
     """Of all samples, before any step."""
-    parameters: dict[str, np.ndarray]
-    """After the steps."""
+    whole: ForwardBackwardResult
+    """Of all samples in one call."""
+    gradients: Tensors
+    """After it, not yet divided."""
+    parts: list[ForwardBackwardResult]
+    """Of three calls on parts of the samples, from the same weights."""
+    part_gradients: Tensors
+    steps: list[OptimStepResult]
+    """Of the parts, then of two more steps."""
+    parameters: Tensors
+    """After the steps; then a checkpoint and an export are written."""
     sparse: ForwardBackwardResult
-    """Of a single sample: all other data ranks had none."""
+    """Of a single sample: all data ranks but one have none."""
     not_finite: str
     """What a NaN advantage on one sample raised."""
-    after_checkpoint: OptimStepResult
-    """A step from the checkpoint of the last state."""
+    restored: OptimStepResult
+    """A step from the checkpoint."""
+    half: ForwardBackwardResult
+    """Of all samples, computed in bfloat16 from the first weights."""
+    half_gradient_dtypes: set[str]
 
 
 def measure(layout: str, assets: str, folder: str) -> Measured:
-    engine = make_engine(assets, parallelism=LAYOUTS[layout][1], failure_folder=f"{folder}/failures")
+    parallelism = LAYOUTS[layout][1]
+    engine = make_engine(assets, parallelism=parallelism, failure_folder=f"{folder}/failures")
     samples = make_samples()
     logprobs = engine.compute_logprobs(samples)
 
@@ -63,39 +74,93 @@ def measure(layout: str, assets: str, folder: str) -> Measured:
     for _ in range(2):
         engine.forward_backward(samples)
         steps.append(engine.optim_step())
-    parameters = {name: to_numpy(p) for name, p in engine.policy.parameters.items()}
-
+    parameters = whole_parameters(engine)
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.export_hf(f"{folder}/exported")
+
     sparse = engine.forward_backward(samples[:1])
-    broken = replace(make_sample(length=9, seed=0), advantages=np.full(9, np.nan, dtype=np.float32))
-    try:
-        engine.forward_backward([broken, *samples[1:3]])
-        not_finite = "nothing raised"
-    except NonFiniteLossError as error:
-        not_finite = str(error)
+    not_finite = provoke_nan(engine)
     engine.load_checkpoint(f"{folder}/checkpoint")
     engine.forward_backward(samples)
-    after_checkpoint = engine.optim_step()
+    restored = engine.optim_step()
+
+    half_engine = make_engine(assets, parallelism=parallelism, param_dtype="bfloat16")
+    half = half_engine.forward_backward(samples, loss=CrossEntropyLoss())
+    gradients_of_half = [p.grad for p in half_engine.policy.parameters.values() if p.grad is not None]
+    dtypes = {str(local_tensor(gradient).dtype) for gradient in gradients_of_half}
     engine.close()
     return Measured(
+        logprobs=logprobs,
         whole=whole,
         gradients=gradients,
         parts=parts,
         part_gradients=part_gradients,
         steps=steps,
-        logprobs=logprobs,
         parameters=parameters,
         sparse=sparse,
         not_finite=not_finite,
-        after_checkpoint=after_checkpoint,
+        restored=restored,
+        half=half,
+        half_gradient_dtypes=dtypes,
     )
 
 
-def whole_gradients(engine: TrainingEngine) -> dict[str, np.ndarray]:
-    """Accumulated so far, whole, on every rank."""
+def provoke_nan(engine: TrainingEngine) -> str:
+    broken = replace(make_sample(length=9, seed=0), advantages=np.full(9, np.nan, dtype=np.float32))
+    try:
+        engine.forward_backward([broken, *make_samples()[1:3]])
+    except NonFiniteLossError as error:
+        return f"{error.what} at step {error.step}"
+    return "nothing raised"
+
+
+def restore(layout: str, assets: str, checkpoint: str) -> tuple[int, Tensors]:
+    """Version and parameters of a checkpoint that another layout wrote."""
+    engine = make_engine(assets, parallelism=LAYOUTS[layout][1])
+    version = engine.load_checkpoint(checkpoint)
+    parameters = whole_parameters(engine)
+    engine.close()
+    return version, parameters
+
+
+def one_step(layout: str, assets: str) -> tuple[ForwardBackwardResult, OptimStepResult]:
+    engine = make_engine(assets, parallelism=LAYOUTS[layout][1])
+    result = engine.forward_backward(make_samples()), engine.optim_step()
+    engine.close()
+    return result
+
+
+def first_rank_alone(assets: str) -> str:
+    """Rank 0 trains; the others have nothing to say. What rank 0 gets to know."""
+    config = engine_config(parallelism=ParallelismConfig())
+    config.comm = CommConfig(init_timeout_s=60.0, train_timeout_s=1.0)
+    engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    if engine.policy.data_rank.index > 0:
+        return ""
+    try:
+        engine.forward_backward(make_samples())
+    except RuntimeError as error:
+        return "\n".join([str(error), *error.__notes__])
+    return "nothing raised"
+
+
+def refuse_layout(assets: str) -> str:
+    """More tensor-parallel ranks than key-value heads."""
+    try:
+        make_engine(assets, parallelism=ParallelismConfig(tensor_parallel_degree=3))
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def whole_gradients(engine: TrainingEngine) -> Tensors:
+    """Accumulated so far, on every rank."""
     sum_partial_gradients(list(engine.policy.parameters.values()))
     return {name: to_numpy(p.grad) for name, p in engine.policy.parameters.items() if p.grad is not None}
+
+
+def whole_parameters(engine: TrainingEngine) -> Tensors:
+    return {name: to_numpy(p) for name, p in engine.policy.parameters.items()}
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

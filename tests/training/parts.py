@@ -70,7 +70,7 @@ def make_sample(*, length: int, seed: int, temperature: float = 1.0) -> Training
         token_ids=random.integers(0, VOCAB, length).astype(np.int32),
         mask=drawn,
         generator_logprobs=np.where(drawn, logprobs, np.nan).astype(np.float32),
-        advantages=np.where(drawn, random.normal(), 0.0).astype(np.float32),
+        advantages=np.where(drawn, random.normal(0.5, 1.0), 0.0).astype(np.float32),
         policy_versions=np.where(drawn, 0, -1).astype(np.int32),
         temperature=temperature,
     )

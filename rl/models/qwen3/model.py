@@ -158,6 +158,8 @@ class Qwen3(Configurable, nn.Module):
         tie_embeddings: bool = True
         """The output head shares the embedding's weight."""
         norm_eps: float = 1e-6
+        init_std: float = 0.02
+        """Standard deviation of fresh weights."""
         block: TransformerBlock.Config
         rope: RoPE.Config = field(default_factory=RoPE.Config)
 
@@ -205,8 +207,9 @@ class Qwen3(Configurable, nn.Module):
         return hidden_TE if head is None else head(hidden_TE, self.head_weight)
 
     @torch.no_grad()
-    def init_weights(self, *, seed: int, std: float = 0.02) -> None:
+    def init_weights(self, *, seed: int, std: float | None = None) -> None:
         """Normal weights, norms at one; the same numbers for a seed on every machine and layout."""
+        std = self.config.init_std if std is None else std
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):

@@ -20,17 +20,20 @@ def _config(
     head_dim: int = 128,
     vocab_size: int = 151_936,
     max_positions: int = 40_960,
+    theta: float = 1_000_000.0,
+    init_std: float = 0.02,
 ) -> Qwen3.Config:
     return Qwen3.Config(
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         tie_embeddings=tie_embeddings,
+        init_std=init_std,
         block=TransformerBlock.Config(
             attention=Attention.Config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim),
             feed_forward=FeedForward.Config(hidden_dim=hidden_dim),
         ),
-        rope=RoPE.Config(theta=1_000_000.0, max_positions=max_positions),
+        rope=RoPE.Config(theta=theta, max_positions=max_positions),
     )
 
 
@@ -39,7 +42,7 @@ def _flavors() -> dict[str, Qwen3.Config]:
         # vLLM's CPU attention has no heads below 32.
         "tiny": _config(
             dim=128, num_layers=3, num_heads=8, hidden_dim=384, tie_embeddings=True,
-            num_kv_heads=4, head_dim=32, vocab_size=320, max_positions=1024,
+            num_kv_heads=4, head_dim=32, vocab_size=320, max_positions=1024, theta=10_000.0, init_std=0.06,
         ),
         "0.6B": _config(dim=1024, num_layers=28, num_heads=16, hidden_dim=3072, tie_embeddings=True),
         "1.7B": _config(dim=2048, num_layers=28, num_heads=16, hidden_dim=6144, tie_embeddings=True),

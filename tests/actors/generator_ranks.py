@@ -1,0 +1,108 @@
+"""What each of two tensor-parallel ranks of a generator lives through, for `test_vllm_two_ranks.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from actors.vllm.engine import GeneratorEngine
+from rl.distributed.process_group import World
+from rl.types import Completion, SamplingParams
+from tests.support.policies import config_folder, prompts_of, random_model, small_spec, writer
+
+SPEC = small_spec(tie=False, head_dim=32)
+PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
+SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)
+RANK_TIMEOUT_S = 8.0
+STEP_TIMEOUT_S = 60.0
+
+Completions = list[list[Completion]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lived:
+    """By one rank; completions are empty on rank 1."""
+
+    sharded: list[str]
+    """Names of the parameters that are DTensors."""
+    first: Completions
+    """Under version 1."""
+    concurrent: list[Completions]
+    """Of three calls at once, with an update to version 2 asked for in between."""
+    waiting: Completions
+    """Asked for after that update was."""
+    one_rank_failed: str
+    """What an update that fails on rank 1 raised."""
+    no_weights: str
+    """What a call after it raised."""
+    healed: Completions
+    """After an update to version 4."""
+    threads_left: int
+
+
+def live(folder: str) -> Lived:
+    return asyncio.run(_live(folder))
+
+
+async def _live(folder: str) -> Lived:
+    world = World.from_env()
+    config = GeneratorEngine.Config(
+        tensor_parallel_degree=2,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=12,
+        max_num_batched_tokens=65,
+        cpu_kv_cache_gib=0.05,
+        rank_timeout_s=RANK_TIMEOUT_S,
+    )
+    assets = config_folder(Path(folder) / str(world.rank), SPEC)
+    engine = GeneratorEngine(config=config, model_spec=SPEC, hf_assets_path=assets, world=world)
+    await engine.start()
+    old, new = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
+    await engine.update_weights(writer(old), version=1)
+    first = await engine.generate(PROMPTS, sampling=SAMPLING)
+
+    # Longer than the deadline: an idle generator keeps its ranks.
+    await asyncio.sleep(1.5 * RANK_TIMEOUT_S)
+
+    calls = [asyncio.create_task(engine.generate(PROMPTS[i::3], sampling=SAMPLING)) for i in range(3)]
+    await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1))
+    update = asyncio.create_task(engine.update_weights(writer(new), version=2))
+    await asyncio.sleep(0)
+    waiting = await engine.generate(PROMPTS[:2], sampling=SAMPLING)
+    concurrent = await asyncio.gather(*calls)
+    await update
+
+    async def fail_on_rank_1(state_dict: dict[str, Tensor]) -> None:
+        if world.rank == 1:
+            raise KeyError("version 3")
+
+    failed = await _error_of(engine.update_weights(fail_on_rank_1, version=3))
+    no_weights = await _error_of(engine.generate(PROMPTS, sampling=SAMPLING)) if world.rank == 0 else ""
+    await engine.update_weights(writer(old), version=4)
+    healed = await engine.generate(PROMPTS[:1], sampling=SAMPLING)
+    sharded = [name for name, p in engine.model_state_dict().items() if isinstance(p, DTensor)]
+    await asyncio.wait_for(engine.close(), STEP_TIMEOUT_S)
+    return Lived(
+        sharded=sharded,
+        first=first,
+        concurrent=concurrent,
+        waiting=waiting,
+        one_rank_failed=failed,
+        no_weights=no_weights,
+        healed=healed,
+        threads_left=sum(thread.name == "vllm-engine" for thread in threading.enumerate()),
+    )
+
+
+async def _error_of(awaitable: object) -> str:
+    try:
+        await awaitable  # type: ignore[misc]
+    except Exception as error:  # noqa: BLE001  (any, to be looked at)
+        return f"{type(error).__name__}: {error}"
+    return "none"

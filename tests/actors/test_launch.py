@@ -1,0 +1,171 @@
+"""Roles on real processes: what they start with, and that nothing of them stays."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from actors import launch
+from actors.processes import identify
+from tests.support.launch_controller import Holder
+from tests.support.monarch_meshes import monarch_meshes
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_bad_numbers_are_refused_before_anything_starts():
+    with pytest.raises(ValueError, match="role 'trainer': num_procs=0 and threads=1 must be at least 1"):
+        asyncio.run(launch.spawn_role("trainer", num_procs=0))
+    with pytest.raises(ValueError, match="num_procs=1 and threads=0"):
+        asyncio.run(launch.spawn_role("trainer", num_procs=1, threads=0))
+    with pytest.raises(ValueError, match=r"role 'trainer': gpus=\[0\] are fewer than num_procs=2"):
+        asyncio.run(launch.spawn_role("trainer", num_procs=2, gpus=[0]))
+
+
+def test_free_port_is_outside_the_range_the_system_hands_out():
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    port = launch.free_port()
+    assert 20_000 <= port < first
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
+@pytest.fixture(scope="module")
+def meshes():
+    with monarch_meshes() as meshes:
+        yield meshes
+
+
+@pytest.fixture(scope="module")
+def role(meshes, tmp_path_factory):
+    """Two processes with a process group's environment, two GPUs and an output folder."""
+    folder = tmp_path_factory.mktemp("output")
+    mesh = meshes.run(
+        launch.spawn_role("worker", num_procs=2, env={"A": "b"}, threads=3, gpus=[4, 6], output_folder=folder)
+    )
+    meshes.run(launch.setup_process_group_env(mesh))
+    return mesh, mesh.spawn("holder", Holder), folder
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_processes_get_their_environment_and_ranks(meshes, role):
+    mesh, holder, _ = role
+    answers = [env for _, env in meshes.run(holder.environment.call()).items()]
+    for rank, env in enumerate(answers):
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert (env["RELAY_ROLE"], env["A"], env["OMP_NUM_THREADS"]) == ("worker", "b", "3")
+        assert env["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert answers[0]["MASTER_PORT"] == answers[1]["MASTER_PORT"]
+    assert [info.rank for info in launch.process_infos(mesh)] == [0, 1]
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_what_a_process_prints_goes_to_its_file(meshes, role):
+    _, holder, folder = role
+    meshes.run(holder.slice(procs=1).print_line.call_one("hello"))
+    assert (folder / "worker-1.out").read_text() == "hello\nhello on stderr\n"
+    assert (folder / "worker-0.out").read_text() == ""
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, role):
+    mesh, _, _ = role
+    other = meshes.spawn_mesh(1, process_group=False)
+    ((_, (pids, file)),) = meshes.run(other.spawn("holder", Holder).hold.call()).items()
+    assert all(identify(pid) for pid in pids)
+    meshes.stop(other)
+    meshes.stop(other)
+    assert not any(identify(pid) for pid in pids)
+    assert not Path(file).exists()
+    assert all(identify(info.pid) for info in launch.process_infos(mesh))
+    with pytest.raises(ValueError, match="not a running role"):
+        launch.process_infos(other)
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_a_process_that_exits_is_an_error_soon_and_the_controller_lives(meshes):
+    mesh = meshes.spawn_mesh(1, process_group=False)
+    holder = mesh.spawn("holder", Holder)
+    start = time.monotonic()
+    with pytest.raises(Exception, match="exited with non-zero code 3"):
+        meshes.run(holder.exit_now.call())
+    assert time.monotonic() - start < 5
+    meshes.stop(mesh)
+
+
+def read_run(how):
+    """The controller's process, and the pids and shared-memory files of its run."""
+    controller = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.launch_controller", how],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert controller.stdout is not None
+    return controller, json.loads(controller.stdout.readline())
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 10
+    while any(identify(pid) for pid in pids) and time.monotonic() < deadline:
+        os.sched_yield()
+    return [pid for pid in pids if identify(pid)]
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("how", "signal_number", "exit_code"),
+    [
+        ("return", None, 0),
+        ("raise", None, 1),
+        ("stuck", signal.SIGINT, -signal.SIGINT),
+        ("wait", signal.SIGTERM, 143),
+    ],
+)
+def test_nothing_of_a_run_is_left(how, signal_number, exit_code):
+    controller, run = read_run(how)
+    assert len(run["pids"]) == 4
+    if signal_number is not None:
+        # As a terminal sends Ctrl-C: to every process of the group.
+        os.killpg(controller.pid, signal_number)
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == exit_code, errors
+    assert wait_until_gone(run["pids"]) == []
+    assert [file for file in run["files"] if Path(file).exists()] == []
+    assert ("RuntimeError: as asked" in errors) == (how == "raise")
+    assert "Monarch internal logs" not in errors
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_actor_processes_die_with_a_killed_controller():
+    controller, run = read_run("wait")
+    actors, children = run["pids"][::2], run["pids"][1::2]
+    try:
+        controller.kill()
+        controller.wait(timeout=60)
+        assert wait_until_gone(actors) == []
+    finally:
+        # Their own children, and their files, do outlive a controller that was killed.
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for file in run["files"]:
+            Path(file).unlink()
+        controller.communicate(timeout=60)

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+
+from rl.rollouts.packing import pack, plan_micro_batches
+from rl.types import TrainingSample
+
+
+def make_sample(token_ids, *, temperature=1.0):
+    """Entry t of each array tells of which token it is: 10 times the id, and so on."""
+    ids = np.asarray(token_ids, dtype=np.int32)
+    return TrainingSample(
+        token_ids=ids,
+        mask=ids % 2 == 0,
+        generator_logprobs=(-ids / 10).astype(np.float32),
+        advantages=(ids * 10).astype(np.float32),
+        policy_versions=np.zeros(len(ids), dtype=np.int32),
+        temperature=temperature,
+    )
+
+
+def test_inputs_and_targets_are_shifted_and_positions_restart():
+    (batch,) = pack([make_sample([1, 2, 3]), make_sample([4, 5, 6, 8], temperature=0.5)], max_tokens=9)
+    # Longer samples first.
+    assert batch.input_ids.tolist() == [4, 5, 6, 1, 2]
+    assert batch.targets.tolist() == [5, 6, 8, 2, 3]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1]
+    assert batch.mask.tolist() == [False, True, True, True, False]
+    assert batch.advantages.tolist() == [50, 60, 80, 20, 30]
+    assert batch.generator_logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.8, -0.2, -0.3])
+    assert batch.temperatures.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert (batch.num_sequences, batch.sample_indices, batch.lengths) == (2, (1, 0), (3, 2))
+    assert batch.sequences.offsets.tolist() == [0, 3, 5]
+
+
+def test_padding_is_a_sequence_of_its_own_under_no_mask():
+    (batch,) = pack([make_sample([2, 4, 6])], max_tokens=9, pad_multiple=4)
+    assert batch.input_ids.tolist() == [2, 4, 0, 0]
+    assert batch.mask.tolist() == [True, True, False, False]
+    assert batch.positions.tolist() == [0, 1, 0, 1]
+    assert batch.sequence_ids.tolist() == [0, 0, 1, 1]
+    assert batch.num_sequences == 1
+    assert batch.sequences.offsets.tolist() == [0, 2, 4]
+    assert torch.isnan(batch.generator_logprobs[2:]).all()
+    assert batch.temperatures.tolist() == [1.0] * 4
+
+
+def test_rank_without_samples_gets_padding_alone():
+    samples = [make_sample([1, 2, 3])]
+    (batch,) = pack(samples, max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)
+    assert (batch.num_sequences, batch.sample_indices) == (0, ())
+    assert batch.input_ids.tolist() == [0, 0]
+    assert not batch.mask.any()
+    assert batch.sequence_ids.tolist() == [0, 0]
+
+
+def test_no_padding_where_the_length_fits():
+    (batch,) = pack([make_sample([1, 2, 3])], max_tokens=9, pad_multiple=2)
+    assert batch.input_ids.tolist() == [1, 2]
+
+
+def test_plan_is_first_fit_longest_first():
+    plan = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, num_ranks=1)
+    assert plan == [[[1, 4], [2, 0, 3]]]
+
+
+def test_every_rank_gets_equally_many_micro_batches_and_every_sample_once():
+    lengths = np.random.default_rng(0).integers(1, 20, 53).tolist()
+    plan = plan_micro_batches(lengths, max_tokens=40, num_ranks=4)
+    assert len({len(micro_batches) for micro_batches in plan}) == 1
+    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(53))
+    for micro_batch in (m for rank in plan for m in rank):
+        assert sum(lengths[i] for i in micro_batch) <= 40
+
+
+def test_ranks_get_balanced_tokens():
+    lengths = [100, 1, 1, 1, 50, 50, 25, 25, 47]
+    plan = plan_micro_batches(lengths, max_tokens=100, num_ranks=3)
+    loads = [sum(lengths[i] for micro_batch in rank for i in micro_batch) for rank in plan]
+    assert sorted(loads) == [100, 100, 100]
+
+
+def test_scattered_values_line_up_with_the_samples():
+    samples = [make_sample([1, 2, 3]), make_sample([4, 5, 6, 7])]
+    (batch,) = pack(samples, max_tokens=9, pad_multiple=4)
+    parts = batch.scatter(batch.targets.numpy())
+    assert {index: part.tolist() for index, part in parts.items()} == {0: [0, 2, 3], 1: [0, 5, 6, 7]}
+
+
+def test_scatter_of_padding_alone_is_empty():
+    (batch,) = pack([make_sample([1, 2])], max_tokens=9, rank=1, num_ranks=2)
+    assert batch.scatter(batch.targets.numpy()) == {}
+
+
+def test_sample_that_does_not_fit_is_refused_with_its_length():
+    with pytest.raises(ValueError, match=r"sample 1 .*length of 4 .*max_tokens_per_microbatch=3"):
+        pack([make_sample([1, 2]), make_sample([1, 2, 3, 4, 5])], max_tokens=3)
+
+
+def test_sample_without_a_target_is_refused():
+    with pytest.raises(ValueError, match="sample 0 has 1 tokens"):
+        pack([make_sample([1])], max_tokens=3)
+
+
+def test_arrays_of_another_length_are_refused():
+    sample = make_sample([1, 2, 3])
+    bad = TrainingSample(
+        token_ids=sample.token_ids,
+        mask=sample.mask[:2],
+        generator_logprobs=sample.generator_logprobs,
+        advantages=sample.advantages,
+        policy_versions=sample.policy_versions,
+    )
+    with pytest.raises(ValueError, match="mask has 2 entries for 3 tokens"):
+        pack([bad], max_tokens=3)

@@ -1,0 +1,72 @@
+"""A controller to be ended in every way: `python -m tests.support.launch_controller HOW`.
+
+It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
+does HOW: `return`, `raise`, `wait` for a signal, or `stuck` (the same, with an actor that blocks).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from monarch.actor import Actor, endpoint
+
+from actors import launch
+
+HOWS = ("return", "raise", "wait", "stuck")
+
+
+class Holder(Actor):
+    """Holds what could be left behind: a child process, and a shared-memory file."""
+
+    @endpoint
+    async def hold(self) -> tuple[list[int], str]:
+        file = Path(f"/dev/shm/relay-test-{os.getpid()}")
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        self.memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self.child = subprocess.Popen(["sleep", "600"])
+        return [os.getpid(), self.child.pid], str(file)
+
+    @endpoint
+    async def block(self) -> None:
+        time.sleep(600)
+
+    @endpoint
+    async def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    @endpoint
+    async def print_line(self, line: str) -> None:
+        print(line, flush=True)
+        os.write(2, f"{line} on stderr\n".encode())
+
+    @endpoint
+    async def exit_now(self) -> None:
+        os._exit(3)
+
+
+async def main(how: str) -> None:
+    meshes = await asyncio.gather(
+        launch.spawn_role("first", num_procs=1), launch.spawn_role("second", num_procs=1)
+    )
+    held = [(await mesh.spawn("holder", Holder).hold.call()).items() for mesh in meshes]
+    pids = [pid for answers in held for _, (pids, _) in answers for pid in pids]
+    files = [file for answers in held for _, (_, file) in answers]
+    print(json.dumps({"pids": pids, "files": files}), flush=True)
+    if how == "raise":
+        raise RuntimeError("as asked")
+    if how == "stuck":
+        await meshes[0].spawn("stuck", Holder).block.call()
+    if how == "wait":
+        await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    launch.run(main(sys.argv[1]))

@@ -1,0 +1,52 @@
+import math
+
+import pytest
+
+from rl.training.schedule import LRSchedule
+
+
+def factors(steps, **config):
+    schedule = LRSchedule.Config(**config).build()
+    return [schedule.factor(step) for step in steps]
+
+
+def test_default_is_constant():
+    assert factors([0, 1, 10**6]) == [1.0, 1.0, 1.0]
+
+
+def test_warmup_reaches_the_peak_with_its_last_step():
+    assert factors(range(6), warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_decay_over_the_last_half():
+    got = factors(range(11), decay="linear", decay_ratio=0.5, total_steps=10)
+    assert got == pytest.approx([1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0])
+
+
+def test_decay_never_starts_before_the_warmup_is_over():
+    got = factors(range(5), warmup_steps=2, decay="linear", total_steps=4)
+    assert got == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_cosine_and_square_root_at_a_quarter_of_the_way():
+    at_quarter = {"decay": "cosine", "total_steps": 8, "min_ratio": 0.2}
+    assert factors([2], **at_quarter)[0] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert factors([2], **(at_quarter | {"decay": "sqrt"}))[0] == pytest.approx(0.2 + 0.8 * 0.5)
+
+
+def test_factor_stays_at_the_minimum_after_the_last_step():
+    assert factors([8, 100], decay="cosine", total_steps=8, min_ratio=0.1) == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"decay": "linear"}, "total_steps=0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"min_ratio": 1.5}, r"min_ratio=1\.5"),
+        ({"decay_ratio": -0.1}, r"decay_ratio=-0\.1"),
+    ],
+)
+def test_impossible_schedule_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        LRSchedule.Config(**config)
