@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from monarch.actor import ActorError
 
+from rl.errors import RunError
+
 T = TypeVar("T")
 
 
@@ -37,11 +39,11 @@ class Timeouts:
                 raise ValueError(f"timeouts.{name}={getattr(self, name)} is not positive")
 
 
-class ActorTimeoutError(TimeoutError):
+class ActorTimeoutError(RunError, TimeoutError):
     """No answer from an actor within its deadline."""
 
 
-class ActorCallError(RuntimeError):
+class ActorCallError(RunError):
     """An actor's endpoint raised, or its process ended."""
 
 
@@ -58,7 +60,7 @@ class ActorGroup:
 
         Raises:
             ActorTimeoutError: names actor, endpoint and deadline.
-            ActorCallError: carries the remote traceback.
+            ActorCallError: carries the remote traceback; a `RunError` of the actor comes as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
         values = await self._within(answers, endpoint=endpoint, limit=limit)
@@ -73,6 +75,8 @@ class ActorGroup:
                 f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}"
             ) from error
         except ActorError as error:
+            if isinstance(error.exception, RunError):
+                raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
 
 

@@ -115,14 +115,17 @@ class Controller(Configurable):
             if config.print_config:
                 print(json.dumps(to_dict(config), indent=2))
             print(f"run folder: {folder.path}", flush=True)
+            logger.info("%s.%s starts from %s", self.source.module, self.source.function, start.folder)
             try:
                 launch.run(self._main(folder, start=start, task=task, renderer=renderer))
             except Exception:
                 logger.exception("the run failed")
                 raise
+            else:
+                folder.mark_finished()
+                logger.info("finished")
             finally:
                 undo_logging()
-            folder.mark_finished()
         return folder.path
 
     def _check_model(self) -> ModelSpec:

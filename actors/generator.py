@@ -39,13 +39,14 @@ class VLLMGenerator(Actor, Configurable):
     @endpoint
     async def setup(self, hf_assets_path: str) -> None:
         """Start the engine on a folder with config.json; under several ranks, as `World.from_env` says."""
-        self.engine = GeneratorEngine(
+        engine = GeneratorEngine(
             config=self.config,
             model_spec=self.model_spec,
             hf_assets_path=hf_assets_path,
             world=World.from_env(),
         )
-        await self.engine.start()
+        await engine.start()
+        self.engine = engine
 
     @concurrent_endpoint
     async def generate(

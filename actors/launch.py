@@ -145,7 +145,9 @@ async def spawn_role(
             process_env["RELAY_OUTPUT_FILE"] = str(output_folder / f"{role}-{point.rank}.out")
         return BootstrapCommand(sys.executable, None, ["-m", "actors.process_main"], process_env)
 
-    mesh = host.spawn_procs(per_host={"procs": num_procs}, name=role, bootstrap_command=command)
+    mesh = host.spawn_procs(
+        per_host={"procs": num_procs}, name=role, bootstrap=_import_torch, bootstrap_command=command
+    )
     state = _Role(name=role, mesh=mesh, members=mesh.spawn("member", _Member))
     _roles.append(state)
     infos = await _within(
@@ -290,6 +292,15 @@ def free_port() -> int:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
+
+
+def _import_torch() -> None:
+    """Once, before there are actors: Monarch unpickles on several threads, which race to import it.
+
+    Not in `process_main`: Monarch gives up on a process that is not up within 30 s, and on a busy
+    machine or a network file system this import alone may take that long.
+    """
+    import torch  # noqa: F401
 
 
 def _process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str, str]:

@@ -18,7 +18,6 @@ def main() -> None:
     if output_file is not None:
         _redirect_output(Path(output_file))
 
-    import torch  # noqa: F401  (once, here: Monarch unpickles on several threads, which race to import it)
     from monarch._src.actor.bootstrap_main import invoke_main
 
     invoke_main()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, current_rank, endpoint
 
 from rl.config.configurable import Configurable
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import ScoringWorker
 from rl.types import Rollout, Score
+
+logger = logging.getLogger(__name__)
 
 
 class RewardActor(Actor, Configurable):
@@ -35,12 +38,11 @@ class RewardActor(Actor, Configurable):
     async def setup(self) -> None:
         """Start the worker, so that the first score does not wait for it."""
         await asyncio.to_thread(self._worker.start)
+        logger.info("ready: at most %g s a rollout", self._worker.time_limit_s)
 
     @endpoint
     async def score(self, shares: Sequence[Sequence[Rollout]]) -> list[Score]:
         """Scores of this process's share of the rollouts, in order."""
-        from monarch.actor import current_rank
-
         return await asyncio.to_thread(self._worker.score, shares[current_rank().rank])
 
     @endpoint

@@ -6,6 +6,7 @@ run spawns when its root config holds one.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from rl.types import (
     TrainingSample,
 )
 from rl.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Actor, Configurable):
@@ -53,15 +56,21 @@ class PolicyTrainer(Actor, Configurable):
         self.store = store
         self.failure_folder = failure_folder
 
-    @endpoint
-    async def setup(self, hf_assets_path: str) -> None:
+    def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
-        self.engine = TrainingEngine(
+        return TrainingEngine(
             config=self.config,
             model_spec=self.model_spec,
             hf_assets_path=hf_assets_path,
             failure_folder=self.failure_folder,
         )
+
+    @endpoint
+    async def setup(self, hf_assets_path: str) -> None:
+        """Make the engine from a Hugging Face folder."""
+        self.engine = self.make_engine(hf_assets_path)
+        num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
+        logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
 
     @endpoint
     async def forward_backward(

@@ -43,6 +43,10 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A settings dataclass that is callable: pure, no module, no collective, no I/O."""
+    """A settings dataclass that is callable: pure, no module, no collective, no I/O.
+
+    A micro-batch may hold no valid token and, on a rank that has none left, no sequence:
+    then the sum, the denominator and every metric are 0 and finite.
+    """
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...

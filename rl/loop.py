@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from rl.config.configurable import Configurable
+from rl.errors import RunError
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
 from rl.rollouts.advantage import GroupAdvantage
 from rl.rollouts.evaluation import evaluate, raise_on_failures
@@ -45,11 +46,11 @@ class Sink(Protocol):
         ...
 
 
-class NothingToLearnError(RuntimeError):
+class NothingToLearnError(RunError):
     """Too many steps in a row in which every group's rewards were equal."""
 
 
-class LogprobMismatchError(RuntimeError):
+class LogprobMismatchError(RunError):
     """Trainer and generator disagree about tokens that equal weights should have drawn."""
 
 
@@ -229,7 +230,7 @@ class SyncLoop(Configurable):
         for rollout in (r for group in groups for r in group):
             versions = rollout.completion.policy_versions
             if np.any(versions != self.policy_version):
-                raise RuntimeError(
+                raise RunError(
                     f"a completion was drawn by policy versions {np.unique(versions).tolist()}, the "
                     f"synchronous loop is at {self.policy_version}: the weights' sync is broken"
                 )

@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -35,7 +37,9 @@ from rl.types import FinishReason
 if TYPE_CHECKING:
     from actors.vllm.engine import GeneratorEngine
 
-_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+START_TIMEOUT_S = 300
+"""For all ranks to appear and to load the model."""
 
 
 class VLLMCore:
@@ -64,6 +68,8 @@ class VLLMCore:
         finally:
             # On a CPU vLLM puts a function there that does nothing, for the rest of the process.
             torch.set_num_threads = set_num_threads
+        if world.size > 1:
+            _set_rank_timeout(config.rank_timeout_s)
         runner = self._client.engine_core.model_executor.driver_worker.worker.model_runner
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
@@ -116,7 +122,7 @@ class VLLMCore:
         for output in self._client.get_output().outputs:
             request_id = int(output.request_id)
             if output.finish_reason is not None:
-                drawn.finished[request_id] = _FINISH_REASONS[str(output.finish_reason)]
+                drawn.finished[request_id] = _finish_reason(output)
                 self._end(request_id)
             if output.new_token_ids:
                 drawn.request_ids.append(request_id)
@@ -150,7 +156,6 @@ def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_
             "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
             "block_size": config.block_size or CPU_BLOCK,
         }
-    timeout_s = math.ceil(config.rank_timeout_s)
     return EngineArgs(
         model=hf_assets_path,
         hf_overrides={"architectures": [architecture]},
@@ -169,8 +174,8 @@ def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_
         enforce_eager=config.enforce_eager,
         tensor_parallel_size=config.tensor_parallel_degree,
         distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "external_launcher",
-        distributed_timeout_seconds=timeout_s,
-        cpu_distributed_timeout_seconds=timeout_s,
+        distributed_timeout_seconds=START_TIMEOUT_S,
+        cpu_distributed_timeout_seconds=START_TIMEOUT_S,
         # The sampler reads the number of tokens each request has, which must be that of this step.
         async_scheduling=False,
         disable_log_stats=True,
@@ -186,9 +191,27 @@ def _executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:
         """One rank among processes that somebody else has started."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"tcp://{world.master_addr}:{world.master_port}", world.rank, world.local_rank
+            # From the end of the address vLLM makes the name of a shared memory for collectives on a
+            # CPU, which our model does not use and which a killed process leaves behind. With a name
+            # of its own on each rank it is not made; PyTorch ignores the query.
+            address = f"tcp://{world.master_addr}:{world.master_port}?own={world.rank}"
+            return address, world.rank, world.local_rank
 
     return RankExecutor
+
+
+def _set_rank_timeout(timeout_s: float) -> None:
+    """Of collectives from now on; until now ranks waited for each other to import and load."""
+    group = get_tp_group()
+    for process_group in (None, group.device_group, group.cpu_group):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), process_group)
+
+
+def _finish_reason(output: EngineCoreOutput) -> FinishReason:
+    reason = str(output.finish_reason)
+    if reason not in _FINISH_REASONS:
+        raise RuntimeError(f"vLLM ended request {output.request_id} with {reason!r}")
+    return _FINISH_REASONS[reason]
 
 
 def _sampling_params(request: Request) -> SamplingParams:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from actors.vllm.lockstep import Drawn, Lockstep, Request, Turn
 from actors.vllm.requests import Sample
 from actors.vllm.worker_thread import WorkerThread
+from rl.errors import RunError
 
 if TYPE_CHECKING:
     from actors.vllm.core import VLLMCore
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class GeneratorError(RuntimeError):
+class GeneratorError(RunError):
     """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
 
 

@@ -190,12 +190,18 @@ class GeneratorEngine(Configurable):
     async def start(self) -> None:
         """Import vllm, build the engine, make its first steps; collective over the ranks.
 
+        One engine a process: vllm keeps much of its state in globals.
+
         Raises:
             ValueError: the settings do not fit the model or the memory, or the folder is not whole.
         """
         self._check_assets()
         self._thread = WorkerThread("vllm-engine")
-        self._core, lockstep = await self._thread.run(self._build)
+        try:
+            self._core, lockstep = await self._thread.run(self._build)
+        except BaseException:
+            await self.close()
+            raise
         self._driver = Driver(core=self._core, lockstep=lockstep, thread=self._thread)
         if self.config.initial_weights == "folder":
             self._driver.policy_version = 0

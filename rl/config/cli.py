@@ -137,7 +137,14 @@ def _unknown(option: str, entries: dict[str, Entry]) -> NoReturn:
     ]
     names = {path.rpartition(".")[2]: path for path in leaves}
     near = near or [names[match] for match in difflib.get_close_matches(name, names, n=3)]
-    hint = "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"
+    parent = option.rpartition(".")[0]
+    siblings = [path for path in leaves if parent and path.rpartition(".")[0] == parent]
+    if near:
+        hint = "did you mean " + " or ".join(f"--{path}" for path in near)
+    elif siblings:
+        hint = f"{parent} has " + ", ".join(f"--{path}" for path in siblings)
+    else:
+        hint = "--help lists all"
     raise ConfigError(f"--{option}: no such option; {hint}")
 
 

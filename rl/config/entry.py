@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from rl.config.cli import parse_cli
+from rl.errors import RunError
 
 
 def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None, *, default_module: str, default_conf
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"error: the run stopped: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130

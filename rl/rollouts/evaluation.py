@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rl.errors import RunError
 from rl.protocols import Sampler, Scorer
 from rl.rollouts.renderer import ChatRenderer
 from rl.types import Prompt, SamplingParams, Score
@@ -27,7 +28,7 @@ async def evaluate(
     """One greedy reply to each prompt, graded.
 
     Raises:
-        RuntimeError: if a reply could not be scored.
+        RunError: if a reply could not be scored.
     """
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=renderer.stop_token_ids)
     groups = await sampler.generate([p.token_ids for p in prompts], sampling=sampling)
@@ -47,7 +48,7 @@ def raise_on_failures(scores: Sequence[Score], *, max_fraction: float) -> int:
     """How many scores failed; an error that shows the first when they are too many."""
     failures = [s.failure for s in scores if s.failure is not None]
     if len(failures) > max_fraction * len(scores):
-        raise RuntimeError(
+        raise RunError(
             f"{len(failures)} of {len(scores)} rewards failed, more than max_failed_rewards={max_fraction:g} "
             f"of them; the first: {failures[0]}"
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rl.errors import RunError
 
-class NonFiniteLossError(ArithmeticError):
+
+class NonFiniteLossError(RunError, ArithmeticError):
     """A loss or gradient was NaN or infinite; raised on every rank alike, after the gradient is dropped."""
 
     def __init__(self, what: str, step: int, batch_file: str | None) -> None:

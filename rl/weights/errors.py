@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rl.errors import RunError
 
-class WeightStoreError(RuntimeError):
+
+class WeightStoreError(RunError):
     """Base of the errors of the weight store."""
 
 

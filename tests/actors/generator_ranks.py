@@ -18,7 +18,7 @@ from tests.support.policies import config_folder, prompts_of, random_model, smal
 SPEC = small_spec(tie=False, head_dim=32)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
 SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)
-RANK_TIMEOUT_S = 8.0
+RANK_TIMEOUT_S = 5.0
 STEP_TIMEOUT_S = 60.0
 
 Completions = list[list[Completion]]

@@ -67,11 +67,14 @@ def test_accumulated_gradient_is_not_lost_silently(assets, tmp_path):
 
 def test_exported_folder_is_loaded_as_a_new_start(assets, tmp_path):
     engine = make_engine(assets)
-    first = step(engine)
+    step(engine)
+    after_first = weights(engine)
     engine.load_checkpoint(assets)
     assert engine.policy_version == 0
-    assert step(engine) == first  # the optimizer forgot the first step
+    step(engine)
     exported = weights(engine)
+    for name, tensor in after_first.items():  # the optimizer has forgotten its first step
+        assert torch.equal(exported[name], tensor)
     engine.export_hf(str(tmp_path / "exported"))
     step(engine)
     engine.load_checkpoint(str(tmp_path / "exported"))

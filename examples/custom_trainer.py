@@ -1,0 +1,56 @@
+"""A trainer of your own: one more field in its config, one method changed, nothing else touched.
+
+    python -m rl.train --module examples.custom_trainer --config tiny_annealed_clip \
+        --trainer.final_max_norm 0.05
+
+The gradient's clip norm falls over the first steps from `training.max_norm` to `final_max_norm`.
+The new field is an option of the command line and a line in config.json like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from actors.controller import Controller
+from actors.trainer import PolicyTrainer
+from configs.sum_digits import tiny
+from rl.training.engine import TrainingEngine
+from rl.types import OptimParams, OptimStepResult
+
+
+class AnnealedClipTrainer(PolicyTrainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(PolicyTrainer.Config):
+        final_max_norm: float = 0.1
+        """Gradient clip norm after the annealing."""
+        anneal_steps: int = 20
+        """Steps over which the clip norm falls."""
+
+    def make_engine(self, hf_assets_path: str) -> TrainingEngine:
+        assert isinstance(self.config, AnnealedClipTrainer.Config)
+        return AnnealedClipEngine(
+            config=self.config,
+            model_spec=self.model_spec,
+            hf_assets_path=hf_assets_path,
+            failure_folder=self.failure_folder,
+        )
+
+
+class AnnealedClipEngine(TrainingEngine):
+    def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        config = self.config
+        assert isinstance(config, AnnealedClipTrainer.Config)
+        progress = min(1.0, self.policy_version / config.anneal_steps)
+        max_norm = config.training.max_norm * (1 - progress) + config.final_max_norm * progress
+        params = params or OptimParams()
+        if params.max_norm is None:
+            params = replace(params, max_norm=max_norm)
+        return super().optim_step(params)
+
+
+def tiny_annealed_clip() -> Controller.Config:
+    """The tiny run with the trainer above: call another config, edit what it returns."""
+    config = tiny()
+    shared = {field.name: getattr(config.trainer, field.name) for field in fields(config.trainer)}
+    config.trainer = AnnealedClipTrainer.Config(**shared, final_max_norm=0.2)
+    return config

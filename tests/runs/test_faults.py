@@ -1,0 +1,78 @@
+"""Runs that go wrong end with a clear message and leave nothing behind.
+
+That no process and no shared-memory file of a run remains is checked for the whole session
+in tests/conftest.py, and here for each run that is interrupted.
+"""
+
+import signal
+
+import numpy as np
+import pytest
+
+from rl.observability.run_folder import read_status
+from tests.support.leaks import drop_files_of_others, list_shared_memory
+from tests.support.runs import interrupt_after_line, run_to_the_end
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
+FAULTY = ("--module", "tests.support.faulty_configs", "--config")
+
+
+def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
+    run = run_to_the_end(tmp_path, "nan", *FAULTY, "nan_loss", limit_s=150)
+    assert run.status == 1
+    assert "nan" in run.output
+    assert "at step 1" in run.output
+    assert [r["step"] for r in run.steps] == [1]
+    (batch,) = run.folder.glob("nan_batch_step_1*")
+    with np.load(batch) as arrays:
+        assert len(arrays.files) > 0
+    assert read_status(run.folder) == "running"  # not marked as finished
+
+
+def test_a_broken_sync_is_seen_as_a_growing_difference(tmp_path):
+    run = run_to_the_end(tmp_path, "sync", *FAULTY, "broken_sync", limit_s=150)
+    assert run.status == 0, run.output
+    differences = [r["logprob_diff/mean"] for r in run.steps]
+    assert differences[0] < 1e-5  # the first weights are those that were pushed
+    assert differences[1] > 1e-4
+    assert differences[-1] > 2 * differences[1]
+
+
+def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
+    bound = ("--loop.max_logprob_diff", "1e-5")
+    run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)
+    assert run.status == 1
+    assert "step 2, policy version 1: the logprobs of trainer and generator differ" in run.output
+
+
+def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_path):
+    run = run_to_the_end(tmp_path, "reward", *FAULTY, "raising_reward", limit_s=150)
+    assert run.status == 1
+    assert "reward 'picky' raised KeyError('no such rollout') on problem 'sum-digits/" in run.output
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "status", "line"),
+    [(signal.SIGINT, 130, "reward"), (signal.SIGTERM, 143, "reward"), (signal.SIGINT, 130, "starting")],
+    ids=["ctrl-c in a step", "sigterm in a step", "ctrl-c while starting"],
+)
+def test_an_interrupted_run_ends_and_leaves_nothing(tmp_path, signal_number, status, line):
+    before = list_shared_memory()
+    run = interrupt_after_line(
+        tmp_path, "stop", *FAULTY, "short", "--loop.num_steps", "500",
+        line=line, signal_number=signal_number, limit_s=60,
+    )  # fmt: skip
+    assert run.status == status, run.output
+    assert "Traceback" not in run.output
+    assert not drop_files_of_others(list_shared_memory() - before, own=())
+    again = run_to_the_end(tmp_path, "stop", *FAULTY, "short", limit_s=60)
+    assert again.status == 2
+    assert "unfinished run" in again.output
+
+
+def test_killing_the_controller_leaves_no_process(tmp_path):
+    run = interrupt_after_line(
+        tmp_path, "kill", *FAULTY, "short", "--loop.num_steps", "500",
+        line="reward", signal_number=signal.SIGKILL, limit_s=60,
+    )  # fmt: skip
+    assert run.status == -signal.SIGKILL

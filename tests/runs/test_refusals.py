@@ -1,0 +1,94 @@
+"""What a user can get wrong is refused before anything starts, and nothing is left behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl.config.entry import main
+from rl.models.qwen3 import model_registry
+from rl.models.starting_point import write_random_model
+
+FAULTY = ("--module", "tests.support.faulty_configs")
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, monkeypatch):
+    """Starts a run that must be refused: exit status 2, and no run's folder."""
+    dump_folder = tmp_path / "outputs"
+
+    def start(*options: str) -> str:
+        try:
+            status = main(
+                ["--dump_folder", str(dump_folder), "--name", "run", *options],
+                default_module="sum_digits",
+                default_config="tiny",
+                prog="test",
+            )
+        except SystemExit as error:
+            status = error.code
+        assert status == 2
+        assert not (dump_folder / "run").exists()
+        return capsys.readouterr().err
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    return write_random_model(
+        tmp_path_factory.mktemp("assets") / "model", spec=model_registry("tiny"), seed=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--config", "tinny"), "tinny"),
+        (("--module", "sum_digit"), "sum_digits"),
+        (("--trainer.optimizer.learning_rate", "1"), "--trainer.optimizer.lr"),
+        (("--trainer.optimizer.lr", "fast"), "--trainer.optimizer.lr: 'fast' is not of type float"),
+        (("--loop.sampling.temperature", "0"), "temperature=0.0 cannot be trained on"),
+        (("--trainer.parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
+        (("--trainer.num_procs", "0"), "num_procs=0"),
+        (("--generator.max_model_len", "4096"), "max_model_len=4096"),
+        (("--generator.max_model_len", "40"), "the context leaves room for 8"),
+        (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
+        (("--task.num_integers", "9"), "num_integers=9"),
+        ((*FAULTY, "--config", "nan_reward"), "reward 'broken' is nan"),
+    ],
+)
+def test_bad_options_are_refused_by_name_value_and_what_is_valid(refused, options, says):
+    assert says in refused(*options)
+
+
+def test_an_incomplete_assets_folder_is_refused_by_the_missing_file(refused, assets):
+    (assets / "tokenizer.json").rename(assets / "hidden")
+    try:
+        assert "tokenizer.json" in refused("--hf_assets_path", str(assets))
+    finally:
+        (assets / "hidden").rename(assets / "tokenizer.json")
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(refused, assets):
+    path = assets / "config.json"
+    original = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(original) | {"model_type": "llama", "architectures": ["Llama"]}))
+        assert "llama" in refused("--hf_assets_path", str(assets)).lower()
+        path.write_text(json.dumps(json.loads(original) | {"num_hidden_layers": 4}))
+        assert "layers.3" in refused("--hf_assets_path", str(assets))
+    finally:
+        path.write_text(original)
+
+
+def test_a_folder_of_another_size_is_refused_by_a_config_that_names_one(refused, assets):
+    says = refused("--config", "qwen3_0_6b", "--hf_assets_path", str(assets))
+    assert "embed_tokens" in says
+    assert "1024" in says
+    assert "128" in says
+
+
+def test_a_dump_folder_that_is_a_file_is_refused(refused, tmp_path):
+    (tmp_path / "outputs").write_text("")
+    assert "is not a folder" in refused()
