@@ -19,9 +19,7 @@ NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
 
 
-def check_layout(
-    fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Config, num_gpus: int
-) -> None:
+def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Config, num_gpus: int) -> None:
     """Degrees, lengths and devices; `num_gpus` of this machine.
 
     Raises:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    # A terminal sends Ctrl-C to the whole process group. Only the controller acts on it: it stops
-    # its meshes in order, and actors that died first would drown its message in tracebacks.
+    # A terminal sends Ctrl-C to the whole process group, and job schedulers do so with SIGTERM. Only
+    # the controller acts on them: it stops its meshes in order, which could not be done for actors
+    # that died first. SIGTERM gets a handler, as children would inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     output_file = os.environ.pop("RELAY_OUTPUT_FILE", None)
     if output_file is not None:
         _redirect_output(Path(output_file))

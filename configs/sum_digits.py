@@ -92,9 +92,7 @@ def qwen3_1_7b() -> Controller.Config:
 
 def qwen3_4b() -> Controller.Config:
     """Five GPUs: four train, one generates."""
-    return _qwen3(
-        "4B", trainer=ParallelismConfig(data_parallel_shard_degree=4), num_procs=4, max_tokens=8192
-    )
+    return _qwen3("4B", trainer=ParallelismConfig(data_parallel_shard_degree=4), num_procs=4, max_tokens=8192)
 
 
 def qwen3_8b() -> Controller.Config:
@@ -122,9 +120,7 @@ def qwen3_32b() -> Controller.Config:
     return config
 
 
-def _qwen3(
-    flavor: str, *, trainer: ParallelismConfig, num_procs: int, max_tokens: int
-) -> Controller.Config:
+def _qwen3(flavor: str, *, trainer: ParallelismConfig, num_procs: int, max_tokens: int) -> Controller.Config:
     """A Qwen3 checkpoint on GPUs of 80 GB; `max_tokens` of a micro-batch."""
     return Controller.Config(
         description=f"Qwen3-{flavor} on sum-digits, on GPUs",

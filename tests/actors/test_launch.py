@@ -141,7 +141,7 @@ def wait_until_gone(pids):
 )
 def test_nothing_of_a_run_is_left(how, signal_number, exit_code):
     controller, run = read_run(how)
-    assert len(run["pids"]) == 4
+    assert (len(run["pids"]), len(run["files"])) == (4, 2)
     if signal_number is not None:
         # As a terminal sends Ctrl-C: to every process of the group.
         os.killpg(controller.pid, signal_number)

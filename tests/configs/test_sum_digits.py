@@ -10,6 +10,7 @@ from actors.fleet import assign_gpus
 from configs import sum_digits
 from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import read_json, write_json
+from rl.config.tree import rebuild
 from rl.training.memory import estimate
 
 GPU_MEMORY_BYTES = 80e9
@@ -71,31 +72,26 @@ def test_too_few_gpus_are_refused_with_the_counts():
 
 
 @pytest.mark.parametrize(
-    ("edit", "names"),
+    ("edits", "names"),
     [
-        (lambda c: setattr(c.trainer, "num_procs", 3), r"does not multiply to the world size of 3"),
+        ({"trainer.num_procs": 3}, r"does not multiply to the world size of 3"),
         (
-            lambda c: (
-                setattr(c.trainer, "num_procs", 8),
-                setattr(c.trainer.parallelism, "tensor_parallel_degree", 8),
-            ),
+            {"trainer.num_procs": 8, "trainer.parallelism.tensor_parallel_degree": 8},
             r"trainer.parallelism.tensor_parallel_degree=8 does not divide the 4 key-value heads",
         ),
         (
-            lambda c: setattr(c.generator, "tensor_parallel_degree", 3),
+            {"generator.tensor_parallel_degree": 3},
             r"generator.tensor_parallel_degree=3 does not divide num_kv_heads=4",
         ),
-        (lambda c: setattr(c.generator, "max_model_len", 9999), r"max_model_len=9999 .*max_positions"),
-        (lambda c: setattr(c.loop.sampling, "max_tokens", 128), r"max_tokens=128 leaves no room"),
+        ({"generator.max_model_len": 9999}, r"max_model_len=9999 .*max_positions"),
+        ({"loop.sampling.max_tokens": 128}, r"max_tokens=128 leaves no room"),
         (
-            lambda c: setattr(c.trainer.training, "max_tokens_per_microbatch", 64),
+            {"trainer.training.max_tokens_per_microbatch": 64},
             r"max_tokens_per_microbatch=64 is less than generator.max_model_len=128",
         ),
     ],
 )
-def test_a_layout_that_cannot_run_is_refused_by_field_and_value(edit, names):
-    config = sum_digits.tiny()
-    config.trainer.parallelism.data_parallel_shard_degree = 1
-    edit(config)
+def test_a_layout_that_cannot_run_is_refused_by_field_and_value(edits, names):
+    config = rebuild(sum_digits.tiny(), {"trainer.parallelism.data_parallel_shard_degree": 1} | edits)
     with pytest.raises(ValueError, match=names):
         check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)

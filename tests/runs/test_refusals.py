@@ -13,11 +13,12 @@ FAULTY = ("--module", "tests.support.faulty_configs")
 
 
 @pytest.fixture
-def refused(tmp_path, capsys, monkeypatch):
+def refused(tmp_path, capsys):
     """Starts a run that must be refused: exit status 2, and no run's folder."""
     dump_folder = tmp_path / "outputs"
 
     def start(*options: str) -> str:
+        status: object
         try:
             status = main(
                 ["--dump_folder", str(dump_folder), "--name", "run", *options],
@@ -35,7 +36,7 @@ def refused(tmp_path, capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def assets(tmp_path_factory) -> Path:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(
         tmp_path_factory.mktemp("assets") / "model", spec=model_registry("tiny"), seed=0
     )
@@ -74,7 +75,9 @@ def test_a_checkpoint_of_another_architecture_is_refused(refused, assets):
     path = assets / "config.json"
     original = path.read_text()
     try:
-        path.write_text(json.dumps(json.loads(original) | {"model_type": "llama", "architectures": ["Llama"]}))
+        path.write_text(
+            json.dumps(json.loads(original) | {"model_type": "llama", "architectures": ["Llama"]})
+        )
         assert "llama" in refused("--hf_assets_path", str(assets)).lower()
         path.write_text(json.dumps(json.loads(original) | {"num_hidden_layers": 4}))
         assert "layers.3" in refused("--hf_assets_path", str(assets))

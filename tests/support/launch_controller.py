@@ -56,10 +56,9 @@ async def main(how: str) -> None:
     meshes = await asyncio.gather(
         launch.spawn_role("first", num_procs=1), launch.spawn_role("second", num_procs=1)
     )
-    held = [(await mesh.spawn("holder", Holder).hold.call()).items() for mesh in meshes]
-    pids = [pid for answers in held for _, (pids, _) in answers for pid in pids]
-    files = [file for answers in held for _, (_, file) in answers]
-    print(json.dumps({"pids": pids, "files": files}), flush=True)
+    held = [await mesh.spawn("holder", Holder).hold.call_one() for mesh in meshes]
+    pids = [pid for pids, _ in held for pid in pids]
+    print(json.dumps({"pids": pids, "files": [file for _, file in held]}), flush=True)
     if how == "raise":
         raise RuntimeError("as asked")
     if how == "stuck":

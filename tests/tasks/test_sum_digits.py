@@ -89,7 +89,7 @@ def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_othe
     problems = list(islice(SumDigits.Config(num_integers=2, haste=0.75).build().warmup_problems(seed=0), 2000))
     large = [p for p in problems if int(p.question[-1]) >= 4]
     wrong = [p for p in problems if parse_answer(p.demonstration) != p.answer]
-    assert set(p.id for p in wrong) <= set(p.id for p in large)
+    assert {p.id for p in wrong} <= {p.id for p in large}
     assert len(wrong) / len(large) == pytest.approx(0.75, abs=0.04)
     last = wrong[0]
     assert int(last.answer) - int(parse_answer(last.demonstration) or 0) == int(last.question[-1])

@@ -1,0 +1,134 @@
+"""The promise of the tiny run, kept by whole runs as a user starts them.
+
+All runs share a dump folder, so that a seed's starting point is made once.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl.distributed.process_group import World
+from rl.models.attention import SequenceLayout
+from rl.models.qwen3 import model_registry
+from rl.models.qwen3.model import Qwen3, linear_head
+from tests.support.exported import ask_vllm, our_logprobs
+from tests.support.runs import FinishedRun, run_to_the_end
+
+pytestmark = pytest.mark.slow
+
+FIRST_RUN_LIMIT_S = 8 * 60
+LATER_RUN_LIMIT_S = 5 * 60
+LAYOUTS = ("tiny", "tiny_fsdp2", "tiny_tp2", "tiny_ddp2", "tiny_fsdp2_tp2")
+LAYOUT_STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def dump_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
+    """The whole tiny run of a seed, warm-up included; made once."""
+    runs: dict[int, FinishedRun] = {}
+
+    def run(seed: int) -> FinishedRun:
+        if seed not in runs:
+            runs[seed] = run_to_the_end(
+                dump_folder, f"seed-{seed}", "--seed", str(seed), limit_s=FIRST_RUN_LIMIT_S
+            )
+            assert runs[seed].status == 0, runs[seed].output
+        return runs[seed]
+
+    return run
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed, seed):
+    run = run_of_seed(seed)
+    first, last = run.evaluations[0], run.evaluations[max(run.evaluations)]
+    assert first["eval/num_problems"] >= 256
+    assert first["eval/format"] >= 0.9
+    assert 0.2 <= first["eval/correct"] <= 0.5
+    assert last["eval/correct"] >= 0.9
+    assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
+    # On-policy with equal weights the ratio is 1 within the parity of the logprobs.
+    assert all(abs(r["loss/ratio_mean"] - 1) <= 1e-5 for r in run.steps)
+
+
+@pytest.mark.timeout(900)
+def test_a_reward_of_noise_teaches_nothing(run_of_seed, dump_folder):
+    run_of_seed(0)
+    run = run_to_the_end(
+        dump_folder, "noise", "--config", "tiny_noise", "--seed", "0", limit_s=LATER_RUN_LIMIT_S
+    )
+    assert run.status == 0, run.output
+    gain = run.evaluations[max(run.evaluations)]["eval/correct"] - run.evaluations[0]["eval/correct"]
+    assert gain <= 0.05
+
+
+@pytest.mark.timeout(900)
+def test_all_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_folder):
+    run_of_seed(0)
+    means = {}
+    for config in LAYOUTS:
+        run = run_to_the_end(
+            dump_folder, f"layout-{config}", "--config", config,
+            "--loop.num_steps", str(LAYOUT_STEPS), "--loop.eval_every", "0",
+            limit_s=LATER_RUN_LIMIT_S,
+        )  # fmt: skip
+        assert run.status == 0, run.output
+        assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
+        means[config] = float(np.mean([r["reward/mean"] for r in run.steps]))
+    assert max(means.values()) - min(means.values()) <= 0.05, means
+
+
+def _logits(model: Qwen3, token_ids: list[int]) -> torch.Tensor:
+    return model(
+        torch.tensor(token_ids),
+        positions=torch.arange(len(token_ids)),
+        sequences=SequenceLayout.from_lengths([len(token_ids)]),
+        head=linear_head,
+    )
+
+
+@pytest.mark.timeout(600)
+@torch.no_grad()
+def test_the_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_of_seed):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from configs.sum_digits import tiny
+    from rl.training.engine import TrainingEngine
+
+    folder = run_of_seed(0).folder / "checkpoints"
+    (checkpoint,) = folder.glob("step-*")
+    config = tiny().trainer
+    engine = TrainingEngine(
+        config=config, model_spec=model_registry("tiny"), hf_assets_path=None, world=World()
+    )
+    engine.load_checkpoint(str(checkpoint))
+    ours = model_registry("tiny").model.build()
+    ours.load_state_dict(engine.model_state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "47 82"}], tokenize=False, add_generation_prompt=True
+    )
+    token_ids = tokenizer.encode(text)
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    expected = theirs(torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(_logits(ours, token_ids), expected, rtol=0, atol=1e-5)
+    reply = theirs.generate(torch.tensor([token_ids]), max_new_tokens=32, do_sample=False)
+    assert "[ANSWER]" in tokenizer.decode(reply[0, len(token_ids) :])
+
+
+@pytest.mark.timeout(600)
+def test_the_trained_checkpoint_opens_in_vllms_own_qwen3_with_the_same_logprobs(run_of_seed):
+    folder = run_of_seed(0).folder / "checkpoints" / "hf"
+    (theirs,) = ask_vllm(folder)
+    assert theirs["class"] == "vllm.model_executor.models.qwen3.Qwen3ForCausalLM"
+    for ids, logprobs in zip(theirs["token_ids"], theirs["logprobs"], strict=True):
+        torch.testing.assert_close(torch.tensor(logprobs), our_logprobs(folder, ids), atol=1e-4, rtol=0)
