@@ -36,7 +36,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not getattr(self, name) > 0:
-                raise ValueError(f"timeouts.{name}={getattr(self, name)} is not positive")
+                raise ValueError(f"{name}={getattr(self, name)} is not positive")
 
 
 class ActorTimeoutError(RunError, TimeoutError):

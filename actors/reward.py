@@ -27,9 +27,9 @@ class RewardActor(Actor, Configurable):
 
         def __post_init__(self) -> None:
             if not self.time_limit_s > 0:
-                raise ValueError(f"reward.time_limit_s={self.time_limit_s} is not positive")
+                raise ValueError(f"time_limit_s={self.time_limit_s} is not positive")
             if self.num_procs < 1:
-                raise ValueError(f"reward.num_procs={self.num_procs} is less than 1")
+                raise ValueError(f"num_procs={self.num_procs} is less than 1")
 
     def __init__(self, *, config: Config, rubric: Rubric) -> None:
         self._worker = ScoringWorker(rubric=rubric, time_limit_s=config.time_limit_s)

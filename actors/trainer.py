@@ -43,8 +43,7 @@ class PolicyTrainer(Actor, Configurable):
         def __post_init__(self) -> None:
             if self.num_procs < 1 or self.num_threads < 1:
                 raise ValueError(
-                    f"trainer.num_procs={self.num_procs}, trainer.num_threads={self.num_threads}: both must "
-                    "be at least 1"
+                    f"num_procs={self.num_procs}, num_threads={self.num_threads}: both must be at least 1"
                 )
 
     def __init__(

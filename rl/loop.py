@@ -69,16 +69,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ValueError(f"sampling.max_tokens={self.max_tokens} is less than 1")
+            raise ValueError(f"max_tokens={self.max_tokens} is less than 1")
         if not self.temperature > 0:
             raise ValueError(
-                f"sampling.temperature={self.temperature} cannot be trained on: greedy tokens carry no "
+                f"temperature={self.temperature} cannot be trained on: greedy tokens carry no "
                 "policy gradient; use a value above 0 (evaluation is greedy anyway)"
             )
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
-                f"sampling.top_p={self.top_p}, sampling.top_k={self.top_k}: training needs 1.0 and 0 (off), or "
-                "the recorded logprobs are not those of the distribution that the trainer computes"
+                f"top_p={self.top_p}, top_k={self.top_k}: training needs 1.0 and 0 (off), or the recorded "
+                " logprobs are not those of the distribution that the trainer computes"
             )
 
 
@@ -133,19 +133,18 @@ class SyncLoop(Configurable):
         def __post_init__(self) -> None:
             for name in ("num_steps", "eval_every", "checkpoint_every"):
                 if getattr(self, name) < 0:
-                    raise ValueError(f"loop.{name}={getattr(self, name)} is negative")
+                    raise ValueError(f"{name}={getattr(self, name)} is negative")
             if self.num_prompts < 1 or self.num_samples < 2:
                 raise ValueError(
-                    f"loop.num_prompts={self.num_prompts}, loop.num_samples={self.num_samples}: a step needs at "
-                    "least 1 prompt and 2 samples of each, whose mean is the baseline"
+                    f"num_prompts={self.num_prompts}, num_samples={self.num_samples}: a step needs at least "
+                    "1 prompt and 2 samples of each, whose mean is the baseline"
                 )
             if self.num_minibatches < 1 or self.num_prompts % self.num_minibatches:
                 raise ValueError(
-                    f"loop.num_minibatches={self.num_minibatches} does not divide "
-                    f"loop.num_prompts={self.num_prompts}"
+                    f"num_minibatches={self.num_minibatches} does not divide num_prompts={self.num_prompts}"
                 )
             if not 0 <= self.max_failed_rewards < 1:
-                raise ValueError(f"loop.max_failed_rewards={self.max_failed_rewards} is not in [0, 1)")
+                raise ValueError(f"max_failed_rewards={self.max_failed_rewards} is not in [0, 1)")
 
     def __init__(
         self,

@@ -8,7 +8,5 @@ from rl.config.entry import main
 
 if __name__ == "__main__":
     sys.exit(
-        main(
-            default_module="sum_digits", default_config="tiny", prog="python -m rl.simple_grpo_sum_digits"
-        )
+        main(default_module="sum_digits", default_config="tiny", prog="python -m rl.simple_grpo_sum_digits")
     )

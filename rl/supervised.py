@@ -41,8 +41,8 @@ class SupervisedWarmup(Configurable):
         def __post_init__(self) -> None:
             if self.num_steps < 1 or self.num_demonstrations < 1:
                 raise ValueError(
-                    f"warmup.num_steps={self.num_steps}, warmup.num_demonstrations={self.num_demonstrations}: "
-                    "both must be at least 1 (no warm-up at all: --warmup None)"
+                    f"num_steps={self.num_steps}, num_demonstrations={self.num_demonstrations}: both must be "
+                    "at least 1 (no warm-up at all: --warmup None)"
                 )
 
         def lr_at(self, step: int) -> float:

@@ -43,24 +43,25 @@ class ParallelismConfig:
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees a block's gathered parameters between forward and backward; default: yes."""
 
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_replicate_degree", "tensor_parallel_degree"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        shard = self.data_parallel_shard_degree
+        if shard < 1 and shard != -1:
+            raise ValueError(
+                f"data_parallel_shard_degree={shard}: must be at least 1, or -1 for what is left"
+            )
+
     def degrees(self, world_size: int) -> Degrees:
         """Fill in the -1.
 
         Raises:
             ValueError: if the degrees do not multiply to `world_size`.
         """
+        self.__post_init__()  # A field may have been edited since.
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard = self.data_parallel_shard_degree
-        for name, degree in (
-            ("data_parallel_replicate_degree", replicate),
-            ("tensor_parallel_degree", tp),
-        ):
-            if degree < 1:
-                raise ValueError(f"parallelism.{name}={degree}: must be at least 1")
-        if shard < 1 and shard != -1:
-            raise ValueError(
-                f"parallelism.data_parallel_shard_degree={shard}: must be at least 1, or -1 for what is left"
-            )
         if shard == -1:
             shard = max(1, world_size // (replicate * tp))
         if replicate * shard * tp != world_size:

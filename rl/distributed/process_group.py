@@ -18,7 +18,7 @@ class CommConfig:
     """How long ranks wait for each other."""
 
     init_timeout_s: float = 300.0
-    """For all ranks to appear, load their weights and make their first step."""
+    """For all ranks to appear, build the model and load its weights."""
     train_timeout_s: float = 300.0
     """For every collective after that."""
 

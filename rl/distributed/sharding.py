@@ -66,8 +66,10 @@ def call_in_dtype(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: An
 
     What FSDP2's mixed precision does, for a model that FSDP2 does not manage.
     """
+    if isinstance(model, FSDPModule):
+        return model(*args, **kwargs)
     parameters = dict(model.named_parameters())
-    if isinstance(model, FSDPModule) or all(p.dtype == dtype for p in parameters.values()):
+    if all(p.dtype == dtype for p in parameters.values()):
         return model(*args, **kwargs)
     cast = {name: p.to(dtype) for name, p in parameters.items()}
     return torch.func.functional_call(model, cast, args, kwargs)

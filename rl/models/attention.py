@@ -31,9 +31,7 @@ class SequenceLayout:
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths_S, 0, out=offsets[1:])
         max_length = max(lengths)
-        starts_T = torch.repeat_interleave(
-            torch.arange(len(lengths)) * max_length - offsets[:-1], lengths_S
-        )
+        starts_T = torch.repeat_interleave(torch.arange(len(lengths)) * max_length - offsets[:-1], lengths_S)
         return cls(
             offsets=offsets.to(device=device, dtype=torch.int32),
             slots=(starts_T + torch.arange(int(offsets[-1]))).to(device),

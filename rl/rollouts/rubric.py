@@ -37,7 +37,7 @@ class Rubric:
         for criterion in self.criteria:
             try:
                 value = float(criterion.function(rollout))
-            except Exception as error:  # a user's function: one of the three boundaries
+            except Exception as error:  # noqa: BLE001  (a user's function)
                 return failed_score(f"reward {criterion.name!r} raised {error!r}", rollout=rollout)
             if not math.isfinite(value):
                 return failed_score(

@@ -36,3 +36,7 @@ class TrainingConfig:
             )
         if not self.max_norm > 0.0:
             raise ValueError(f"max_norm={self.max_norm}: must be above 0, or inf for no clipping")
+        if self.logits_chunk_tokens is not None and self.logits_chunk_tokens < 1:
+            raise ValueError(
+                f"logits_chunk_tokens={self.logits_chunk_tokens}: must be at least 1, or None for no chunks"
+            )

@@ -28,7 +28,9 @@ class Optimizer(Configurable):
         betas: tuple[float, float] = (0.9, 0.95)
         """Decay of the running means of the gradient and of its square."""
         eps: float = 1e-8
+        """Added to the root of the second mean, against division by zero."""
         weight_decay: float = 0.0
+        """Share of lr by which every parameter shrinks each step, norms and embeddings too."""
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """One kernel for all parameters, one per operation, or one per operation and parameter."""
 

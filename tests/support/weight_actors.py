@@ -15,10 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from rl.distributed.mesh import Degrees, build_mesh
+from rl.distributed.sharding import ShardingOptions
+from rl.models.qwen3.registry import model_registry
 from rl.weights.monarch_compat import torchstore
 from rl.weights.store import WeightStore
 
 Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
+
+Qwen3Plan = Literal["trainer", "generator", "whole"]
 
 BUFFERS = ("scale", "steps")
 NUM_TENSORS = 9
@@ -63,6 +68,21 @@ def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]
     return model.state_dict()
 
 
+def build_qwen3(plan: Qwen3Plan, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none."""
+    spec = model_registry("tiny")
+    spec.model.num_layers = 2
+    model = spec.model.build()
+    model.init_weights(seed=seed)
+    model.to(dtype)
+    if plan == "trainer":
+        degrees = Degrees(dp_replicate=1, dp_shard=2, tp=2)
+        spec.parallelize(model, mesh=build_mesh(degrees, device_type="cpu"), config=ShardingOptions())
+    elif plan == "generator":
+        spec.parallelize_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
 def _mesh_2d() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -90,6 +110,10 @@ class WeightActor(Actor):
         self._state_dict = build(layout, seed=seed, dtype=dtype)
         value = self._state_dict["embed.weight"]
         return [type(p).__name__ for p in value.placements] if isinstance(value, DTensor) else []
+
+    @endpoint
+    async def build_qwen3(self, plan: Qwen3Plan, seed: int, dtype: torch.dtype) -> None:
+        self._state_dict = build_qwen3(plan, seed=seed, dtype=dtype)
 
     @endpoint
     async def push(self, store: WeightStore, version: int, dying_ranks: Sequence[int] = ()) -> int:

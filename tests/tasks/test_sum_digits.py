@@ -86,7 +86,8 @@ def test_problems_are_the_same_for_a_seed_and_differ_between_seeds():
 
 
 def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_other():
-    problems = list(islice(SumDigits.Config(num_integers=2, haste=0.75).build().warmup_problems(seed=0), 2000))
+    task = SumDigits.Config(num_integers=2, haste=0.75).build()
+    problems = list(islice(task.warmup_problems(seed=0), 2000))
     large = [p for p in problems if int(p.question[-1]) >= 4]
     wrong = [p for p in problems if parse_answer(p.demonstration) != p.answer]
     assert {p.id for p in wrong} <= {p.id for p in large}

@@ -22,7 +22,7 @@ from rl.weights.errors import (
 )
 from rl.weights.store import WeightStore
 from rl.weights.volumes import VolumeStats
-from tests.support.weight_actors import NUM_TENSORS, UnevenNet, WeightActor
+from tests.support.weight_actors import NUM_TENSORS, UnevenNet, WeightActor, build_qwen3
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
 
@@ -54,6 +54,21 @@ def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(clust
     for full in cluster.pull(cluster.bf16, target, version, torch.bfloat16):
         assert_same_bits(full, expected(version, torch.bfloat16))
     cluster.meshes.run(cluster.bf16.delete(version))
+
+
+@pytest.mark.parametrize("target", ["generator", "whole"])
+def test_qwen3_from_the_trainers_plan_to_the_generators_is_bit_exact_after_the_cast(cluster, target):
+    run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
+    run(cluster.trainer.build_qwen3.call("trainer", version, torch.float32))
+    run(cluster.trainer.push.call(store, version))
+    run(store.announce(version))
+    generator = cluster.generator if target == "generator" else cluster.generator.slice(procs=0)
+    run(generator.build_qwen3.call(target, 999, torch.bfloat16))
+    run(generator.pull.call(store, version))
+    wanted = build_qwen3("whole", seed=version, dtype=torch.bfloat16)
+    for _, full in run(generator.full.call()).items():
+        assert_same_bits(full, wanted)
+    run(store.delete(version))
 
 
 def test_float32_stays_float32_through_a_single_volume(cluster):

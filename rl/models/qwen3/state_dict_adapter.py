@@ -96,7 +96,7 @@ class Qwen3StateDictAdapter:
             "tie_word_embeddings": config.tie_embeddings,
             "use_sliding_window": False,
             "sliding_window": None,
-            "initializer_range": 0.02,
+            "initializer_range": config.init_std,
             "use_cache": True,
             # transformers 5 reads the first; transformers 4 the second, and would silently
             # take another base without it.
@@ -125,6 +125,7 @@ def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
         num_layers=_positive_int(hf, "num_hidden_layers"),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        init_std=float(hf.get("initializer_range", 0.02)),
         block=TransformerBlock.Config(
             attention=Attention.Config(
                 num_heads=_positive_int(hf, "num_attention_heads"),
