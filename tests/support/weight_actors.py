@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from rl.distributed.mesh import Degrees, build_mesh
 from rl.distributed.sharding import ShardingOptions
+from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3.registry import model_registry
 from rl.weights.monarch_compat import torchstore
 from rl.weights.store import WeightStore
@@ -35,14 +36,14 @@ class UnevenNet(nn.Module):
 
     def __init__(self, *, seed: int, num_rows: int = 11) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.embed = nn.Embedding(num_rows, 6)
         self.up = nn.Linear(6, 7)
         self.down = nn.Linear(7, 6, bias=False)
         self.norm = nn.LayerNorm(6)
-        self.gate = nn.Parameter(torch.randn(1))
+        self.gate = nn.Parameter(torch.empty(1))
         self.register_buffer("scale", torch.tensor(1.0 + seed / 3))
         self.register_buffer("steps", torch.tensor([seed, 2**40 + seed]))
+        _randomize(self, seed=seed)
 
 
 TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -71,9 +72,10 @@ def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]
 def build_qwen3(plan: Qwen3Plan, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """A two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none."""
     spec = model_registry("tiny")
+    assert isinstance(spec.model, Qwen3.Config)
     spec.model.num_layers = 2
     model = spec.model.build()
-    model.init_weights(seed=seed)
+    _randomize(model, seed=seed)
     model.to(dtype)
     if plan == "trainer":
         degrees = Degrees(dp_replicate=1, dp_shard=2, tp=2)
@@ -81,6 +83,14 @@ def build_qwen3(plan: Qwen3Plan, *, seed: int, dtype: torch.dtype) -> dict[str, 
     elif plan == "generator":
         spec.parallelize_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module, *, seed: int) -> None:
+    """Norms too, which are otherwise the same for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.normal_(generator=generator)
 
 
 def _mesh_2d() -> DeviceMesh:

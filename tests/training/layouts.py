@@ -123,8 +123,9 @@ def restore(layout: str, assets: str, checkpoint: str) -> tuple[int, Tensors]:
     return version, parameters
 
 
-def one_step(layout: str, assets: str) -> tuple[ForwardBackwardResult, OptimStepResult]:
-    engine = make_engine(assets, parallelism=LAYOUTS[layout][1])
+def one_step(parallelism: ParallelismConfig, assets: str) -> tuple[ForwardBackwardResult, OptimStepResult]:
+    engine = make_engine(assets, parallelism=parallelism)
+    engine.compute_logprobs(make_samples()[:3])  # leaves FSDP between two forwards
     result = engine.forward_backward(make_samples()), engine.optim_step()
     engine.close()
     return result

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from rl.distributed.mesh import ParallelismConfig
 from rl.models.hf import HFFolder, read_parameters
 from tests.support.distributed import run_ranks
 from tests.training.layouts import LAYOUTS, first_rank_alone, measure, one_step, refuse_layout, restore
@@ -70,10 +71,15 @@ def assert_same_result(actual, expected):
     assert actual.logprob_diff_max == pytest.approx(expected.logprob_diff_max, abs=1e-5)
 
 
-def test_two_ranks_take_the_step_of_one(assets):
+@pytest.mark.parametrize(
+    "reshard",
+    ["default", *(pytest.param(name, marks=pytest.mark.medium) for name in ("always", "never"))],
+)
+def test_two_ranks_take_the_step_of_one(assets, reshard):
     """The quick one of this file: FSDP2 alone."""
-    expected, expected_step = one_step("one", assets)
-    for result, step in run_ranks(one_step, 2, "fsdp2", assets, timeout_s=50):
+    expected, expected_step = one_step(ParallelismConfig(), assets)
+    shards = ParallelismConfig(data_parallel_shard_degree=2, reshard_after_forward=reshard)
+    for result, step in run_ranks(one_step, 2, shards, assets, timeout_s=50):
         assert_same_result(result, expected)
         assert step.grad_norm == pytest.approx(expected_step.grad_norm, rel=1e-5)
 
