@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from monarch.actor import Actor, HostMesh, MeshFailure, Point, ProcMesh, current
 
 from actors.processes import (
     ProcessId,
+    carrying_environment,
     identify,
     is_alive,
     kill,
@@ -49,6 +51,7 @@ T = TypeVar("T")
 SPAWN_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 KILL_GRACE_S = 5.0
+_MEMBER_NAME = "relay_member"
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -91,12 +94,12 @@ class _Role:
     """Actor mesh of `_Member`."""
     infos: list[ProcessInfo] = field(default_factory=list)
     """By rank."""
-
-    def local_processes(self) -> list[ProcessId]:
-        pids = (info.pid for info in self.infos if info.hostname == socket.gethostname())
-        return [process for pid in pids if (process := identify(pid)) is not None]
+    local_processes: list[ProcessId] = field(default_factory=list)
+    """Those on this host."""
 
 
+_RUN = uuid.uuid4().hex
+"""In the environment of every process that this controller's roles start."""
 _roles: list[_Role] = []
 _num_stopping = 0
 
@@ -148,12 +151,14 @@ async def spawn_role(
     mesh = host.spawn_procs(
         per_host={"procs": num_procs}, name=role, bootstrap=_import_torch, bootstrap_command=command
     )
-    state = _Role(name=role, mesh=mesh, members=mesh.spawn("member", _Member))
+    state = _Role(name=role, mesh=mesh, members=mesh.spawn(_MEMBER_NAME, _Member))
     _roles.append(state)
     infos = await _within(
         timeout_s, state.members.info.call(), f"starting role {role!r} ({num_procs} processes a host)"
     )
     state.infos = sorted((info for _, info in infos.items()), key=lambda info: info.rank)
+    local = (identify(info.pid) for info in state.infos if info.hostname == socket.gethostname())
+    state.local_processes = [process for process in local if process is not None]
     return mesh
 
 
@@ -221,7 +226,7 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     role = next((r for r in _roles if r.mesh is mesh), None)
     if role is None:
         return
-    tree = with_descendants(role.local_processes())
+    tree = with_descendants(filter(is_alive, role.local_processes))
     shm_files = mapped_shared_memory(process.pid for process in tree)
     _num_stopping += 1
     try:
@@ -239,13 +244,20 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
 
 
 async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """`stop` for every role that is left, at once."""
+    """`stop` for every role that is left, at once, and the end of every process they left behind.
+
+    Those may be children of a process that had died before, or a role that never came up.
+    """
     results = await asyncio.gather(
         *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
     )
     for result in results:
         if isinstance(result, BaseException):
             raise result
+    strays = carrying_environment("RELAY_RUN", _RUN)
+    for process in strays:
+        kill(process)
+    await _until_gone("(any)", strays)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -309,6 +321,7 @@ def _process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[st
     outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
     env = {
         "RELAY_ROLE": role,
+        "RELAY_RUN": _RUN,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(outside),
     }
@@ -359,7 +372,9 @@ def _install_fault_hook() -> None:
 
 
 def _on_fault(failure: MeshFailure) -> None:
-    level = logging.DEBUG if _num_stopping or not _roles else logging.ERROR
+    # Each process that ends fails these as well, beside the actors that somebody asked for.
+    is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{_MEMBER_NAME}-"))
+    level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.ERROR
     logger.log(level, "actor failure: %s", failure.report())
 
 

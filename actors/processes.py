@@ -52,6 +52,24 @@ def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
     return list(found)
 
 
+def carrying_environment(name: str, value: str) -> list[ProcessId]:
+    """The living processes that were started with this environment variable."""
+    wanted = f"{name}={value}".encode()
+    found: list[ProcessId] = []
+    for pid in _all_pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if wanted in environment and (process := identify(pid)) is not None:
+            found.append(process)
+    return found
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
 def _child_pids(pid: int) -> list[int]:
     # A child belongs to the thread that started it.
     pids: list[int] = []
@@ -83,8 +101,7 @@ def remove_unmapped(files: Iterable[Path]) -> list[Path]:
     candidates = {file for file in files if file.exists()}
     if not candidates:
         return []
-    all_pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    orphans = sorted(candidates - mapped_shared_memory(all_pids))
+    orphans = sorted(candidates - mapped_shared_memory(_all_pids()))
     for file in orphans:
         file.unlink(missing_ok=True)
     return orphans

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
@@ -58,6 +59,9 @@ class VLLMCore:
         vllm_config = engine_args(
             config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path
         ).create_engine_config()
+        if world.size == 1 and current_platform.is_cpu() and not dist.is_initialized():
+            # vLLM's own is over a file in /tmp, which a killed process leaves behind.
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         set_num_threads = torch.set_num_threads
         try:
             self._client = InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)

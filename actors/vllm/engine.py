@@ -52,6 +52,8 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU it binds memory to NUMA nodes, and warns that it did.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """What vllm has to find when it is imported."""
 CLOSE_TIMEOUT_S = 10.0

@@ -80,6 +80,16 @@ def test_what_a_process_prints_goes_to_its_file(meshes, role):
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_actor_processes_leave_it_to_the_controller_to_end_them(meshes, role, signal_number):
+    mesh, holder, _ = role
+    for info in launch.process_infos(mesh):
+        os.kill(info.pid, signal_number)
+    assert len(meshes.run(holder.environment.call())) == 2
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
 def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, role):
     mesh, _, _ = role
     other = meshes.spawn_mesh(1, process_group=False)
@@ -96,13 +106,19 @@ def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, rol
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
-def test_a_process_that_exits_is_an_error_soon_and_the_controller_lives(meshes):
+def test_a_process_that_exits_is_an_error_soon_and_the_controller_lives(meshes, caplog):
     mesh = meshes.spawn_mesh(1, process_group=False)
     holder = mesh.spawn("holder", Holder)
     start = time.monotonic()
     with pytest.raises(Exception, match="exited with non-zero code 3"):
         meshes.run(holder.exit_now.call())
     assert time.monotonic() - start < 5
+    # Monarch tells the controller on its own time, and perhaps twice.
+    while not (errors := [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]):
+        assert time.monotonic() - start < 30
+        meshes.run(asyncio.sleep(0.01))
+    # Of the actor that was asked, not of the helpers that shared its process.
+    assert all("launch_controller.Holder holder" in error for error in errors)
     meshes.stop(mesh)
 
 
@@ -135,6 +151,7 @@ def wait_until_gone(pids):
     [
         ("return", None, 0),
         ("raise", None, 1),
+        ("crash", None, 0),
         ("stuck", signal.SIGINT, -signal.SIGINT),
         ("wait", signal.SIGTERM, 143),
     ],

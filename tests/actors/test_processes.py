@@ -10,6 +10,7 @@ import pytest
 
 from actors.processes import (
     ProcessId,
+    carrying_environment,
     identify,
     is_alive,
     kill,
@@ -68,6 +69,18 @@ def test_descendants_are_found_and_killed(tree):
         kill(process)
     parent.wait()
     assert parent.returncode == -9
+
+
+def test_processes_are_found_by_their_environment():
+    environment = {**os.environ, "RELAY_TEST_MARK": "a=b"}
+    process = subprocess.Popen(["sleep", "600"], env=environment)
+    try:
+        assert carrying_environment("RELAY_TEST_MARK", "a=b") == [living(process.pid)]
+        assert carrying_environment("RELAY_TEST_MARK", "a") == []
+    finally:
+        process.kill()
+        process.wait()
+    assert carrying_environment("RELAY_TEST_MARK", "a=b") == []
 
 
 def test_kill_spares_another_process_with_the_same_pid(tree):

@@ -1,7 +1,8 @@
 """A controller to be ended in every way: `python -m tests.support.launch_controller HOW`.
 
 It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `return`, `raise`, `wait` for a signal, or `stuck` (the same, with an actor that blocks).
+does HOW: `return`, `raise`, `wait` for a signal, `stuck` (the same, with an actor that blocks), or
+`crash` (an actor process is killed, so that its child has no parent, before the run returns).
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from pathlib import Path
 
 from monarch.actor import Actor, endpoint
 
-from actors import launch
-
-HOWS = ("return", "raise", "wait", "stuck")
+from actors import launch, processes
 
 
 class Holder(Actor):
@@ -59,6 +58,14 @@ async def main(how: str) -> None:
     held = [await mesh.spawn("holder", Holder).hold.call_one() for mesh in meshes]
     pids = [pid for pids, _ in held for pid in pids]
     print(json.dumps({"pids": pids, "files": [file for _, file in held]}), flush=True)
+    if how == "crash":
+        crashed = processes.identify(pids[0])
+        assert crashed is not None
+        processes.kill(crashed)
+        while processes.is_alive(crashed):
+            await asyncio.sleep(0.01)
+        # Of a process that is dead nobody knows what it had mapped.
+        Path(held[0][1]).unlink()
     if how == "raise":
         raise RuntimeError("as asked")
     if how == "stuck":
