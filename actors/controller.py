@@ -24,7 +24,7 @@ from rl.config.registry import ResolvedRun
 from rl.config.serialize import to_dict, write_json
 from rl.loop import Seams, SyncLoop
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import load_tokenizer
+from rl.models.tokenizer import load_tokenizer, stop_token_ids
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
 from rl.observability.logs import setup_logging
@@ -151,7 +151,12 @@ class Controller(Configurable):
                 seed=config.seed,
             )
         room = config.generator.max_model_len - config.loop.sampling.max_tokens
-        renderer = ChatRenderer(tokenizer=load_tokenizer(start.folder), max_prompt_tokens=room)
+        tokenizer = load_tokenizer(start.folder)
+        renderer = ChatRenderer(
+            tokenizer=tokenizer,
+            max_prompt_tokens=room,
+            stop_token_ids=stop_token_ids(start.folder, tokenizer=tokenizer),
+        )
         task: Task = config.task.build()
         check_task(task, renderer=renderer, time_limit_s=config.reward.time_limit_s)
         return start, task, renderer

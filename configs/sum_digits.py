@@ -30,7 +30,7 @@ def tiny() -> Controller.Config:
             num_threads=2,
             optimizer=Optimizer.Config(lr=4e-5, betas=(0.9, 0.95), weight_decay=0.0),
             lr_scheduler=LRSchedule.Config(warmup_steps=10),
-            training=TrainingConfig(max_tokens_per_microbatch=4096, max_norm=1.0),
+            training=TrainingConfig(max_tokens_per_microbatch=2048, max_norm=1.0),
         ),
         # Short prompts share cache blocks only if the blocks are short too.
         generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, block_size=32, num_threads=2),

@@ -106,5 +106,15 @@ def load_tokenizer(folder: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
+def stop_token_ids(folder: str | Path, *, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a reply: the tokenizer's end of turn, and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    path = Path(folder) / "generation_config.json"
+    if path.exists():
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
+        ids.update([eos] if isinstance(eos, int) else eos)
+    return tuple(sorted(ids))
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

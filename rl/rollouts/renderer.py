@@ -15,12 +15,15 @@ class ChatRenderer:
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template and an end-of-turn token.
         max_prompt_tokens: longer prompts are refused.
+        stop_token_ids: tokens that end a reply; None: the tokenizer's end of turn alone.
     """
 
-    def __init__(self, *, tokenizer: Any, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, *, tokenizer: Any, max_prompt_tokens: int, stop_token_ids: tuple[int, ...] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_prompt_tokens = max_prompt_tokens
-        self.stop_token_ids: tuple[int, ...] = (tokenizer.eos_token_id,)
+        self.stop_token_ids = (tokenizer.eos_token_id,) if stop_token_ids is None else stop_token_ids
 
     def prompt(self, problem: Problem) -> Prompt:
         """Raises ValueError for a prompt that leaves no room in the context."""

@@ -8,6 +8,7 @@ from rl.models.tokenizer import (
     WORD_TOKENS,
     build_byte_tokenizer,
     load_tokenizer,
+    stop_token_ids,
 )
 
 
@@ -115,3 +116,15 @@ def test_a_missing_file_is_named(tmp_path, name):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_reply_ends_at_the_end_of_turn_and_at_what_generation_config_names(tmp_path):
+    build_byte_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"eos_token_id": [256, 258]}')
+    assert stop_token_ids(tmp_path, tokenizer=tokenizer) == (256, 258)
+    path.write_text('{"eos_token_id": 256}')
+    assert stop_token_ids(tmp_path, tokenizer=tokenizer) == (256, 258)
+    path.unlink()
+    assert stop_token_ids(tmp_path, tokenizer=tokenizer) == (258,)
