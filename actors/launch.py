@@ -137,7 +137,7 @@ async def spawn_role(
         raise ValueError(f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1")
     if gpus is not None and len(gpus) < num_procs:
         raise ValueError(f"role {role!r}: gpus={list(gpus)} are fewer than num_procs={num_procs}")
-    _install_fault_hook()
+    _settle_monarch()
     with _quiet_client_start():
         host = host or this_host()
     settled_env = _process_env(role, threads, gpus) | dict(env or {})
@@ -362,13 +362,14 @@ async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
         await asyncio.sleep(0.02)
 
 
-def _install_fault_hook() -> None:
-    """Keep Monarch from interrupting the controller when an actor dies.
+def _settle_monarch() -> None:
+    """Keep Monarch from interrupting the controller when an actor dies, and from editing log records.
 
     Its default ends the main thread by KeyboardInterrupt. Whoever waits for that actor gets an
     error anyway, and every wait has a deadline, so the controller can decide.
     """
     monarch.actor.unhandled_fault_hook = _on_fault
+    monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
 
 
 def _on_fault(failure: MeshFailure) -> None:

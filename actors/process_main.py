@@ -20,8 +20,10 @@ def main() -> None:
     if output_file is not None:
         _redirect_output(Path(output_file))
 
+    from monarch._src.actor import config
     from monarch._src.actor.bootstrap_main import invoke_main
 
+    config.prefix_python_logs_with_actor = False  # our lines name role and rank
     invoke_main()
 
 
