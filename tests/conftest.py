@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-import rl.weights.monarch_env
+import rl.weights.monarch_env  # noqa: F401  (before any test module loads Monarch)
 from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
 
 __all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish", "pytest_sessionstart"]
