@@ -10,6 +10,7 @@ import numpy as np
 
 from actors.calls import ActorGroup
 from losses.types import Loss
+from rl.training.config import Dtype
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -48,9 +49,9 @@ class ActorLearner:
     async def load_checkpoint(self, folder: str) -> int:
         return await self._rank0("load_checkpoint", folder, limit="checkpoint_s")
 
-    async def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder."""
-        await self._rank0("export_hf", folder, limit="checkpoint_s")
+    async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
+        """Write the weights as a Hugging Face folder, in `checkpoint.export_dtype` when None."""
+        await self._rank0("export_hf", folder, dtype, limit="checkpoint_s")
 
     async def _rank0(self, endpoint: str, *args: Any, limit: str) -> Any:
         return (await self.trainer.call(endpoint, *args, limit=limit))[0]

@@ -52,7 +52,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
     )
 
 
-def check_task(task: Task, *, renderer: ChatRenderer, time_limit_s: float) -> None:
+def check_task(task: Task, *, renderer: ChatRenderer, seed: int, time_limit_s: float) -> None:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems.
 
     Raises:
@@ -61,7 +61,7 @@ def check_task(task: Task, *, renderer: ChatRenderer, time_limit_s: float) -> No
     problems = task.eval_problems()
     if not problems:
         raise ValueError("the task has no evaluation problems")
-    for problem in [*problems, *islice(task.train_problems(seed=0), NUM_PROBED_PROBLEMS)]:
+    for problem in [*problems, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]:
         renderer.prompt(problem)
     rubric: Rubric = task.rubric()
     problem = problems[0]
@@ -69,6 +69,22 @@ def check_task(task: Task, *, renderer: ChatRenderer, time_limit_s: float) -> No
         score = score_within(rubric, _reply(problem, reply, renderer), time_limit_s)
         if score.failure is not None:
             raise ValueError(f"the task's rubric fails: {score.failure}")
+
+
+def check_demonstrations(task: Task, *, renderer: ChatRenderer, seed: int, max_tokens: int) -> None:
+    """Demonstrations that a reply of at most `max_tokens` can follow.
+
+    Raises:
+        ValueError: names the problem and both lengths.
+    """
+    for problem in islice(task.warmup_problems(seed=seed), NUM_PROBED_PROBLEMS):
+        renderer.prompt(problem)
+        num_tokens = len(renderer.demonstration(problem))
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"the demonstration of problem {problem.id!r} has {num_tokens} tokens, more than "
+                f"loop.sampling.max_tokens={max_tokens}: no reply could be as long; raise it"
+            )
 
 
 def _reply(problem: Problem, text: str, renderer: ChatRenderer) -> Rollout:

@@ -13,25 +13,25 @@ from typing import Literal
 
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
-from actors.calls import Timeouts
-from actors.checks import check_layout, check_task
+from actors.calls import ActorCallError, Timeouts
+from actors.checks import check_demonstrations, check_layout, check_task
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, Configurable
 from rl.config.registry import ResolvedRun
-from rl.config.serialize import to_dict, write_json
+from rl.config.serialize import code_name, to_dict, write_json
+from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import load_tokenizer, stop_token_ids
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import RunFolder
 from rl.rollouts.renderer import ChatRenderer
-from rl.starting_point import StartingPoint, given_folder, made_here
+from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
 from rl.weights.store import WeightStore
@@ -40,6 +40,15 @@ logger = logging.getLogger(__name__)
 
 STARTING_POINTS = "starting_points"
 """Folder inside the dump folder that keeps warmed-up models for later runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What a run needs to start, checked."""
+
+    start: StartingPoint
+    task: Task
+    renderer: ChatRenderer
 
 
 class Controller(Configurable):
@@ -96,75 +105,93 @@ class Controller(Configurable):
         """Run to the end; returns the run's folder.
 
         Raises:
-            ValueError: the config cannot run; nothing was started, and no folder is left.
+            ValueError: the config cannot run; nothing was started or written, and an earlier run
+                of that name is as it was.
+            RunError: the run stopped; its folder says so.
         """
         config = self.config
-        spec = self._check_model()
+        prepared = self._prepare()
+        resolved = to_dict(config)
         name = config.name or f"{self.source.module.replace('.', '-')}-{self.source.function}"
-        folder = RunFolder.create(
+        with RunFolder.create(
             config.dump_folder, name, time_stamp=config.name is None, overwrite=config.overwrite
-        )
-        with folder:
-            write_json(self.source, folder.config_json)
-            undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
+        ) as folder:
             try:
-                start, task, renderer = self._prepare(spec)
-            except ValueError:
+                write_json(self.source, folder.config_json)
+                prepared.start.make()
+            except BaseException:
                 folder.discard()
                 raise
             if config.print_config:
-                print(json.dumps(to_dict(config), indent=2))
+                print(json.dumps(resolved, indent=2))
             print(f"run folder: {folder.path}", flush=True)
-            logger.info("%s.%s starts from %s", self.source.module, self.source.function, start.folder)
+            undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
-                launch.run(self._main(folder, start=start, task=task, renderer=renderer))
-            except Exception:
-                logger.exception("the run failed")
-                raise
-            else:
-                folder.mark_finished()
+                logger.info("%s.%s: %s", self.source.module, self.source.function, prepared.start.folder)
+                self._run(folder, prepared)
                 logger.info("finished")
             finally:
                 undo_logging()
         return folder.path
 
-    def _check_model(self) -> ModelSpec:
-        """The model's spec, from the given folder where there is one, checked against the layout."""
-        config = self.config
-        spec = config.model
-        if config.hf_assets_path is not None:
-            spec = given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size).spec
-        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=num_gpus())
-        return spec
+    def _run(self, folder: RunFolder, prepared: _Prepared) -> None:
+        try:
+            launch.run(self._main(folder, prepared))
+        except RunError:
+            logger.info("the run stopped", exc_info=True)  # for the log: the console gets the message
+            raise
+        except ValueError as error:
+            # Only before the start does a ValueError mean a config that cannot run.
+            logger.info("the run failed", exc_info=True)
+            raise RunError(str(error)) from error
 
-    def _prepare(self, spec: ModelSpec) -> tuple[StartingPoint, Task, ChatRenderer]:
-        """Where weights and tokenizer come from, and the task, checked with that tokenizer."""
+    def _prepare(self) -> _Prepared:
+        """Check all that can be checked without starting or writing anything."""
         config = self.config
-        if config.hf_assets_path is not None:
-            start = StartingPoint(folder=Path(config.hf_assets_path), warmed_up=None, spec=spec)
-        else:
-            start = made_here(
-                Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS,
-                spec=spec,
-                task=config.task,
-                warmup=config.warmup,
-                seed=config.seed,
-            )
-        room = config.generator.max_model_len - config.loop.sampling.max_tokens
-        tokenizer = load_tokenizer(start.folder)
+        task: Task = config.task.build()
+        start = self._starting_point(task)
+        check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
+        tokenizer, stop_ids = start.tokenizer()
         renderer = ChatRenderer(
             tokenizer=tokenizer,
-            max_prompt_tokens=room,
-            stop_token_ids=stop_token_ids(start.folder, tokenizer=tokenizer),
+            max_prompt_tokens=config.generator.max_model_len - config.loop.sampling.max_tokens,
+            stop_token_ids=stop_ids,
         )
-        task: Task = config.task.build()
-        check_task(task, renderer=renderer, time_limit_s=config.reward.time_limit_s)
-        return start, task, renderer
+        check_task(task, renderer=renderer, seed=config.seed, time_limit_s=config.reward.time_limit_s)
+        if start.warmed_up is not None:
+            check_demonstrations(
+                task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
+            )
+        return _Prepared(start=start, task=task, renderer=renderer)
 
-    async def _main(
-        self, folder: RunFolder, *, start: StartingPoint, task: Task, renderer: ChatRenderer
-    ) -> None:
+    def _starting_point(self, task: Task) -> StartingPoint:
         config = self.config
+        if config.hf_assets_path is not None:
+            return given_folder(config.hf_assets_path, spec=config.model, any_size=config.any_model_size)
+        cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
+        if config.warmup is None:
+            return random_model(cache, spec=config.model, seed=config.seed)
+        trainer = config.trainer
+        return warmed_up_model(
+            cache,
+            spec=config.model,
+            seed=config.seed,
+            warmup=config.warmup,
+            demonstrations=task.warmup_problems(seed=config.seed),
+            arithmetic={
+                "trainer": code_name(trainer.owner),
+                "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
+                "dtypes": [
+                    trainer.training.dtype,
+                    trainer.training.param_dtype,
+                    trainer.training.reduce_dtype,
+                ],
+            },
+        )
+
+    async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
+        config = self.config
+        start, task, renderer = prepared.start, prepared.task, prepared.renderer
         with progress("starting the actors (import, load, compile)"):
             fleet = await start_fleet(
                 config.fleet,
@@ -189,7 +216,10 @@ class Controller(Configurable):
             )
             await loop.run()
         await learner.export_hf(str(folder.checkpoints / "hf"))
-        write_learning_curve(folder.metrics, folder.learning_curve)
+        if config.loop.num_steps or config.loop.eval_every:
+            write_learning_curve(folder.metrics, folder.learning_curve)
+        folder.mark_finished()
+        print(f"finished: {folder.path}", flush=True)
         await close_fleet(fleet)
 
     def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:
@@ -213,5 +243,10 @@ class Controller(Configurable):
                 task.warmup_problems(seed=self.config.seed),
                 on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
             )
-        await learner.export_hf(str(destination))
+        try:
+            await learner.export_hf(str(destination), dtype="float32")
+        except ActorCallError:
+            # Another run with the same starting point may have finished its own first.
+            if not destination.exists():
+                raise
         await learner.load_checkpoint(str(destination))

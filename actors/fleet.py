@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ async def start_fleet(
     After an error, and after `close_fleet`, the processes are ended by `launch.run`.
     """
     meshes = await _spawn_meshes(config, logs)
-    store: WeightStore = replace(config.weights, dtype=config.generator.dtype).build()
+    store: WeightStore = config.weights.build(dtype=config.generator.dtype)
     await store.start(meshes["trainer"])
 
     def group(role: str, actor: type, **arguments: Any) -> ActorGroup:
@@ -100,11 +100,15 @@ async def start_fleet(
 
 
 async def close_fleet(fleet: Fleet) -> None:
-    """A clean end: process groups left, engine and workers ended, the stored weights freed."""
-    await asyncio.gather(
-        *(group.call("close", limit="close_s") for group in (fleet.trainer, fleet.generator, fleet.reward))
-    )
-    await fleet.store.stop()
+    """A clean end: process groups left, engine and workers ended, the stored weights freed.
+
+    What fails here is logged: the run's results are complete.
+    """
+    groups = (fleet.trainer, fleet.generator, fleet.reward)
+    ends = [*(group.call("close", limit="close_s") for group in groups), fleet.store.stop()]
+    for problem in await asyncio.gather(*ends, return_exceptions=True):
+        if isinstance(problem, Exception):
+            logger.warning("not a clean end, its processes are killed: %s", problem)
 
 
 async def _spawn_meshes(config: FleetConfig, logs: LogSettings) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from monarch.actor import Actor, current_rank, endpoint
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.models.spec import ModelSpec
+from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.types import (
     ForwardBackwardResult,
@@ -96,8 +97,8 @@ class PolicyTrainer(Actor, Configurable):
         return self.engine.load_checkpoint(folder)
 
     @endpoint
-    async def export_hf(self, folder: str) -> None:
-        self.engine.export_hf(folder)
+    async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
+        self.engine.export_hf(folder, dtype=dtype)
 
     @endpoint
     async def push_model_state_dict(self) -> PushResult:

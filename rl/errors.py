@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RunError(RuntimeError):
     """A run cannot go on; the message says why and needs no traceback beside it."""
+
+    where = ""
+    """Place in the run, such as "step 3"; set by `naming`."""
+
+    def message(self) -> str:
+        """What went wrong, without the place."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message()}" if self.where else self.message()
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """A `RunError` from inside says where in the run it came up."""
+    try:
+        yield
+    except RunError as error:
+        error.where = error.where or where
+        raise

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from rl.config.configurable import Configurable
-from rl.errors import RunError
+from rl.errors import RunError, naming
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
 from rl.rollouts.advantage import GroupAdvantage
 from rl.rollouts.evaluation import evaluate, raise_on_failures
@@ -70,10 +70,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} is less than 1")
-        if not self.temperature > 0:
+        if not 0.01 <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature={self.temperature} cannot be trained on: greedy tokens carry no "
-                "policy gradient; use a value above 0 (evaluation is greedy anyway)"
+                "policy gradient; use a finite value of at least 0.01 (evaluation is greedy anyway)"
             )
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
@@ -131,9 +131,15 @@ class SyncLoop(Configurable):
         """Steps between checkpoints. 0: after the last step alone."""
 
         def __post_init__(self) -> None:
-            for name in ("num_steps", "eval_every", "checkpoint_every"):
-                if getattr(self, name) < 0:
-                    raise ValueError(f"{name}={getattr(self, name)} is negative")
+            for name in (
+                "num_steps",
+                "eval_every",
+                "checkpoint_every",
+                "max_empty_steps",
+                "max_logprob_diff",
+            ):
+                if not getattr(self, name) >= 0:
+                    raise ValueError(f"{name}={getattr(self, name)} is not at least 0")
             if self.num_prompts < 1 or self.num_samples < 2:
                 raise ValueError(
                     f"num_prompts={self.num_prompts}, num_samples={self.num_samples}: a step needs at least "
@@ -175,7 +181,8 @@ class SyncLoop(Configurable):
         self.policy_version = published.policy_version
         await self._evaluate(step=0)
         for step in range(1, self.config.num_steps + 1):
-            await self._step(step)
+            with naming(f"step {step}"):
+                await self._step(step)
             last = step == self.config.num_steps
             if last or (self.config.eval_every and step % self.config.eval_every == 0):
                 await self._evaluate(step=step)
@@ -188,7 +195,7 @@ class SyncLoop(Configurable):
         clock.lap("generate")
         graded_PG = self._grade(groups, await self._score(groups))
         clock.lap("score")
-        results, optim = await self._train(graded_PG, step=step)
+        results, optim = await self._train(graded_PG)
         clock.lap("train")
         published = await self.seams.publisher.publish()
         self.policy_version = published.policy_version
@@ -257,21 +264,23 @@ class SyncLoop(Configurable):
         return graded_PG
 
     async def _train(
-        self, graded_PG: list[list[_Graded]], *, step: int
+        self, graded_PG: list[list[_Graded]]
     ) -> tuple[list[ForwardBackwardResult], OptimStepResult]:
         results: list[ForwardBackwardResult] = []
         width = self.config.num_prompts // self.config.num_minibatches
         for start in range(0, len(graded_PG), width):
             samples = self._samples(graded_PG[start : start + width])
+            if not samples:  # every reward of these prompts failed
+                continue
             results.append(await self.seams.learner.forward_backward(samples))
-            self._check_logprobs(results[0], step=step)
+            self._check_logprobs(results[0])
             optim = await self.seams.learner.optim_step()
         return results, optim
 
-    def _check_logprobs(self, result: ForwardBackwardResult, *, step: int) -> None:
+    def _check_logprobs(self, result: ForwardBackwardResult) -> None:
         if result.logprob_diff_mean > self.config.max_logprob_diff:
             raise LogprobMismatchError(
-                f"step {step}, policy version {self.policy_version}: the logprobs of trainer and generator "
+                f"policy version {self.policy_version}: the logprobs of trainer and generator "
                 f"differ by {result.logprob_diff_mean:.3g} nats a token (at most "
                 f"{result.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
                 f"{self.config.max_logprob_diff:g}: they do not hold the same weights"

@@ -1,14 +1,17 @@
 """Where a run's weights and tokenizer come from: a given folder, or a warmed-up tiny model.
 
 The warmed-up model is made once and kept, under a key of all that it depends on: the model,
-the task, the warm-up and the seed.
+the seed, the demonstrations, the warm-up and the trainer's arithmetic.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,14 @@ from rl.config.serialize import to_dict
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.models.starting_point import write_random_model
+from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer, stop_token_ids
+from rl.types import Problem
 
-RECIPE = 1
+RECIPE = 2
 """Part of the key; raised when the code of the warm-up, the tokenizer or the initialisation changes
 what comes out."""
+NUM_KEYED_DEMONSTRATIONS = 256
+"""The first of the warm-up, which stand for all: the rest follows from the same settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +38,28 @@ class StartingPoint:
 
     folder: Path
     """Hugging Face folder with config, tokenizer and weights."""
-    warmed_up: Path | None
-    """Where the warm-up will leave its result; None when there is none to do."""
     spec: ModelSpec
     """The model as the folder has it."""
+    warmed_up: Path | None = None
+    """Where the warm-up will leave its result; None when there is none to do."""
+    seed: int | None = None
+    """Of the random model that `make` writes into `folder`; None for a folder that is there."""
+
+    def make(self) -> None:
+        """Write the random model, unless it is there."""
+        if self.seed is not None:
+            write_random_model(self.folder, spec=self.spec, seed=self.seed)
+
+    def tokenizer(self) -> tuple[Any, tuple[int, ...]]:
+        """The tokenizer and the tokens that end a reply; writes nothing, also before `make`."""
+        if self.seed is None or self.folder.exists():
+            return _tokenizer(self.folder)
+        with tempfile.TemporaryDirectory() as folder:
+            build_byte_tokenizer(folder)
+            return _tokenizer(Path(folder))
 
 
-def given_folder(path: str, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
+def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
     """A user's Hugging Face folder.
 
     Args:
@@ -46,37 +68,55 @@ def given_folder(path: str, *, spec: ModelSpec, any_size: bool) -> StartingPoint
     Raises:
         ValueError: names the missing file or tensor, or the first tensor of another shape.
     """
-    folder = HFFolder(path, tokenizer=True)
+    folder = HFFolder(Path(path).expanduser(), tokenizer=True)
     if any_size:
         spec = replace(spec, flavor=folder.path.name, model=spec.from_hf_config(folder.config))
     with torch.device("meta"):
         model = spec.model.build()
     folder.check(model, spec.adapter(spec.model))
-    return StartingPoint(folder=folder.path, warmed_up=None, spec=spec)
+    return StartingPoint(folder=folder.path, spec=spec)
 
 
-def made_here(
+def random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
+    """A model drawn from the seed; nothing is written yet."""
+    key = _key({"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed})
+    return StartingPoint(folder=cache / f"{spec.name}-{spec.flavor}-random-{key}", spec=spec, seed=seed)
+
+
+def warmed_up_model(
     cache: Path,
     *,
     spec: ModelSpec,
-    task: Configurable.Config,
-    warmup: Configurable.Config | None,
     seed: int,
+    warmup: Configurable.Config,
+    demonstrations: Iterable[Problem],
+    arithmetic: dict[str, Any],
 ) -> StartingPoint:
-    """A seeded random model, or its warmed-up form if that was made before."""
-    made_of: dict[str, Any] = {"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed}
-    random = cache / f"{spec.name}-{spec.flavor}-random-{_key(made_of)}"
-    if warmup is None:
-        return StartingPoint(folder=_random(random, spec, seed), warmed_up=None, spec=spec)
-    made_of |= {"task": to_dict(task), "warmup": to_dict(warmup)}
+    """The model after its warm-up if that was made before, else what the warm-up starts from.
+
+    Args:
+        demonstrations: of the warm-up, in order.
+        arithmetic: what else of the trainer shapes the steps: optimizer and dtypes.
+    """
+    made_of = {
+        "recipe": RECIPE,
+        "model": to_dict(spec.model),
+        "seed": seed,
+        "warmup": to_dict(warmup),
+        "demonstrations": [
+            (p.question, p.demonstration) for p in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)
+        ],
+        "arithmetic": arithmetic,
+    }
     warm = cache / f"{spec.name}-{spec.flavor}-warm-{_key(made_of)}"
     if warm.exists():
-        return given_folder(str(warm), spec=spec, any_size=False)
-    return StartingPoint(folder=_random(random, spec, seed), warmed_up=warm, spec=spec)
+        return given_folder(warm, spec=spec, any_size=False)
+    return replace(random_model(cache, spec=spec, seed=seed), warmed_up=warm)
 
 
-def _random(folder: Path, spec: ModelSpec, seed: int) -> Path:
-    return write_random_model(folder, spec=spec, seed=seed)
+def _tokenizer(folder: Path) -> tuple[Any, tuple[int, ...]]:
+    tokenizer = load_tokenizer(folder)
+    return tokenizer, stop_token_ids(folder, tokenizer=tokenizer)
 
 
 def _key(made_of: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from itertools import islice
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
+from rl.errors import naming
 from rl.protocols import Learner
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import demonstration_sample
@@ -45,6 +46,19 @@ class SupervisedWarmup(Configurable):
                     "at least 1 (no warm-up at all: --warmup None)"
                 )
 
+            if not (self.lr > 0 and self.max_norm > 0 and self.weight_decay >= 0):
+                raise ValueError(
+                    f"lr={self.lr}, max_norm={self.max_norm}, weight_decay={self.weight_decay}: the first "
+                    "two must be above 0, the last at least 0"
+                )
+            if not all(0 <= beta < 1 for beta in self.betas):
+                raise ValueError(f"betas={self.betas}: each must be at least 0 and below 1")
+            if not (self.lr_warmup_steps >= 0 and 0 <= self.min_lr_ratio <= 1):
+                raise ValueError(
+                    f"lr_warmup_steps={self.lr_warmup_steps}, min_lr_ratio={self.min_lr_ratio}: must be at "
+                    "least 0, and between 0 and 1"
+                )
+
         def lr_at(self, step: int) -> float:
             """Learning rate of step 0, 1, ..."""
             rise = min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
@@ -64,13 +78,13 @@ class SupervisedWarmup(Configurable):
                 demonstration_sample(self.renderer.prompt(p).token_ids, self.renderer.demonstration(p))
                 for p in islice(problems, config.num_demonstrations)
             ]
-            result = await self.learner.forward_backward(samples, loss=CrossEntropyLoss())
-            await self.learner.optim_step(
-                OptimParams(
-                    lr=config.lr_at(step),
-                    betas=config.betas,
-                    weight_decay=config.weight_decay,
-                    max_norm=config.max_norm,
-                )
+            params = OptimParams(
+                lr=config.lr_at(step),
+                betas=config.betas,
+                weight_decay=config.weight_decay,
+                max_norm=config.max_norm,
             )
+            with naming(f"warm-up step {step + 1}"):
+                result = await self.learner.forward_backward(samples, loss=CrossEntropyLoss())
+                await self.learner.optim_step(params)
             on_step(result.loss_mean)

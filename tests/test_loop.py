@@ -113,7 +113,7 @@ def test_a_completion_of_another_policy_version_stops_the_run():
 
 def test_logprobs_that_differ_beyond_the_bound_stop_the_run_before_the_update():
     policy = FakePolicy(reply=half_right, logprob_diff=3e-4)
-    with pytest.raises(LogprobMismatchError, match=r"step 1, policy version 0: .*0.0003 nats"):
+    with pytest.raises(LogprobMismatchError, match=r"step 1: policy version 0: .*0.0003 nats"):
         run_loop(policy, max_logprob_diff=1e-4)
     assert "optim_step" not in policy.calls
 

@@ -10,8 +10,8 @@ from rl.errors import RunError
 
 
 def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
-    """Returns the exit status: 0 after success, 1 after a failed run, 2 for a config that cannot
-    run, 130 after Ctrl-C."""
+    """Returns the exit status: 0 after success, 1 after a run that stopped, 2 for a config that
+    cannot run, 130 after Ctrl-C."""
     run = parse_cli(
         sys.argv[1:] if argv is None else argv,
         default_module=default_module,

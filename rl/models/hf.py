@@ -57,7 +57,7 @@ class HFFolder:
     def _read_headers(self) -> None:
         weight_map: dict[str, str] = {}
         if (self.path / INDEX_FILE).exists():
-            weight_map = _read_json(self.path / INDEX_FILE)["weight_map"]
+            weight_map = _read_weight_map(self.path / INDEX_FILE)
         names = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
         for file in (self.path / name for name in names):
             if not file.exists():
@@ -252,6 +252,14 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
     if size != expected:
         raise ValueError(f"weights file {file} is truncated: has {size} bytes, its header says {expected}")
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+
+
+def _read_weight_map(file: Path) -> dict[str, str]:
+    """Name of the file that each tensor is in."""
+    weight_map = _read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
+    return weight_map
 
 
 def _read_json(file: Path) -> dict[str, Any]:

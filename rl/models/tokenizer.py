@@ -98,12 +98,28 @@ def check_tokenizer_files(folder: str | Path) -> None:
 def load_tokenizer(folder: str | Path) -> Any:
     """The folder's transformers tokenizer; never looks at a model hub.
 
-    Raises ValueError where the folder or one of its tokenizer files is missing.
+    Raises ValueError where the folder or one of its tokenizer files is missing, or tokenizer.json
+    is malformed.
     """
     check_tokenizer_files(folder)
+    _check_tokenizer_json(Path(folder) / "tokenizer.json")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except KeyError as error:  # transformers asks for more than the library of tokenizer.json does
+        raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
+
+
+def _check_tokenizer_json(path: Path) -> None:
+    if not path.exists():  # a slow tokenizer
+        return
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"tokenizer folder {path.parent}: {path.name} is malformed: {error}") from error
 
 
 def stop_token_ids(folder: str | Path, *, tokenizer: Any) -> tuple[int, ...]:

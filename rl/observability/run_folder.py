@@ -23,6 +23,8 @@ from typing import Literal
 LOCK, STATUS = ".lock", "status.json"
 OWN_FILES = ("config.json", "metrics.jsonl", "learning_curve.png", STATUS)
 OWN_FOLDERS = ("logs", "checkpoints")
+FAILURE_FILES = "nan_batch_*.npz"
+"""Batches that the trainer saves where it stops on a loss that is not finite."""
 
 
 class RunFolder:
@@ -163,7 +165,8 @@ def _occupied(path: Path, status: str) -> str:
 
 def _clear(path: Path) -> None:
     """Remove what a run wrote, and nothing else that somebody put there."""
-    for name in (*OWN_FOLDERS, *OWN_FILES):
+    failures = [file.name for file in path.glob(FAILURE_FILES)]
+    for name in (*OWN_FOLDERS, *OWN_FILES, *failures):
         target = path / name
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)

@@ -49,7 +49,7 @@ def raise_on_failures(scores: Sequence[Score], *, max_fraction: float) -> int:
     failures = [s.failure for s in scores if s.failure is not None]
     if len(failures) > max_fraction * len(scores):
         raise RunError(
-            f"{len(failures)} of {len(scores)} rewards failed, more than max_failed_rewards={max_fraction:g} "
-            f"of them; the first: {failures[0]}"
+            f"{len(failures)} of {len(scores)} rewards failed, where a share of {max_fraction:g} may; "
+            f"the first: {failures[0]}"
         )
     return len(failures)

@@ -19,6 +19,10 @@ class Criterion:
     function: RewardFn
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"criterion {self.name!r}: weight={self.weight} is not a finite number")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rubric:
@@ -31,8 +35,8 @@ class Rubric:
     correct: Callable[[Rollout], bool]
 
     def score(self, rollout: Rollout) -> Score:
-        """The score of one rollout. A criterion that raises or is not finite is a failed score,
-        never a silent zero: it says which criterion, on which problem, and why."""
+        """The score of one rollout. A criterion or `correct` that raises, and a reward that is not
+        finite, is a failed score, never a silent zero: it says which, on which problem, and why."""
         parts: dict[str, float] = {}
         for criterion in self.criteria:
             try:
@@ -45,7 +49,13 @@ class Rubric:
                 )
             parts[criterion.name] = value
         reward = sum(c.weight * parts[c.name] for c in self.criteria)
-        return Score(reward=reward, correct=self.correct(rollout), parts=parts)
+        if not math.isfinite(reward):
+            return failed_score(f"weighted reward is {reward}, not a finite number", rollout=rollout)
+        try:
+            correct = bool(self.correct(rollout))
+        except Exception as error:  # noqa: BLE001  (a user's function)
+            return failed_score(f"correct raised {error!r}", rollout=rollout)
+        return Score(reward=reward, correct=correct, parts=parts)
 
 
 def failed_score(reason: str, *, rollout: Rollout) -> Score:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
 
+from rl.errors import RunError
 from rl.rollouts.rubric import Rubric, failed_score
 from rl.types import Rollout, Score
 
@@ -38,31 +39,33 @@ class ScoringWorker:
     def __init__(self, *, rubric: Rubric, time_limit_s: float) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
-        self.num_restarts = 0
         self._worker: _Worker | None = None
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """A score for each rollout, in order; one that takes too long is a failed score."""
+        """A score for each rollout, in order; one that takes too long is a failed score.
+
+        Raises:
+            RunError: the worker cannot be started, as the rubric cannot be loaded in it.
+            TimeoutError: the worker did not start within `START_S`.
+        """
         scores: list[Score] = []
         while len(scores) < len(rollouts):
             worker = self._worker or self._start()
-            worker.connection.send(list(rollouts[len(scores) :]))
             ended = False
-            while len(scores) < len(rollouts) and worker.connection.poll(self.time_limit_s + GRACE_S):
-                try:
+            try:
+                worker.connection.send(list(rollouts[len(scores) :]))
+                while len(scores) < len(rollouts) and worker.connection.poll(self.time_limit_s + GRACE_S):
                     scores.append(worker.connection.recv())
-                except (EOFError, ConnectionResetError):
-                    ended = True
-                    break
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                ended = True
             if len(scores) < len(rollouts):
                 reason = "its reward function ended the scoring process" if ended else self._too_long()
                 scores.append(failed_score(reason, rollout=rollouts[len(scores)]))
                 self.close()
-                self.num_restarts += 1
         return scores
 
     def start(self) -> None:
-        """Start the worker now rather than at the first score; idempotent."""
+        """Start the worker now rather than at the first score; idempotent. Raises as `score` does."""
         if self._worker is None:
             self._start()
 
@@ -86,11 +89,24 @@ class ScoringWorker:
         )
         process.start()
         theirs.close()
-        if not ours.poll(START_S) or ours.recv() != "ready":
-            process.kill()
-            raise TimeoutError(f"the scoring process did not start within {START_S:g} s")
-        self._worker = _Worker(process=process, connection=ours)
-        return self._worker
+        try:
+            if not ours.poll(START_S):
+                raise TimeoutError(f"the scoring process did not start within {START_S:g} s")
+            ours.recv()
+        except (EOFError, ConnectionResetError) as error:
+            process.join(GRACE_S)
+            raise RunError(
+                f"the scoring process ended while loading the rubric (exit code {process.exitcode}); "
+                "its own error is on stderr"
+            ) from error
+        else:
+            self._worker = _Worker(process=process, connection=ours)
+            return self._worker
+        finally:
+            if self._worker is None:
+                ours.close()
+                process.kill()
+                process.join()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

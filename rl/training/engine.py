@@ -41,7 +41,7 @@ from rl.rollouts.packing import PackedBatch
 from rl.training import checkpoint
 from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
 from rl.training.checkpoint import CheckpointConfig
-from rl.training.config import TrainingConfig
+from rl.training.config import Dtype, TrainingConfig
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import write_batch
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
@@ -236,15 +236,18 @@ class TrainingEngine(Configurable):
                 self.policy_version = 0
         return self.policy_version
 
-    def export_hf(self, folder: str) -> None:
+    def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
         """Write a Hugging Face folder, with the tokenizer of the assets where there are any.
+
+        Args:
+            dtype: of the file; None takes `checkpoint.export_dtype`.
 
         Raises:
             FileExistsError: the folder is there and not empty.
         """
-        dtype = getattr(torch, self.config.checkpoint.export_dtype)
+        stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"):
-            self.policy.export_hf(folder, dtype=dtype, tokenizer_from=self.hf_assets_path)
+            self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """The parameters themselves, without gradient, by name; DTensors wherever a mesh shards them."""
@@ -277,7 +280,7 @@ class TrainingEngine(Configurable):
         """Save the samples of the step and raise; the quantity is the same on every rank."""
         file = None
         if self.failure_folder is not None:
-            file = Path(self.failure_folder) / f"nan_batch_step_{self.policy_version}.npz"
+            file = Path(self.failure_folder) / f"nan_batch_version_{self.policy_version}.npz"
             if self.mesh is None or dist.get_rank() == 0:
                 write_batch(file, self._step.samples)
         raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))

@@ -8,18 +8,18 @@ from rl.errors import RunError
 class NonFiniteLossError(RunError, ArithmeticError):
     """A loss or gradient was NaN or infinite; raised on every rank alike, after the gradient is dropped."""
 
-    def __init__(self, what: str, step: int, batch_file: str | None) -> None:
+    def __init__(self, what: str, policy_version: int, batch_file: str | None) -> None:
         """
         Args:
             what: the quantity and its value.
-            step: policy version of the weights that produced it.
+            policy_version: of the weights that produced it.
             batch_file: npz of the samples since the last step; None if none was written.
         """
-        super().__init__(what, step, batch_file)
+        super().__init__(what, policy_version, batch_file)
         self.what = what
-        self.step = step
+        self.policy_version = policy_version
         self.batch_file = batch_file
 
-    def __str__(self) -> str:
-        where = f"; the batch is in {self.batch_file}" if self.batch_file else ""
-        return f"{self.what} at step {self.step}{where}"
+    def message(self) -> str:
+        saved = f"; the batch is in {self.batch_file}" if self.batch_file else ""
+        return f"{self.what} at policy version {self.policy_version}{saved}"

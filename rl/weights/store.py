@@ -1,6 +1,6 @@
 """Weights on their way from trainer to generators, under versions.
 
-    store = WeightStore.Config(dtype="bfloat16").build()     # controller
+    store = WeightStore.Config().build(dtype="bfloat16")     # controller
     await store.start(mesh)                                  # now it can be handed to actors
 
     await store.push(version=3, state_dict=...)              # every trainer rank
@@ -46,6 +46,8 @@ from rl.weights.volumes import (
 
 T = TypeVar("T")
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A version goes in as few messages as this allows. The allocator reuses memory of this size;
 larger messages are slower, because every page of them is touched for the first time."""
@@ -73,8 +75,6 @@ class WeightStore(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-        """What floating-point parameters are sent in: the generators' dtype."""
         timeout_s: float = 120.0
         """Longest that one push, pull or other operation may take."""
         keep_versions: int = 2
@@ -88,8 +88,10 @@ class WeightStore(Configurable):
             if self.keep_versions < 1:
                 raise ValueError(f"keep_versions={self.keep_versions} must be at least 1")
 
-    def __init__(self, *, config: Config) -> None:
+    def __init__(self, *, config: Config, dtype: Dtype = "float32") -> None:
+        """`dtype` is what floating-point parameters are sent in: the generators'."""
         self.config = config
+        self.dtype = dtype
         self._index: Any = None
         self._strategy: RankStrategy | None = None
 
@@ -139,7 +141,7 @@ class WeightStore(Configurable):
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
         index, strategy = self._started()
-        dtype = getattr(torch, self.config.dtype)
+        dtype = getattr(torch, self.dtype)
         parts = [
             (
                 self._key(version, part.name),

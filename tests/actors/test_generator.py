@@ -29,7 +29,7 @@ class Served:
         self._meshes = meshes
         trainer_mesh = meshes.spawn_mesh(1)
         generator_mesh = meshes.spawn_mesh(2, env=generator_env(CONFIG))
-        store = WeightStore.Config(dtype="float32", timeout_s=60).build()
+        store = WeightStore.Config(timeout_s=60).build(dtype="float32")
         meshes.run(store.start(trainer_mesh))
         self.store = store
         self.trainer = trainer_mesh.spawn("trainer", PolicyPusher, SPEC, store)

@@ -121,6 +121,15 @@ def test_a_missing_file_is_named(folder, name):
         HFFolder(folder, tokenizer=True)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "[]"])
+def test_an_index_without_a_weight_map_is_named(folder, content):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"file .*/model\.safetensors\.index\.json (has no weight_map|holds list)"
+    ):
+        HFFolder(folder)
+
+
 def test_missing_weights_are_named(folder):
     shard = shard_of(folder)
     shard.unlink()

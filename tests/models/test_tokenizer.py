@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -110,6 +111,26 @@ def test_a_missing_file_is_named(tmp_path, name):
     build_byte_tokenizer(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=f"{name} is missing"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "not json", '{"model": {"type": "BPE", "vocab": 3, "merges": []}}']
+)
+def test_a_malformed_tokenizer_json_is_named_with_its_folder(tmp_path, content):
+    build_byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}: tokenizer.json is malformed: \w+"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_part_that_transformers_needs_is_named_with_its_folder(tmp_path):
+    build_byte_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    del content["added_tokens"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{tmp_path}: its files lack 'added_tokens'"):
         load_tokenizer(tmp_path)
 
 

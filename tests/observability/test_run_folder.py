@@ -46,6 +46,8 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
     with RunFolder.create(tmp_path, "run") as folder:
         folder.metrics.write_text("{}\n")
         (folder.logs / "trainer-0.log").write_text("x")
+        (folder.path / "nan_batch_version_12.npz").write_bytes(b"batch")
+        (folder.path / "nan_notes.npz").write_bytes(b"mine")
         (folder.path / "notes.txt").write_text("mine")
         folder.checkpoints.rmdir()
         folder.checkpoints.symlink_to(elsewhere)
@@ -54,6 +56,7 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
         assert not again.metrics.exists()
         assert list(again.logs.iterdir()) == []
         assert not again.checkpoints.is_symlink()
+        assert [file.name for file in again.path.glob("nan*")] == ["nan_notes.npz"]
         assert (again.path / "notes.txt").read_text() == "mine"
         assert (elsewhere / "weights").read_text() == "w"
         assert read_status(again.path) == "running"

@@ -1,8 +1,13 @@
+import importlib
+import math
+import multiprocessing
 import os
+import sys
 import time
 
 import pytest
 
+from rl.errors import RunError
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.scoring import ScoringWorker
@@ -72,6 +77,56 @@ def test_a_raising_or_nan_reward_is_a_failed_score_that_says_why(worker, text, s
     (score,) = worker.score([rollout(text)])
     assert says in score.failure
     assert score.reward == 0.0
+
+
+def test_a_worker_that_died_between_calls_fails_one_rollout_and_is_replaced(worker):
+    worker.start()
+    process = worker._worker.process
+    process.kill()
+    process.join()
+    scores = worker.score([rollout("1"), rollout("1")])
+    assert "ended the scoring process" in scores[0].failure
+    assert (scores[1].failure, scores[1].reward) == (None, 2.0)
+
+
+def test_a_rubric_that_the_worker_cannot_load_is_said_and_leaves_no_process(tmp_path, monkeypatch):
+    source = f"import os\nassert os.getpid() == {os.getpid()}\ndef half(rollout): return 0.5\n"
+    (tmp_path / "loads_in_the_parent_alone.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("loads_in_the_parent_alone")
+    before = set(multiprocessing.active_children())
+    worker = ScoringWorker(
+        rubric=Rubric(criteria=(Criterion(name="half", function=module.half),), correct=never),
+        time_limit_s=0.3,
+    )
+    with pytest.raises(RunError, match=r"ended while loading the rubric \(exit code 1\)"):
+        worker.start()
+    assert set(multiprocessing.active_children()) == before
+    del sys.modules[module.__name__]
+
+
+def raising(rollout: Rollout) -> bool:
+    raise KeyError("answer")
+
+
+def test_a_raising_correct_is_a_failed_score_that_names_it():
+    score = Rubric(criteria=RUBRIC.criteria, correct=raising).score(rollout("1"))
+    assert "correct raised KeyError('answer') on problem 'sum-digits/47-82'" in str(score.failure)
+    assert (score.reward, score.correct) == (0.0, False)
+
+
+def test_a_weighted_sum_that_overflows_is_a_failed_score():
+    rubric = Rubric(criteria=(Criterion(name="obey", function=obey, weight=1e308),), correct=never)
+    assert rubric.score(rollout("1")).reward == 1e308
+    score = rubric.score(rollout("10"))
+    assert "weighted reward is inf" in str(score.failure)
+    assert score.reward == 0.0
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused_by_name(weight):
+    with pytest.raises(ValueError, match=f"criterion 'obey': weight={weight} is not a finite number"):
+        Criterion(name="obey", function=obey, weight=weight)
 
 
 def test_closing_leaves_no_process():

@@ -21,9 +21,10 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     run = run_to_the_end(tmp_path, "nan", *FAULTY, "nan_loss", limit_s=150)
     assert run.status == 1
     assert "nan" in run.output
-    assert "at step 1" in run.output
+    assert "step 2: loss nan at policy version 1" in run.output
+    assert "Traceback" not in run.output
     assert [r["step"] for r in run.steps] == [1]
-    (batch,) = run.folder.glob("nan_batch_step_1*")
+    (batch,) = run.folder.glob("nan_batch_version_1*")
     with np.load(batch) as arrays:
         assert len(arrays.files) > 0
     assert read_status(run.folder) == "running"  # not marked as finished
@@ -42,7 +43,7 @@ def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
     bound = ("--loop.max_logprob_diff", "1e-5")
     run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)
     assert run.status == 1
-    assert "step 2, policy version 1: the logprobs of trainer and generator differ" in run.output
+    assert "step 2: policy version 1: the logprobs of trainer and generator differ" in run.output
 
 
 def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from rl.config.entry import main
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
+from rl.observability.run_folder import RunFolder, read_status
 
 FAULTY = ("--module", "tests.support.faulty_configs")
 
@@ -29,7 +30,7 @@ def refused(tmp_path, capsys):
         except SystemExit as error:
             status = error.code
         assert status == 2
-        assert not (dump_folder / "run").exists()
+        assert not dump_folder.is_dir()
         return capsys.readouterr().err
 
     return start
@@ -54,6 +55,10 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--trainer.num_procs", "0"), "num_procs=0"),
         (("--generator.max_model_len", "4096"), "max_model_len=4096"),
         (("--generator.max_model_len", "40"), "the context leaves room for 8"),
+        (("--loop.sampling.temperature", "0.005"), "temperature=0.005"),
+        (("--loop.max_logprob_diff", "nan"), "max_logprob_diff=nan"),
+        (("--warmup.lr", "-1"), "lr=-1.0"),
+        (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
         (("--task.num_integers", "9"), "num_integers=9"),
         ((*FAULTY, "--config", "nan_reward"), "reward 'broken' is nan"),
@@ -95,3 +100,21 @@ def test_a_folder_of_another_size_is_refused_by_a_config_that_names_one(refused,
 def test_a_dump_folder_that_is_a_file_is_refused(refused, tmp_path):
     (tmp_path / "outputs").write_text("")
     assert "is not a folder" in refused()
+
+
+def test_a_refused_run_leaves_an_earlier_one_of_its_name_as_it_was(tmp_path, capsys):
+    with RunFolder.create(tmp_path, "good") as folder:
+        folder.metrics.write_text("{}")
+        folder.mark_finished()
+    options = [
+        "--dump_folder",
+        str(tmp_path),
+        "--name",
+        "good",
+        "--overwrite",
+        "--generator.max_model_len",
+        "40",
+    ]
+    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+    assert folder.metrics.read_text() == "{}"
+    assert read_status(folder.path) == "finished"

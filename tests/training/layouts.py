@@ -110,7 +110,7 @@ def provoke_nan(engine: TrainingEngine) -> str:
     try:
         engine.forward_backward([broken, *make_samples()[1:3]])
     except NonFiniteLossError as error:
-        return f"{error.what} at step {error.step}"
+        return f"{error.what} at policy version {error.policy_version}"
     return "nothing raised"
 
 

@@ -328,10 +328,10 @@ def test_loss_that_is_not_finite_stops_with_its_batch_saved(assets, tmp_path):
     engine.optim_step()
     broken = dataclasses.replace(SAMPLES[4], advantages=np.full_like(SAMPLES[4].advantages, np.nan))
     engine.forward_backward(SAMPLES[:2])
-    with pytest.raises(NonFiniteLossError, match="loss nan at step 1") as caught:
+    with pytest.raises(NonFiniteLossError, match="loss nan at policy version 1") as caught:
         engine.forward_backward([broken, SAMPLES[5]])
 
-    assert caught.value.batch_file == str(tmp_path / "failures" / "nan_batch_step_1.npz")
+    assert caught.value.batch_file == str(tmp_path / "failures" / "nan_batch_version_1.npz")
     saved = read_batch(caught.value.batch_file)
     for sample, original in zip(saved, [*SAMPLES[:2], broken, SAMPLES[5]], strict=True):
         assert sample.temperature == original.temperature
@@ -358,7 +358,7 @@ def test_gradient_that_is_not_finite_stops_before_the_step(assets):
     engine = make_engine(assets)
     before = weights(engine)
     engine.forward_backward(SAMPLES, loss=InfiniteSlope())
-    with pytest.raises(NonFiniteLossError, match="gradient norm nan at step 0") as caught:
+    with pytest.raises(NonFiniteLossError, match="gradient norm nan at policy version 0") as caught:
         engine.optim_step()
     assert caught.value.batch_file is None
     assert engine.policy_version == 0
@@ -367,8 +367,8 @@ def test_gradient_that_is_not_finite_stops_before_the_step(assets):
 
 def test_error_survives_the_way_between_processes():
     error = pickle.loads(pickle.dumps(NonFiniteLossError("loss nan", 3, "a.npz")))
-    assert (error.what, error.step, error.batch_file) == ("loss nan", 3, "a.npz")
-    assert str(error) == "loss nan at step 3; the batch is in a.npz"
+    assert (error.what, error.policy_version, error.batch_file) == ("loss nan", 3, "a.npz")
+    assert str(error) == "loss nan at policy version 3; the batch is in a.npz"
 
 
 def test_half_precision_computes_in_bfloat16_and_keeps_float32_gradients(assets):

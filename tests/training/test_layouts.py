@@ -140,7 +140,7 @@ def test_every_rank_returns_the_same_bits(measured, layout):
 
 @of_layouts()
 def test_loss_that_is_not_finite_stops_every_rank(measured, layout):
-    assert {rank.not_finite for rank in measured(layout)} == {"loss nan at step 3"}
+    assert {rank.not_finite for rank in measured(layout)} == {"loss nan at policy version 3"}
 
 
 @of_layouts()

@@ -24,8 +24,8 @@ class Cluster:
         self.fp32 = self.start(self.volume_mesh)
         self._last_version = 0
 
-    def start(self, mesh, **config):
-        store = WeightStore.Config(timeout_s=30, **config).build()
+    def start(self, mesh, *, dtype="float32", **config):
+        store = WeightStore.Config(timeout_s=30, **config).build(dtype=dtype)
         self.meshes.run(store.start(mesh))
         return store
 
