@@ -19,9 +19,9 @@ from rl.training.schedule import LRSchedule
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.6M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
+    """A model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
     return Controller.Config(
-        description="Qwen3 of 0.6M parameters on sum-digits, on a CPU",
+        description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
         model=model_registry("tiny"),
         any_model_size=True,
         task=SumDigits.Config(num_integers=2, num_eval=512, haste=0.85),

@@ -93,7 +93,7 @@ def test_replicas_are_sent_once(cluster):
 
 def test_store_pickles_and_refuses_to_work_before_start(cluster):
     copy = pickle.loads(pickle.dumps(WeightStore.Config(timeout_s=7).build(dtype="bfloat16")))
-    assert (copy.config.dtype, copy.config.timeout_s) == ("bfloat16", 7)
+    assert (copy.dtype, copy.config.timeout_s) == ("bfloat16", 7)
     with pytest.raises(WeightStoreError, match=r"call start\(\) first"):
         cluster.meshes.run(copy.versions())
 
