@@ -13,6 +13,7 @@ from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
+from rl.training.memory import estimate
 from rl.types import Completion, Problem, Rollout
 
 NUM_PROBED_PROBLEMS = 64
@@ -50,6 +51,22 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
         num_trainer=fleet.trainer.num_procs,
         num_generator=fleet.generator.tensor_parallel_degree,
     )
+
+
+def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:
+    """On a machine without GPUs: what the trainer holds at least, against all of its memory.
+
+    Raises:
+        ValueError: names the model and both sizes.
+    """
+    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    rank = estimate(model_spec.model, degrees=degrees, training=fleet.trainer.training)  # type: ignore[arg-type]
+    held = fleet.trainer.num_procs * (rank.parameters + rank.gradients + rank.optimizer)
+    if held > memory_bytes:
+        raise ValueError(
+            f"{model_spec.name} {model_spec.flavor} needs {held / 1e9:.0f} GB for parameters, gradients and "
+            f"optimizer state; this machine has {memory_bytes / 1e9:.0f} GB and no GPU"
+        )
 
 
 def check_task(task: Task, *, renderer: ChatRenderer, seed: int, time_limit_s: float) -> None:

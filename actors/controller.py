@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
-from actors.checks import check_demonstrations, check_layout, check_task
+from actors.checks import check_demonstrations, check_layout, check_memory, check_task
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
@@ -151,6 +152,9 @@ class Controller(Configurable):
         task: Task = config.task.build()
         start = self._starting_point(task)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
+        if num_gpus() == 0:
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
         tokenizer, stop_ids = start.tokenizer()
         renderer = ChatRenderer(
             tokenizer=tokenizer,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from actors.checks import check_layout
+from actors.checks import check_layout, check_memory
 from actors.fleet import assign_gpus
 from configs import sum_digits
 from rl.config.registry import ResolvedRun, registry_functions
@@ -58,6 +58,14 @@ def test_gpu_configs_have_the_shapes_their_name_says(name):
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
     assert num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def test_a_model_larger_than_a_machine_without_gpus_is_refused_with_both_sizes():
+    config = sum_digits.qwen3_8b()
+    # 8.19 billion parameters in float32, as many gradients, twice as many optimizer values.
+    with pytest.raises(ValueError, match=r"qwen3 8B needs 131 GB .* this machine has 24 GB and no GPU"):
+        check_memory(config.fleet, model_spec=config.model, memory_bytes=24 * 10**9)
+    check_memory(config.fleet, model_spec=config.model, memory_bytes=140 * 10**9)
 
 
 def test_gpus_go_to_the_trainer_first_then_to_the_generator():
