@@ -16,6 +16,7 @@ from actors import launch
 from actors.processes import identify
 from tests.support.launch_controller import Holder
 from tests.support.monarch_meshes import monarch_meshes
+from tests.support.runs import hear_ctrl_c
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,6 +133,7 @@ def read_run(how):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_ctrl_c,
     )
     assert controller.stdout is not None
     return controller, json.loads(controller.stdout.readline())

@@ -39,6 +39,15 @@ def test_a_broken_sync_is_seen_as_a_growing_difference(tmp_path):
     assert differences[-1] > 2 * differences[1]
 
 
+def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
+    still = ("--trainer.optimizer.lr", "0", "--task.reward", "noise", "--loop.num_steps", "6")
+    run = run_to_the_end(tmp_path, "still", *FAULTY, "short", *still, limit_s=150)
+    assert run.status == 0, run.output
+    assert all(r["loss/grad_norm"] > 0 for r in run.steps)
+    assert all(r["logprob_diff/mean"] < 1e-5 for r in run.steps)
+    assert all(abs(r["loss/ratio_mean"] - 1) < 1e-5 for r in run.steps)
+
+
 def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
     bound = ("--loop.max_logprob_diff", "1e-5")
     run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)

@@ -33,6 +33,11 @@ class FinishedRun:
         return {int(r["step"]): r for r in read_metrics(self.folder / "metrics.jsonl") if "eval/correct" in r}
 
 
+def hear_ctrl_c() -> None:
+    """In a new process: a shell starts its background jobs with SIGINT ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def command(dump_folder: Path, name: str, *options: str) -> list[str]:
     run = [sys.executable, "-m", "rl.simple_grpo_sum_digits"]
     return [*run, "--dump_folder", str(dump_folder), "--name", name, *options]
@@ -72,6 +77,7 @@ def interrupt_after_line(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_ctrl_c,
     )
     assert run.stdout is not None
     lines: list[str] = []
