@@ -147,6 +147,15 @@ def test_a_tolerated_failure_is_counted_and_left_out_of_the_groups_mean():
     assert all((s.advantages == 0).all() for s in policy.trained[0])
 
 
+def test_a_minibatch_whose_rewards_all_failed_is_left_out():
+    replies = iter(["no", "no", "[ANSWER] 10", "[ANSWER] 10"])
+    rubric = Rubric(criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct)
+    policy = FakePolicy(reply=lambda prompt, i: next(replies))
+    run_loop(policy, rubric=rubric, num_prompts=2, num_samples=2, num_minibatches=2, max_failed_rewards=0.5)
+    assert [len(samples) for samples in policy.trained] == [2]
+    assert policy.calls.count("optim_step") == 1
+
+
 def test_steps_without_any_gradient_stop_with_a_message():
     policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10")
     with pytest.raises(NothingToLearnError, match=r"3 steps in a row .*max_empty_steps=2"):
