@@ -80,7 +80,7 @@ def check_task(task: Task, *, renderer: ChatRenderer, seed: int, time_limit_s: f
         raise ValueError("the task has no evaluation problems")
     for problem in [*problems, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]:
         renderer.prompt(problem)
-    rubric: Rubric = task.rubric()
+    rubric: Rubric = task.rubric(seed=seed)
     problem = problems[0]
     for reply in (problem.demonstration or problem.answer, "", "?"):
         score = score_within(rubric, _reply(problem, reply, renderer), time_limit_s)
@@ -111,4 +111,4 @@ def _reply(problem: Problem, text: str, renderer: ChatRenderer) -> Rollout:
         policy_versions=np.zeros(1, dtype=np.int32),
         finish_reason="stop",
     )
-    return Rollout(prompt=renderer.prompt(problem), completion=completion, text=text)
+    return Rollout(prompt=renderer.prompt(problem), sample=0, completion=completion, text=text)

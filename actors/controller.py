@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus,
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
-from rl.config.configurable import HIDDEN, Configurable
+from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import code_name, to_dict, write_json
 from rl.errors import RunError
@@ -29,8 +30,9 @@ from rl.models.spec import ModelSpec
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
 from rl.observability.logs import setup_logging
-from rl.observability.metrics import MetricsWriter
+from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.run_folder import RunFolder
+from rl.observability.summary import summary
 from rl.rollouts.renderer import ChatRenderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
 from rl.supervised import SupervisedWarmup
@@ -57,11 +59,11 @@ class Controller(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        name: str | None = None
+        name: str | None = field(default=None, metadata=ONE_RUN)
         """Folder of the run inside `dump_folder`; by default the config's name and a time stamp."""
         dump_folder: str = "outputs"
         """Where runs, and the starting points they share, are kept."""
-        overwrite: bool = False
+        overwrite: bool = field(default=False, metadata=ONE_RUN)
         """Replace a folder of this name that an earlier run left."""
         description: str = ""
         """A line for the reader of config.json."""
@@ -194,6 +196,7 @@ class Controller(Configurable):
         )
 
     async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
+        started = time.monotonic()
         config = self.config
         start, task, renderer = prepared.start, prepared.task, prepared.renderer
         with progress("starting the actors (import, load, compile)"):
@@ -201,7 +204,7 @@ class Controller(Configurable):
                 config.fleet,
                 model_spec=start.spec,
                 hf_assets_path=str(start.folder),
-                rubric=task.rubric(),
+                rubric=task.rubric(seed=config.seed),
                 failure_folder=folder.path,
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
             )
@@ -223,7 +226,8 @@ class Controller(Configurable):
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()
-        print(f"finished: {folder.path}", flush=True)
+        run_s = time.monotonic() - started
+        print(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s), flush=True)
         await close_fleet(fleet)
 
     def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:

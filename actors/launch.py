@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import Actor, HostMesh, MeshFailure, Point, ProcMesh, current_rank, endpoint, this_host
+from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, current_rank, endpoint, this_host
 
 from actors.processes import (
     ProcessId,
@@ -56,7 +56,7 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessInfo:
+class _ProcessInfo:
     """One process of a role, as it describes itself."""
 
     rank: int
@@ -68,8 +68,8 @@ class _Member(Actor):
     """Sits in every process of a role and settles its environment."""
 
     @endpoint
-    async def info(self) -> ProcessInfo:
-        return ProcessInfo(rank=current_rank().rank, pid=os.getpid(), hostname=socket.gethostname())
+    async def info(self) -> _ProcessInfo:
+        return _ProcessInfo(rank=current_rank().rank, pid=os.getpid(), hostname=socket.gethostname())
 
     @endpoint
     async def listen_address(self, one_host: bool) -> tuple[str, int]:
@@ -92,8 +92,8 @@ class _Role:
     mesh: ProcMesh
     members: Any
     """Actor mesh of `_Member`."""
-    infos: list[ProcessInfo] = field(default_factory=list)
-    """By rank."""
+    hostnames: list[str] = field(default_factory=list)
+    """Of its processes, by rank."""
     local_processes: list[ProcessId] = field(default_factory=list)
     """Those on this host."""
 
@@ -112,7 +112,6 @@ async def spawn_role(
     threads: int = 1,
     gpus: Sequence[int] | None = None,
     host: HostMesh | None = None,
-    output_folder: Path | None = None,
     timeout_s: float = SPAWN_TIMEOUT_S,
 ) -> ProcMesh:
     """Start the processes of one role and wait until all of them answer.
@@ -126,8 +125,6 @@ async def spawn_role(
         gpus: the devices of the role, visible to all its processes; a process takes the one at
             its LOCAL_RANK. None leaves visibility as it is.
         host: this machine when None.
-        output_folder: what process r prints, libraries in C++ included, goes to `<role>-<r>.out`
-            in it; None leaves it on the controller's stdout and stderr.
 
     Raises:
         ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
@@ -140,14 +137,8 @@ async def spawn_role(
     _settle_monarch()
     with _quiet_client_start():
         host = host or this_host()
-    settled_env = _process_env(role, threads, gpus) | dict(env or {})
-
-    def command(point: Point) -> BootstrapCommand:
-        process_env = dict(settled_env)
-        if output_folder is not None:
-            process_env["RELAY_OUTPUT_FILE"] = str(output_folder / f"{role}-{point.rank}.out")
-        return BootstrapCommand(sys.executable, None, ["-m", "actors.process_main"], process_env)
-
+    process_env = _process_env(role, threads, gpus) | dict(env or {})
+    command = BootstrapCommand(sys.executable, None, ["-m", "actors.process_main"], process_env)
     mesh = host.spawn_procs(
         per_host={"procs": num_procs}, name=role, bootstrap=_import_torch, bootstrap_command=command
     )
@@ -156,15 +147,11 @@ async def spawn_role(
     infos = await _within(
         timeout_s, state.members.info.call(), f"starting role {role!r} ({num_procs} processes a host)"
     )
-    state.infos = sorted((info for _, info in infos.items()), key=lambda info: info.rank)
-    local = (identify(info.pid) for info in state.infos if info.hostname == socket.gethostname())
+    by_rank = sorted((info for _, info in infos.items()), key=lambda info: info.rank)
+    state.hostnames = [info.hostname for info in by_rank]
+    local = (identify(info.pid) for info in by_rank if info.hostname == socket.gethostname())
     state.local_processes = [process for process in local if process is not None]
     return mesh
-
-
-def process_infos(mesh: ProcMesh) -> list[ProcessInfo]:
-    """Pid and host of each process of a role, by rank."""
-    return list(_role_of(mesh).infos)
 
 
 async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
@@ -177,7 +164,7 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
         TimeoutError: names the role.
     """
     role = _role_of(mesh)
-    hostnames = [info.hostname for info in role.infos]
+    hostnames = role.hostnames
     first = role.members.slice(**dict.fromkeys(mesh._labels, 0))
     address, port = await _within(
         timeout_s,
@@ -251,12 +238,12 @@ async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     results = await asyncio.gather(
         *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
     )
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
     strays = carrying_environment("RELAY_RUN", _RUN)
     for process in strays:
         kill(process)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     await _until_gone("(any)", strays)
 
 
@@ -348,10 +335,12 @@ async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
 
 
 async def _ask_to_stop(role: _Role, timeout_s: float) -> None:
-    try:
-        await _within(timeout_s, role.mesh.stop(), f"stopping role {role.name!r}")
-    except Exception as error:  # noqa: BLE001  (a mesh that fails while it ends is ended all the same)
-        logger.debug("role %s did not stop when asked: %s", role.name, error)
+    asked = _within(timeout_s, role.mesh.stop(), f"stopping role {role.name!r}")
+    # What comes of it is a value here: a role that never came up raises once more what its start
+    # raised, whatever that was, and the caller kills what is left of any role.
+    answers = await asyncio.gather(asked, return_exceptions=True)
+    if isinstance(answers[0], BaseException):
+        logger.debug("role %s did not stop when asked: %s", role.name, answers[0])
 
 
 async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:

@@ -26,6 +26,14 @@ class AnnealedClipTrainer(PolicyTrainer):
         anneal_steps: int = 20
         """Steps over which the clip norm falls."""
 
+        def __post_init__(self) -> None:
+            # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
+            PolicyTrainer.Config.__post_init__(self)
+            if not self.final_max_norm > 0:
+                raise ValueError(f"final_max_norm={self.final_max_norm}: must be above 0")
+            if self.anneal_steps < 1:
+                raise ValueError(f"anneal_steps={self.anneal_steps}: must be at least 1")
+
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         assert isinstance(self.config, AnnealedClipTrainer.Config)
         return AnnealedClipEngine(

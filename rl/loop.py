@@ -10,7 +10,7 @@ the tests. Shape legend: P prompts of a step, G samples of each.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -19,23 +19,15 @@ import numpy as np
 
 from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
+from rl.observability.metrics import Record, merge
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
 from rl.rollouts.advantage import GroupAdvantage
 from rl.rollouts.evaluation import evaluate, raise_on_failures
+from rl.rollouts.grading import GradedRollout, grade, teaches_nothing
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import policy_sample
-from rl.types import (
-    ForwardBackwardResult,
-    OptimStepResult,
-    Problem,
-    PublishResult,
-    Rollout,
-    SamplingParams,
-    Score,
-    TrainingSample,
-)
-
-Record = Mapping[str, float | int | None]
+from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
+from rl.types import ForwardBackwardResult, Problem, Rollout, SamplingParams, Score, TrainingSample
 
 
 class Sink(Protocol):
@@ -90,15 +82,6 @@ class Seams:
     learner: Learner
     publisher: WeightPublisher
     scorer: Scorer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Graded:
-    """One rollout with its score and its advantage."""
-
-    rollout: Rollout
-    score: Score
-    advantage: float
 
 
 class SyncLoop(Configurable):
@@ -193,22 +176,28 @@ class SyncLoop(Configurable):
         clock = _Clock()
         groups = await self._generate(step)
         clock.lap("generate")
-        graded_PG = self._grade(groups, await self._score(groups))
+        scores = await self._score(groups)
+        graded_PG = grade(groups, scores, advantage=self.config.advantage)
         clock.lap("score")
-        results, optim = await self._train(graded_PG)
+        minibatches = await self._train(graded_PG)
         clock.lap("train")
         published = await self.seams.publisher.publish()
         self.policy_version = published.policy_version
         clock.lap("publish")
-        record = {
-            "step": step,
-            "policy_version": self.policy_version,
-            **_reward_record(graded_PG, num_drawn=sum(map(len, groups))),
-            **_training_record(results, optim),
-            **_time_record(graded_PG, results, published, clock),
-        }
-        for sink in self.sinks:
-            sink.write(record)
+        self._write(
+            {
+                "step": step,
+                "policy_version": self.policy_version,
+                **merge(
+                    group_metrics(graded_G, num_drawn=len(group))
+                    for graded_G, group in zip(graded_PG, groups, strict=True)
+                ),
+                **training_metrics(minibatches),
+                **time_metrics(
+                    groups=groups, minibatches=minibatches, published=published, laps_s=clock.laps_s
+                ),
+            }
+        )
         self._stop_if_nothing_to_learn(graded_PG)
 
     async def _generate(self, step: int) -> list[list[Rollout]]:
@@ -226,7 +215,7 @@ class SyncLoop(Configurable):
         )
         completions = await self.seams.sampler.generate([p.token_ids for p in prompts], sampling=sampling)
         rollouts = [
-            [self.renderer.rollout(prompt, completion) for completion in group]
+            [self.renderer.rollout(prompt, completion, sample=i) for i, completion in enumerate(group)]
             for prompt, group in zip(prompts, completions, strict=True)
         ]
         self._check_on_policy(rollouts)
@@ -246,36 +235,19 @@ class SyncLoop(Configurable):
         raise_on_failures(scores, max_fraction=self.config.max_failed_rewards)
         return scores
 
-    def _grade(self, groups: list[list[Rollout]], scores: Sequence[Score]) -> list[list[_Graded]]:
-        """[P][<=G]: rollouts whose score failed are left out, before the group's mean is taken."""
-        remaining = iter(scores)
-        graded_PG = []
-        for group in groups:
-            pairs = [(rollout, next(remaining)) for rollout in group]
-            pairs = [(rollout, score) for rollout, score in pairs if score.failure is None]
-            rewards_G = np.array([score.reward for _, score in pairs])
-            advantages_G = self.config.advantage(rewards_G) if pairs else ()
-            graded_PG.append(
-                [
-                    _Graded(rollout=r, score=s, advantage=float(a))
-                    for (r, s), a in zip(pairs, advantages_G, strict=True)
-                ]
-            )
-        return graded_PG
-
-    async def _train(
-        self, graded_PG: list[list[_Graded]]
-    ) -> tuple[list[ForwardBackwardResult], OptimStepResult]:
-        results: list[ForwardBackwardResult] = []
+    async def _train(self, graded_PG: list[list[GradedRollout]]) -> list[TrainedMinibatch]:
+        minibatches: list[TrainedMinibatch] = []
         width = self.config.num_prompts // self.config.num_minibatches
         for start in range(0, len(graded_PG), width):
             samples = self._samples(graded_PG[start : start + width])
             if not samples:  # every reward of these prompts failed
                 continue
-            results.append(await self.seams.learner.forward_backward(samples))
-            self._check_logprobs(results[0])
-            optim = await self.seams.learner.optim_step()
-        return results, optim
+            gradient = await self.seams.learner.forward_backward(samples)
+            if not minibatches:  # later ones differ from the generator by the updates between
+                self._check_logprobs(gradient)
+            update = await self.seams.learner.optim_step()
+            minibatches.append(TrainedMinibatch(gradient=gradient, update=update))
+        return minibatches
 
     def _check_logprobs(self, result: ForwardBackwardResult) -> None:
         if result.logprob_diff_mean > self.config.max_logprob_diff:
@@ -286,7 +258,7 @@ class SyncLoop(Configurable):
                 f"{self.config.max_logprob_diff:g}: they do not hold the same weights"
             )
 
-    def _samples(self, graded_PG: list[list[_Graded]]) -> list[TrainingSample]:
+    def _samples(self, graded_PG: list[list[GradedRollout]]) -> list[TrainingSample]:
         temperature = self.config.sampling.temperature
         return [
             policy_sample(g.rollout, advantage=g.advantage, temperature=temperature)
@@ -294,8 +266,8 @@ class SyncLoop(Configurable):
             for g in group
         ]
 
-    def _stop_if_nothing_to_learn(self, graded_PG: list[list[_Graded]]) -> None:
-        empty = all(g.advantage == 0 for group in graded_PG for g in group)
+    def _stop_if_nothing_to_learn(self, graded_PG: list[list[GradedRollout]]) -> None:
+        empty = all(map(teaches_nothing, graded_PG))
         self._num_empty_steps = self._num_empty_steps + 1 if empty else 0
         if self._num_empty_steps > self.config.max_empty_steps:
             rewards = {g.score.reward for group in graded_PG for g in group}
@@ -316,15 +288,16 @@ class SyncLoop(Configurable):
             renderer=self.renderer,
             max_tokens=self.config.sampling.max_tokens,
         )
-        record = {
-            "step": step,
-            "policy_version": self.policy_version,
-            "eval/correct": evaluation.correct,
-            "eval/reward": evaluation.reward,
-            "eval/num_problems": evaluation.num_problems,
-            **{f"eval/{name}": value for name, value in evaluation.parts.items()},
-            "time/eval_s": time.perf_counter() - started,
-        }
+        self._write(
+            {
+                "step": step,
+                "policy_version": self.policy_version,
+                **evaluation,
+                "time/eval_s": time.perf_counter() - started,
+            }
+        )
+
+    def _write(self, record: Record) -> None:
         for sink in self.sinks:
             sink.write(record)
 
@@ -333,67 +306,10 @@ class _Clock:
     """Laps of one step, in seconds."""
 
     def __init__(self) -> None:
-        self.started = self.last = time.perf_counter()
+        self._last = time.perf_counter()
         self.laps_s: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.laps_s[name] = now - self.last
-        self.last = now
-
-
-def _reward_record(graded_PG: list[list[_Graded]], *, num_drawn: int) -> dict[str, float | int]:
-    graded = [g for group in graded_PG for g in group]
-    completions = [g.rollout.completion for g in graded]
-    return {
-        "reward/mean": float(np.mean([g.score.reward for g in graded])),
-        "reward/std": float(np.std([g.score.reward for g in graded])),
-        "reward/correct": float(np.mean([g.score.correct for g in graded])),
-        "reward/equal_groups": float(np.mean([all(g.advantage == 0 for g in group) for group in graded_PG])),
-        "reward/num_failed": num_drawn - len(graded),
-        "completion/tokens_mean": float(np.mean([len(c.token_ids) for c in completions])),
-        "completion/cut_off": float(np.mean([c.finish_reason == "length" for c in completions])),
-    }
-
-
-def _training_record(
-    results: Sequence[ForwardBackwardResult], optim: OptimStepResult
-) -> dict[str, float | int]:
-    num_valid = sum(r.num_valid_tokens for r in results)
-
-    def token_mean(name: str) -> float:
-        return sum(getattr(r, name) * r.num_valid_tokens for r in results) / max(num_valid, 1)
-
-    return {
-        "loss/mean": float(np.mean([r.loss_mean for r in results])),
-        "loss/ratio_mean": token_mean("ratio_mean"),
-        "loss/clipped_fraction": token_mean("clipped_fraction"),
-        "loss/entropy_mean": token_mean("entropy_mean"),
-        "loss/grad_norm": optim.grad_norm,
-        "loss/lr": optim.lr,
-        # Of the first minibatch: later ones differ from the generator by the updates between.
-        "logprob_diff/mean": results[0].logprob_diff_mean,
-        "logprob_diff/max": results[0].logprob_diff_max,
-        "logprob_diff/identical": int(results[0].logprobs_identical),
-    }
-
-
-def _time_record(
-    graded_PG: list[list[_Graded]],
-    results: Sequence[ForwardBackwardResult],
-    published: PublishResult,
-    clock: _Clock,
-) -> dict[str, float | int]:
-    completions = [g.rollout.completion for group in graded_PG for g in group]
-    num_generated = sum(len(c.token_ids) for c in completions)
-    num_trained = sum(r.num_tokens for r in results)
-    step_s = clock.last - clock.started
-    return {
-        **{f"time/{name}_s": lap_s for name, lap_s in clock.laps_s.items()},
-        "time/push_s": published.push_s,
-        "time/pull_s": published.pull_s,
-        "time/step_s": step_s,
-        "perf/generated_tokens_per_s": num_generated / clock.laps_s["generate"],
-        "perf/trained_tokens_per_s": num_trained / clock.laps_s["train"],
-        "perf/samples_per_s": len(completions) / step_s,
-    }
+        self.laps_s[name] = now - self._last
+        self._last = now

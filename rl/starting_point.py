@@ -22,7 +22,8 @@ from rl.config.serialize import to_dict
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.models.starting_point import write_random_model
-from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer, stop_token_ids
+from rl.models.tokenizer import build_byte_tokenizer
+from rl.rollouts.tokenizer import open_tokenizer
 from rl.types import Problem
 
 RECIPE = 2
@@ -53,10 +54,10 @@ class StartingPoint:
     def tokenizer(self) -> tuple[Any, tuple[int, ...]]:
         """The tokenizer and the tokens that end a reply; writes nothing, also before `make`."""
         if self.seed is None or self.folder.exists():
-            return _tokenizer(self.folder)
+            return open_tokenizer(self.folder)
         with tempfile.TemporaryDirectory() as folder:
             build_byte_tokenizer(folder)
-            return _tokenizer(Path(folder))
+            return open_tokenizer(Path(folder))
 
 
 def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
@@ -112,11 +113,6 @@ def warmed_up_model(
     if warm.exists():
         return given_folder(warm, spec=spec, any_size=False)
     return replace(random_model(cache, spec=spec, seed=seed), warmed_up=warm)
-
-
-def _tokenizer(folder: Path) -> tuple[Any, tuple[int, ...]]:
-    tokenizer = load_tokenizer(folder)
-    return tokenizer, stop_token_ids(folder, tokenizer=tokenizer)
 
 
 def _key(made_of: dict[str, Any]) -> str:

@@ -79,6 +79,8 @@ class Rollout:
     """One finished attempt at a problem."""
 
     prompt: Prompt
+    sample: int
+    """Which of its prompt's completions it is: 0 to G - 1."""
     completion: Completion
     text: str
     """The completion decoded, special tokens removed."""

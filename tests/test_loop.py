@@ -26,7 +26,7 @@ def run_loop(policy: FakePolicy, *, rubric: Rubric | None = None, **config: Any)
             sampler=policy,
             learner=policy,
             publisher=policy,
-            scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric()),
+            scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
         ),
         renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
         train_problems=iter(lambda: PROBLEM, None),
@@ -74,12 +74,25 @@ def test_record_has_the_promised_keys_and_the_means_of_the_step():
         assert key in record
 
 
+def test_equal_replies_of_a_group_toss_a_coin_each_and_the_same_in_every_run():
+    def rewarded() -> list[bool]:
+        rubric = SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)
+        policy = FakePolicy(reply=lambda prompt, i: "no")
+        run_loop(policy, rubric=rubric, num_prompts=1, num_samples=16)
+        return [bool(s.advantages[-1] > 0) for s in policy.trained[0]]
+
+    assert 4 <= sum(rewarded()) <= 12
+    assert rewarded() == rewarded()
+
+
 def test_minibatches_cut_a_step_by_prompts_into_optimizer_steps():
     policy = FakePolicy(reply=half_right)
     (record,) = run_loop(policy, num_prompts=4, num_samples=2, num_minibatches=2)
     assert [len(samples) for samples in policy.trained] == [4, 4]
     assert policy.calls.count("optim_step") == 2
     assert record["policy_version"] == 2
+    # The first step's gradient norm is 1, the second's 2.
+    assert (record["loss/grad_norm"], record["loss/grad_norm_max"]) == (1.5, 2)
 
 
 def test_evaluation_is_greedy_before_every_n_steps_and_after():

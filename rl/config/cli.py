@@ -3,7 +3,8 @@
 The registry function returns a complete config; every leaf of *that instance* is an option,
 so fields that a subclass adds in a nested place are options too. An option is checked against
 the instance's tree before its value is typed by tyro, hence a typo can never become a default.
-`--from_json outputs/x/config.json` starts from a run's file instead; options override it.
+`--from_json outputs/x/config.json` starts from a run's file instead, without what was that run's
+alone (`ONE_RUN`); options override it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from rl.config.tree import ConfigError, Entry, children, rebuild, type_name, wal
 SOURCE_OPTIONS = {
     "module": "Registry module: a name in `configs/` or an importable dotted module.",
     "config": "Function of that module that returns the config.",
-    "from_json": "Start from a run's config.json instead of --module and --config.",
+    "from_json": "Start from a run's config.json instead of --module and --config; under a new name, and "
+    "without its leave to overwrite.",
 }
 
 
@@ -86,12 +88,19 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
             raise ConfigError(
                 "--from_json names its module and config itself: leave out --module and --config"
             )
-        return read_json(Path(given["from_json"]))
+        run = read_json(Path(given["from_json"]))
+        return dataclasses.replace(run, config=_of_another_run(run.config))
     # An empty name finds nothing, so the error lists what the module has.
     run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
     if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
         raise TypeError(f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}")
     return run
+
+
+def _of_another_run(config: Any) -> Any:
+    """A copy with the fields marked `ONE_RUN` at their defaults."""
+    fields = [f for f in dataclasses.fields(config) if f.metadata.get("one_run")]
+    return rebuild(config, {f.name: f.default for f in fields})
 
 
 def _override(config: Any, options: dict[str, list[str]]) -> Any:

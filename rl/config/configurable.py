@@ -25,6 +25,10 @@ HIDDEN = {"hidden": True}
 """Metadata of a field that holds code (`field(metadata=HIDDEN)`): not on the command line,
 and listed by name in JSON."""
 
+ONE_RUN = {"one_run": True}
+"""Metadata of a field of the root config that is a single run's, with a default (its name): written to
+JSON, and back at its default where another run starts from that file."""
+
 
 class Configurable:
     """A component built from its own nested `Config`.

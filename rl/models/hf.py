@@ -7,12 +7,13 @@ Nothing here knows a model family: an adapter (`rl.models.spec`) translates.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rl.models.tokenizer import TOKENIZER_FILES, check_tokenizer_files
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LOCKED = ".being-written"
+"""Ends the name of a hidden folder that is locked as long as somebody writes it."""
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Buffers that old versions of transformers saved."""
 
@@ -45,7 +48,7 @@ class HFFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"Hugging Face folder {self.path} does not exist")
-        self.config: dict[str, Any] = _read_json(self.path / "config.json")
+        self.config: dict[str, Any] = read_json_object(self.path / "config.json")
         if tokenizer:
             check_tokenizer_files(self.path)
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -121,6 +124,19 @@ def read_parameters(
             yield name, adapter.from_hf(name, tensors)
 
 
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; raises ValueError naming the file and what is wrong with it."""
+    if not file.exists():
+        raise ValueError(f"file {file} is missing")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"file {file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"file {file} holds {type(content).__name__}, not an object")
+    return content
+
+
 def write_hf_folder(
     path: str | Path,
     params: Iterable[tuple[str, Tensor]],
@@ -132,8 +148,9 @@ def write_hf_folder(
 ) -> None:
     """Write a folder that transformers and vLLM open; it appears whole or not at all.
 
-    At most about one shard is held in memory. Under several ranks it is called on one, with
-    an iterator whose collectives the others step through at the same time.
+    What processes that were killed while they wrote left beside `path` is removed first. At most
+    about one shard is held in memory. Under several ranks it is called on one, with an iterator
+    whose collectives the others step through at the same time.
 
     Args:
         params: our (name, whole tensor), one at a time.
@@ -146,10 +163,8 @@ def write_hf_folder(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} already exists")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the rename stays within one file system.
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    temporary.mkdir()
-    try:
+    _remove_leftovers(path.parent)
+    with _temporary_folder(path) as temporary:
         config = adapter.hf_config() | {"dtype": str(dtype).removeprefix("torch.")}
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), temporary)
@@ -157,8 +172,40 @@ def write_hf_folder(
         _write_json(temporary / "config.json", config)
         _write_shards(temporary, _hf_tensors(params, adapter, dtype), max_shard_bytes=max_shard_bytes)
         _publish(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder beside `path`, so that the rename stays within one file system; gone afterwards.
+
+    While this process lives it is locked. The kernel drops the lock of a process that was killed,
+    which tells `_remove_leftovers` that nobody writes the folder any more.
+    """
+    folder = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    locked = folder.with_name(f"{folder.name}{_LOCKED}")
+    with ExitStack() as stack:
+        for name in (folder, locked):
+            stack.callback(shutil.rmtree, name, ignore_errors=True)
+        folder.mkdir()
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        # Some network file systems cannot lock a folder; then it keeps a name that nobody looks for.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder = folder.rename(locked)
+        yield folder
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove temporary folders whose process was killed; those of a living one are locked."""
+    for folder in parent.glob(f".*.{'[0-9a-f]' * 32}{_LOCKED}"):
+        with suppress(OSError):  # it is locked, already gone, or somebody else's
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _hf_tensors(
@@ -231,7 +278,7 @@ def _token_ids(folder: Path) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
-            content = _read_json(folder / name)
+            content = read_json_object(folder / name)
             ids |= {field: content[field] for field in _TOKEN_ID_FIELDS if content.get(field) is not None}
     return ids
 
@@ -256,22 +303,10 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _read_weight_map(file: Path) -> dict[str, str]:
     """Name of the file that each tensor is in."""
-    weight_map = _read_json(file).get("weight_map")
+    weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
     return weight_map
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise ValueError(f"file {file} is missing")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"file {file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"file {file} holds {type(content).__name__}, not an object")
-    return content
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ REWARD, CORRECT, EVALUATION = "#8a94a6", "#2f6fbb", "#d1495b"
 Points = tuple[list[float], list[float]]
 
 
-def write_learning_curve(metrics_path: Path, png_path: Path, *, title: str = "") -> None:
+def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
     """Draw reward and correctness over steps, and the trainer's distance from the generator below.
 
     Raises:
@@ -36,8 +36,6 @@ def write_learning_curve(metrics_path: Path, png_path: Path, *, title: str = "")
     _draw_learning(upper, series)
     _draw_difference(lower, series)
     figure.align_ylabels()
-    if title:
-        upper.set_title(title, loc="left", fontsize=11, fontweight="bold")
     temporary = png_path.with_name(f".{png_path.name}.tmp")
     figure.savefig(temporary, format="png")
     temporary.replace(png_path)

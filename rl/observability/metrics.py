@@ -51,6 +51,31 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
+class Std:
+    """Standard deviation of all values (not Bessel-corrected), each part kept as its mean, its count and
+    its squared deviations; merged as Chan, Golub and LeVeque (1983) do."""
+
+    mean: float
+    count: float = 1
+    squares: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+    def merge(self, other: Std) -> Std:
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        return Std(
+            mean=self.mean + apart * other.count / count,
+            count=count,
+            squares=self.squares + other.squares + apart * apart * self.count * other.count / count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """Total over ranks, calls and steps."""
 

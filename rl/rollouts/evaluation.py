@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rl.errors import RunError
+from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Sampler, Scorer
 from rl.rollouts.renderer import ChatRenderer
 from rl.types import Prompt, SamplingParams, Score
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """Means over the held-out problems."""
-
-    num_problems: int
-    correct: float
-    reward: float
-    parts: dict[str, float]
-    """Mean of each reward function that the rubric has, by name."""
-
-
 async def evaluate(
     *, prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, renderer: ChatRenderer, max_tokens: int
-) -> Evaluation:
-    """One greedy reply to each prompt, graded.
+) -> dict[str, Metric]:
+    """One greedy reply to each prompt, graded: `eval/correct`, `eval/reward`, `eval/num_problems`,
+    and `eval/<name>` of each reward function that the rubric has.
 
     Raises:
         RunError: if a reply could not be scored.
@@ -35,21 +25,23 @@ async def evaluate(
     rollouts = [renderer.rollout(p, group[0]) for p, group in zip(prompts, groups, strict=True)]
     scores = await scorer.score(rollouts)
     raise_on_failures(scores, max_fraction=0.0)
-    num = len(scores)
-    return Evaluation(
-        num_problems=num,
-        correct=sum(s.correct for s in scores) / num,
-        reward=sum(s.reward for s in scores) / num,
-        parts={name: sum(s.parts[name] for s in scores) / num for name in scores[0].parts},
-    )
+    return merge(map(_score_metrics, scores))
 
 
-def raise_on_failures(scores: Sequence[Score], *, max_fraction: float) -> int:
-    """How many scores failed; an error that shows the first when they are too many."""
+def _score_metrics(score: Score) -> dict[str, Metric]:
+    return {
+        **{f"eval/{name}": Mean(value) for name, value in score.parts.items()},
+        "eval/correct": Mean(score.correct),
+        "eval/reward": Mean(score.reward),
+        "eval/num_problems": Sum(1),
+    }
+
+
+def raise_on_failures(scores: Sequence[Score], *, max_fraction: float) -> None:
+    """Raises RunError, which shows the first failure, if more than this share of the scores failed."""
     failures = [s.failure for s in scores if s.failure is not None]
     if len(failures) > max_fraction * len(scores):
         raise RunError(
             f"{len(failures)} of {len(scores)} rewards failed, where a share of {max_fraction:g} may; "
             f"the first: {failures[0]}"
         )
-    return len(failures)

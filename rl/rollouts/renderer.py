@@ -43,9 +43,10 @@ class ChatRenderer:
             raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
         return np.append(self._encode(problem.demonstration), np.int32(self.tokenizer.eos_token_id))
 
-    def rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+    def rollout(self, prompt: Prompt, completion: Completion, *, sample: int = 0) -> Rollout:
+        """The completion with its text; `sample` is its number among the prompt's completions."""
         text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-        return Rollout(prompt=prompt, completion=completion, text=text)
+        return Rollout(prompt=prompt, sample=sample, completion=completion, text=text)
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

@@ -40,7 +40,7 @@ class SumDigits(Configurable):
         it is 4 or more. So a policy warmed up on them has the skill and a habit that is mostly wrong,
         which is what the policy gradient is to mend."""
         reward: Literal["answer", "noise"] = "answer"
-        """`noise` draws 0 or 1 by chance: the control that must not learn."""
+        """`noise` tosses a coin for 0 or 1, the same for a seed: the control that must not learn."""
 
         def __post_init__(self) -> None:
             if self.num_integers not in (2, 3, 4):
@@ -78,10 +78,10 @@ class SumDigits(Configurable):
                 break
         return list(problems.values())
 
-    def rubric(self) -> Rubric:
-        """Reward 1.0 for the right answer, `format_reward` for the form alone."""
+    def rubric(self, *, seed: int) -> Rubric:
+        """Reward 1.0 for the right answer, `format_reward` for the form alone; `seed` is of the noise."""
         if self.config.reward == "noise":
-            return Rubric(criteria=(Criterion(name="noise", function=_coin),), correct=is_correct)
+            return Rubric(criteria=(Criterion(name="noise", function=Coin(seed=seed)),), correct=is_correct)
         share = self.config.format_reward
         criteria = (
             Criterion(name="answer", function=_answer_reward, weight=1.0 - share),
@@ -149,5 +149,17 @@ def _answer_reward(rollout: Rollout) -> float:
     return float(is_correct(rollout))
 
 
-def _coin(rollout: Rollout) -> float:
-    return float(random.getrandbits(1))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coin:
+    """A reward of 0 or 1 by chance, the same for a seed in whichever process it is tossed.
+
+    It is tossed before the reply is read: for the problem, the policy version and the sample's
+    number. So no reply is one that wins, and equal replies of a group toss a coin each.
+    """
+
+    seed: int
+
+    def __call__(self, rollout: Rollout) -> float:
+        version = int(rollout.completion.policy_versions.max(initial=0))
+        toss = f"coin {self.seed} {rollout.prompt.problem.id} {version} {rollout.sample}"
+        return float(hashlib.sha256(toss.encode()).digest()[0] & 1)

@@ -45,20 +45,17 @@ def meshes():
 
 
 @pytest.fixture(scope="module")
-def role(meshes, tmp_path_factory):
-    """Two processes with a process group's environment, two GPUs and an output folder."""
-    folder = tmp_path_factory.mktemp("output")
-    mesh = meshes.run(
-        launch.spawn_role("worker", num_procs=2, env={"A": "b"}, threads=3, gpus=[4, 6], output_folder=folder)
-    )
+def role(meshes):
+    """Two processes with a process group's environment and two GPUs."""
+    mesh = meshes.run(launch.spawn_role("worker", num_procs=2, env={"A": "b"}, threads=3, gpus=[4, 6]))
     meshes.run(launch.setup_process_group_env(mesh))
-    return mesh, mesh.spawn("holder", Holder), folder
+    return mesh, mesh.spawn("holder", Holder)
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_processes_get_their_environment_and_ranks(meshes, role):
-    mesh, holder, _ = role
+    _, holder = role
     answers = [env for _, env in meshes.run(holder.environment.call()).items()]
     for rank, env in enumerate(answers):
         assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
@@ -67,32 +64,22 @@ def test_processes_get_their_environment_and_ranks(meshes, role):
         assert (env["RELAY_ROLE"], env["A"], env["OMP_NUM_THREADS"]) == ("worker", "b", "3")
         assert env["CUDA_VISIBLE_DEVICES"] == "4,6"
     assert answers[0]["MASTER_PORT"] == answers[1]["MASTER_PORT"]
-    assert [info.rank for info in launch.process_infos(mesh)] == [0, 1]
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(120)
-def test_what_a_process_prints_goes_to_its_file(meshes, role):
-    _, holder, folder = role
-    meshes.run(holder.slice(procs=1).print_line.call_one("hello"))
-    assert (folder / "worker-1.out").read_text() == "hello\nhello on stderr\n"
-    assert (folder / "worker-0.out").read_text() == ""
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_actor_processes_leave_it_to_the_controller_to_end_them(meshes, role, signal_number):
-    mesh, holder, _ = role
-    for info in launch.process_infos(mesh):
-        os.kill(info.pid, signal_number)
+    mesh, holder = role
+    for pid in meshes.pids(mesh):
+        os.kill(pid, signal_number)
     assert len(meshes.run(holder.environment.call())) == 2
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, role):
-    mesh, _, _ = role
+    mesh, _ = role
     other = meshes.spawn_mesh(1, process_group=False)
     ((_, (pids, file)),) = meshes.run(other.spawn("holder", Holder).hold.call()).items()
     assert all(identify(pid) for pid in pids)
@@ -100,9 +87,9 @@ def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, rol
     meshes.stop(other)
     assert not any(identify(pid) for pid in pids)
     assert not Path(file).exists()
-    assert all(identify(info.pid) for info in launch.process_infos(mesh))
+    assert all(identify(pid) for pid in meshes.pids(mesh))
     with pytest.raises(ValueError, match="not a running role"):
-        launch.process_infos(other)
+        meshes.run(launch.setup_process_group_env(other))
 
 
 @pytest.mark.medium
@@ -154,6 +141,7 @@ def wait_until_gone(pids):
         ("return", None, 0),
         ("raise", None, 1),
         ("crash", None, 0),
+        ("broken", None, 0),
         ("stuck", signal.SIGINT, -signal.SIGINT),
         ("wait", signal.SIGTERM, 143),
     ],

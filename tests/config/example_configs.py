@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rl.config.configurable import HIDDEN, Configurable
+from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 
 
 class Precision(enum.Enum):
@@ -85,9 +85,9 @@ def plus_one(value: float) -> float:
 class Run(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        name: str | None = None
+        name: str | None = field(default=None, metadata=ONE_RUN)
         dump_folder: Path = Path("outputs")
-        overwrite: bool = False
+        overwrite: bool = field(default=False, metadata=ONE_RUN)
         """Discard a finished run of the same name."""
         stop_token_ids: tuple[int, ...] = ()
         trainer: Trainer.Config = field(default_factory=Trainer.Config)

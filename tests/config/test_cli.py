@@ -232,6 +232,21 @@ def test_run_starts_again_from_its_json_and_options_override_it(tmp_path):
     assert again.config.warmup is None
 
 
+def test_run_started_again_has_a_name_of_its_own_and_overwrites_nothing_unless_asked(tmp_path):
+    path = tmp_path / "config.json"
+    first = parse_cli(
+        ["--name", "first", "--overwrite", "--dump_folder", "x"], default_module=MODULE, default_config="tiny"
+    )
+    write_json(first, path)
+    again = parse("--from_json", str(path))
+    assert (again.name, again.overwrite, again.dump_folder) == (None, False, Path("x"))
+    again = parse("--from_json", str(path), "--name", "second", "--overwrite")
+    assert (again.name, again.overwrite) == ("second", True)
+    # Neither does a name that the registry function sets, which the first run of it has.
+    write_json(parse_cli([], default_module=MODULE, default_config="unannotated"), path)
+    assert parse("--from_json", str(path)).name is None
+
+
 def test_json_file_names_its_own_registry_function(capsys, tmp_path):
     write_json(parse_cli([], default_module=MODULE, default_config="tiny"), tmp_path / "config.json")
     message = error_of(capsys, "--from_json", str(tmp_path / "config.json"), "--config", "tiny")

@@ -8,6 +8,7 @@ import torch
 from actors.checks import check_layout, check_memory
 from actors.fleet import assign_gpus
 from configs import sum_digits
+from rl.config.cli import parse_cli
 from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import read_json, write_json
 from rl.config.tree import rebuild
@@ -37,6 +38,16 @@ def test_every_config_survives_its_json(name, tmp_path):
     write_json(ResolvedRun(module="sum_digits", function=name, config=config), path)
     assert json.loads(path.read_text())["values"]["model"] == f"qwen3/{config.model.flavor}"
     assert read_json(path).config == config
+
+
+def test_a_run_started_from_the_file_of_another_does_not_take_its_folder(tmp_path):
+    path = tmp_path / "config.json"
+    run = parse_cli(
+        ["--name", "first", "--overwrite", "--seed", "3"], default_module="sum_digits", default_config="tiny"
+    )
+    write_json(run, path)
+    again = parse_cli(["--from_json", str(path)], default_module="sum_digits").config
+    assert (again.name, again.overwrite, again.seed) == (None, False, 3)
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

@@ -53,6 +53,22 @@ def test_the_new_field_is_an_option_and_survives_the_config_file(tmp_path):
     assert again == run
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("anneal_steps", "0", "anneal_steps=0: must be at least 1"),
+        ("final_max_norm", "0", "final_max_norm=0.0: must be above 0"),
+        ("final_max_norm", "nan", "final_max_norm=nan: must be above 0"),
+        ("num_procs", "0", "num_procs=0, num_threads=2: both must be at least 1"),  # the parent's check
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name_value_and_range(option, value, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_cli([*ARGV, f"--trainer.{option}", value], default_module="sum_digits")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: trainer: {says}\n"
+
+
 def test_the_clip_norm_falls_to_its_final_value_and_stays_there(engine):
     norms = [step_norm(engine) for _ in range(6)]
     assert norms == pytest.approx([0.4, 0.325, 0.25, 0.175, 0.1, 0.1], rel=1e-3)

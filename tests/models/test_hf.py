@@ -1,5 +1,8 @@
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -86,16 +89,53 @@ def test_tokenizer_files_and_token_ids_come_along(tmp_path, model, adapter):
     assert opened.config["hidden_size"] == 32
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path, model, adapter):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_write_that_fails_or_is_interrupted_leaves_nothing_behind(tmp_path, model, adapter, error):
     def breaks_midway():
         yield from list(model.named_parameters())[:5]
-        raise RuntimeError("a rank is gone")
+        raise error("a rank is gone")
 
-    with pytest.raises(RuntimeError, match="a rank is gone"):
+    with pytest.raises(error, match="a rank is gone"):
         write_hf_folder(
             tmp_path / "out" / "hf", breaks_midway(), adapter, dtype=torch.float32, max_shard_bytes=5_000
         )
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def killed_while_writing(path, model, adapter):
+    """Another process starts to write `path` and is killed at its sixth parameter."""
+
+    def dies_midway():
+        yield from list(model.named_parameters())[:5]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(
+        target=write_hf_folder, args=(path, dies_midway(), adapter), kwargs={"dtype": torch.float32}
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_that_writes_there(tmp_path, model, adapter):
+    killed_while_writing(tmp_path / "a", model, adapter)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".a.")
+    (tmp_path / ".somebody.elses").mkdir()
+    write_hf_folder(tmp_path / "b", model.named_parameters(), adapter, dtype=torch.float32)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".somebody.elses", "b"]
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path, model, adapter):
+    def writes_another_meanwhile():
+        yield from list(model.named_parameters())[:5]
+        write_hf_folder(tmp_path / "b", model.named_parameters(), adapter, dtype=torch.float32)
+        yield from list(model.named_parameters())[5:]
+
+    write_hf_folder(tmp_path / "a", writes_another_meanwhile(), adapter, dtype=torch.float32)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]
+    for name in ("a", "b"):
+        HFFolder(tmp_path / name).check(model, adapter)
 
 
 def test_a_folder_that_is_there_is_not_written_over(folder, model, adapter):

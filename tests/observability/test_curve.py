@@ -8,12 +8,12 @@ from rl.observability.curve import CORRECT, EVALUATION, REWARD, write_learning_c
 from rl.observability.metrics import MetricsWriter
 
 
-def draw(tmp_path, records, **options):
+def draw(tmp_path, records):
     metrics, png = tmp_path / "metrics.jsonl", tmp_path / "learning_curve.png"
     with MetricsWriter(metrics) as writer:
         for record in records:
             writer.write(record)
-    write_learning_curve(metrics, png, **options)
+    write_learning_curve(metrics, png)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
     return matplotlib.image.imread(png)[..., :3]
 
@@ -30,7 +30,7 @@ def step_record(step, **metrics):
 def test_curve_shows_reward_correctness_and_evaluation(tmp_path):
     steps = [step_record(s, reward__mean=s / 50, reward__correct=s / 100) for s in range(1, 51)]
     evaluations = [step_record(s, eval__correct=s / 60) for s in (0, 25, 50)]
-    image = draw(tmp_path, steps + evaluations, title="tiny")
+    image = draw(tmp_path, steps + evaluations)
     for color in (REWARD, CORRECT, EVALUATION):
         assert num_pixels(image, color) > 500
     assert image.shape == (840, 1200, 3)

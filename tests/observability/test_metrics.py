@@ -4,12 +4,23 @@ import math
 import numpy as np
 import pytest
 
-from rl.observability.metrics import Last, Max, Mean, Metric, MetricsWriter, Sum, merge, read_metrics
+from rl.observability.metrics import Last, Max, Mean, Metric, MetricsWriter, Std, Sum, merge, read_metrics
 
 
 def test_mean_of_unequal_parts_is_weighted_by_their_counts():
     assert Mean(6.0, 3).merge(Mean(10.0, 1)) == Mean(16.0, 4)
     assert Mean(6.0, 3).merge(Mean(10.0, 1)).value == 4.0
+
+
+def test_standard_deviation_of_parts_is_that_of_all_their_values():
+    # 2, 4, 4, 4, 5, 5, 7, 9 have mean 5 and deviations whose squares sum to 32.
+    first = Std(2).merge(Std(4)).merge(Std(4))
+    rest = Std(4).merge(Std(5).merge(Std(5))).merge(Std(7).merge(Std(9)))
+    assert first.merge(rest).mean == pytest.approx(5)
+    assert first.merge(rest).value == pytest.approx(2)
+    # Where the difference of mean square and squared mean would have no digit left.
+    assert Std(1e9).merge(Std(1e9 + 1)).value == 0.5
+    assert Std(3.0).value == 0
 
 
 def test_each_reduction_merges_its_own_way():

@@ -6,10 +6,10 @@ in tests/conftest.py, and here for each run that is interrupted.
 
 import signal
 
-import numpy as np
 import pytest
 
 from rl.observability.run_folder import read_status
+from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
 from tests.support.runs import interrupt_after_line, run_to_the_end
 
@@ -25,8 +25,7 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     assert "Traceback" not in run.output
     assert [r["step"] for r in run.steps] == [1]
     (batch,) = run.folder.glob("nan_batch_version_1*")
-    with np.load(batch) as arrays:
-        assert len(arrays.files) > 0
+    assert len(read_batch(batch)) == 8 * 4
     assert read_status(run.folder) == "running"  # not marked as finished
 
 
@@ -46,6 +45,11 @@ def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
     assert all(r["loss/grad_norm"] > 0 for r in run.steps)
     assert all(r["logprob_diff/mean"] < 1e-5 for r in run.steps)
     assert all(abs(r["loss/ratio_mean"] - 1) < 1e-5 for r in run.steps)
+    finished, checkpoint, exported, curve = run.output.splitlines()[-4:]
+    assert finished.startswith("finished: 6 steps in ")
+    assert checkpoint.endswith(f" {run.folder}/checkpoints/step-6")
+    assert exported.endswith(f" {run.folder}/checkpoints/hf")
+    assert curve.endswith(f" {run.folder}/learning_curve.png")
 
 
 def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):

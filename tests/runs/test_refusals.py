@@ -76,6 +76,29 @@ def test_an_incomplete_assets_folder_is_refused_by_the_missing_file(refused, ass
         (assets / "hidden").rename(assets / "tokenizer.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON: Expecting property name"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds list, not an object"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json has a value that transformers"),
+        ("tokenizer.json", "{", "tokenizer.json is malformed: EOF while parsing"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x' is not a token id"),
+    ],
+)
+def test_a_malformed_tokenizer_is_refused_by_its_file_and_what_is_wrong(refused, assets, name, content, says):
+    original = (assets / name).read_text()
+    try:
+        (assets / name).write_text(content)
+        told = refused("--hf_assets_path", str(assets))
+        assert told.startswith("error: ")
+        assert f"{assets}" in told
+        assert says in told
+        assert "Traceback" not in told
+    finally:
+        (assets / name).write_text(original)
+
+
 def test_a_checkpoint_of_another_architecture_is_refused(refused, assets):
     path = assets / "config.json"
     original = path.read_text()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from losses.types import Loss
+from rl.observability.metrics import Record, reduced
 from rl.rollouts.rubric import Rubric
 from rl.types import (
     Completion,
@@ -41,7 +42,10 @@ class ByteTokenizer:
 
 @dataclass(kw_only=True)
 class FakePolicy:
-    """Sampler, learner and publisher of one made-up policy, with the order of their calls."""
+    """Sampler, learner and publisher of one made-up policy, with the order of their calls.
+
+    Step n has a gradient norm of n.
+    """
 
     reply: Callable[[str, int], str]
     """What sample `i` of a prompt's text answers."""
@@ -91,7 +95,7 @@ class FakePolicy:
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         self.calls.append("optim_step")
         self.version += 1
-        return OptimStepResult(grad_norm=1.0, lr=1e-3, policy_version=self.version, time_s=0.0)
+        return OptimStepResult(grad_norm=self.version, lr=1e-3, policy_version=self.version, time_s=0.0)
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
@@ -119,11 +123,13 @@ class RubricScorer:
 
 
 class ListSink:
-    def __init__(self) -> None:
-        self.records: list[dict[str, float | int | None]] = []
+    """Keeps records as numbers."""
 
-    def write(self, record: dict[str, float | int | None]) -> None:
-        self.records.append(dict(record))
+    def __init__(self) -> None:
+        self.records: list[dict[str, float | None]] = []
+
+    def write(self, record: Record) -> None:
+        self.records.append({name: reduced(metric) for name, metric in record.items()})
 
 
 def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> Completion:

@@ -97,7 +97,7 @@ class RaisesLater(SumDigits):
     class Config(SumDigits.Config):
         pass
 
-    def rubric(self) -> Rubric:
+    def rubric(self, *, seed: int) -> Rubric:
         return Rubric(criteria=(Criterion(name="picky", function=_raise_on_long),), correct=is_correct)
 
 
@@ -118,7 +118,7 @@ class NaNAtOnce(SumDigits):
     class Config(SumDigits.Config):
         pass
 
-    def rubric(self) -> Rubric:
+    def rubric(self, *, seed: int) -> Rubric:
         return Rubric(criteria=(Criterion(name="broken", function=_nan),), correct=is_correct)
 
 

@@ -1,8 +1,9 @@
 """A controller to be ended in every way: `python -m tests.support.launch_controller HOW`.
 
 It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `return`, `raise`, `wait` for a signal, `stuck` (the same, with an actor that blocks), or
-`crash` (an actor process is killed, so that its child has no parent, before the run returns).
+does HOW: `return`, `raise`, `wait` for a signal, `stuck` (the same, with an actor that blocks),
+`crash` (an actor process is killed, so that its child has no parent, before the run returns), or
+`broken` (a third role does not come up before the run returns).
 """
 
 from __future__ import annotations
@@ -42,11 +43,6 @@ class Holder(Actor):
         return dict(os.environ)
 
     @endpoint
-    async def print_line(self, line: str) -> None:
-        print(line, flush=True)
-        os.write(2, f"{line} on stderr\n".encode())
-
-    @endpoint
     async def exit_now(self) -> None:
         os._exit(3)
 
@@ -66,6 +62,10 @@ async def main(how: str) -> None:
             await asyncio.sleep(0.01)
         # Of a process that is dead nobody knows what it had mapped.
         Path(held[0][1]).unlink()
+    if how == "broken":
+        third = launch.spawn_role("third", num_procs=1, env={"PYTHONHOME": "/nowhere"})
+        failures = await asyncio.gather(third, return_exceptions=True)
+        assert "failed to configure process" in str(failures[0])
     if how == "raise":
         raise RuntimeError("as asked")
     if how == "stuck":

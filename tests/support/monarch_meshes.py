@@ -16,17 +16,24 @@ Actor classes must stand in an importable module (`tests.support...`), not in th
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from monarch.actor import ProcMesh
+from monarch.actor import Actor, ProcMesh, endpoint
 
 from actors import launch
 
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 90.0
+
+
+class _Pid(Actor):
+    @endpoint
+    async def get(self) -> int:
+        return os.getpid()
 
 
 class Meshes:
@@ -54,6 +61,10 @@ class Meshes:
         if process_group:
             self.run(launch.setup_process_group_env(mesh))
         return mesh
+
+    def pids(self, mesh: ProcMesh) -> list[int]:
+        """Of the mesh's processes, by rank."""
+        return [pid for _, pid in self.run(mesh.spawn("pid", _Pid).get.call()).items()]
 
     def stop(self, mesh: ProcMesh) -> None:
         self.run(launch.stop(mesh))

@@ -1,4 +1,4 @@
-from itertools import islice
+from itertools import combinations, islice
 
 import pytest
 
@@ -8,10 +8,13 @@ from rl.types import Prompt, Rollout
 from tests.support.fakes import ByteTokenizer, completion
 
 
-def rollout(text: str, *, finish_reason: str = "stop") -> Rollout:
+def rollout(
+    text: str, *, finish_reason: str = "stop", sample: int = 0, version: int = 0, problem: int = 82
+) -> Rollout:
+    """A reply to 47 and `problem`."""
     renderer = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
-    prompt: Prompt = renderer.prompt(make_problem([47, 82]))
-    return renderer.rollout(prompt, completion(text, finish_reason=finish_reason))
+    prompt: Prompt = renderer.prompt(make_problem([47, problem]))
+    return renderer.rollout(prompt, completion(text, version, finish_reason=finish_reason), sample=sample)
 
 
 def test_answer_is_the_sum_of_all_digits():
@@ -51,19 +54,35 @@ def test_parser_takes_the_digits_that_end_the_reply(text, answer):
     ],
 )
 def test_reward_is_one_for_the_answer_and_a_tenth_for_the_form(text, finish_reason, reward, correct):
-    score = (
-        SumDigits.Config(num_integers=2).build().rubric().score(rollout(text, finish_reason=finish_reason))
-    )
+    rubric = SumDigits.Config(num_integers=2).build().rubric(seed=0)
+    score = rubric.score(rollout(text, finish_reason=finish_reason))
     assert score.reward == pytest.approx(reward)
     assert score.correct is correct
 
 
+def tosses(*, seed: int = 0, text: str = "[ANSWER] 21", version: int = 0, problem: int = 82) -> str:
+    """The noise reward of 256 samples of one prompt."""
+    rubric = SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=seed)
+    made = [rollout(text, sample=i, version=version, problem=problem) for i in range(256)]
+    return "".join(str(int(rubric.score(r).reward)) for r in made)
+
+
 def test_noise_reward_ignores_the_answer_but_correct_does_not():
-    rubric = SumDigits.Config(num_integers=2, reward="noise").build().rubric()
-    scores = [rubric.score(rollout("[ANSWER] 21")) for _ in range(200)]
-    assert {s.reward for s in scores} == {0.0, 1.0}
-    assert 60 < sum(s.reward for s in scores) < 140
-    assert all(s.correct for s in scores)
+    rubric = SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)
+    assert [rubric.score(rollout(text)).correct for text in ("[ANSWER] 21", "no")] == [True, False]
+    assert tosses(text="[ANSWER] 21") == tosses(text="no")
+
+
+def test_noise_is_the_same_for_a_seed_on_every_machine_and_in_every_process():
+    assert tosses().startswith("11100011011011000011110010100011")
+
+
+def test_noise_is_fair_and_another_for_each_seed_policy_version_and_problem():
+    drawn = [tosses(), tosses(seed=1), tosses(version=1), tosses(problem=83)]
+    # Of 256 fair tosses 128 are heads and 128 agree with other ones; 48 are six standard deviations.
+    assert all(abs(t.count("1") - 128) < 48 for t in drawn)
+    for a, b in combinations(drawn, 2):
+        assert abs(sum(x == y for x, y in zip(a, b, strict=True)) - 128) < 48
 
 
 def test_held_out_problems_never_occur_in_training_in_any_order():

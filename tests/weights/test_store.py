@@ -11,7 +11,6 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from actors import launch
 from rl.weights.errors import (
     IncompleteVersionError,
     VersionExistsError,
@@ -28,10 +27,9 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
 
 
 def expected(version, dtype):
-    """Parameters in `dtype`; the buffers keep theirs."""
-    net = UnevenNet(seed=version)
-    parameters = {name for name, _ in net.named_parameters()}
-    return {name: v.to(dtype) if name in parameters else v for name, v in net.state_dict().items()}
+    """Floating-point numbers in `dtype`, integers as they are."""
+    state_dict = UnevenNet(seed=version).state_dict()
+    return {name: v.to(dtype) if v.is_floating_point() else v for name, v in state_dict.items()}
 
 
 def assert_same_bits(actual, wanted):
@@ -81,8 +79,8 @@ def test_float32_stays_float32_through_a_single_volume(cluster):
 
 
 def test_replicas_are_sent_once(cluster):
-    """bf16: 66 + 42 + 7 + 42 + 6 + 6 + 1 parameters; float32 scale; 2 int64 steps."""
-    num_bytes = 2 * (66 + 42 + 7 + 42 + 6 + 6 + 1) + 4 + 16
+    """bf16: 66 + 42 + 7 + 42 + 6 + 6 + 1 parameters and a scale; 2 int64 steps."""
+    num_bytes = 2 * (66 + 42 + 7 + 42 + 6 + 6 + 1 + 1) + 16
     for layout in ("ddp", "ddp_dtensor", "hsdp", "fsdp_tp"):
         version, sent = cluster.push(cluster.bf16, layout)
         # Between two parts of a message lie up to 15 bytes.
@@ -100,7 +98,7 @@ def test_store_pickles_and_refuses_to_work_before_start(cluster):
 
 def test_two_versions_are_kept_and_older_ones_are_freed(cluster):
     run, store = cluster.meshes.run, cluster.start(cluster.volume_mesh)
-    (info,) = launch.process_infos(cluster.volume_mesh)
+    (pid,) = cluster.meshes.pids(cluster.volume_mesh)
     size = 32 * 2**20
     state_dict = {"w": torch.ones(size // 4), "b": torch.ones(3)}
 
@@ -112,12 +110,12 @@ def test_two_versions_are_kept_and_older_ones_are_freed(cluster):
     assert [push(1), push(2), push(3)] == [[], [], [1]]
     assert run(store.versions()) == [2, 3]
     assert run(store.stats()) == VolumeStats(num_boxes=4, num_bytes=2 * (size + 12))
-    resident = resident_bytes(info.pid)
+    resident = resident_bytes(pid)
     for version in range(4, 12):
         assert push(version) == [version - 2]
     assert run(store.versions()) == [10, 11]
     assert run(store.stats()) == VolumeStats(num_boxes=4, num_bytes=2 * (size + 12))
-    assert resident_bytes(info.pid) - resident < 3 * size
+    assert resident_bytes(pid) - resident < 3 * size
     run(store.delete(10))
     run(store.delete(11))
     assert run(store.stats()) == VolumeStats(num_boxes=0, num_bytes=0)
@@ -218,11 +216,11 @@ def test_a_hanging_volume_gives_a_deadline_error_that_names_everything(cluster):
     mesh = cluster.meshes.spawn_mesh(1, process_group=False)
     store = WeightStore.Config(timeout_s=2).build()
     run(store.start(mesh))
-    (info,) = launch.process_infos(mesh)
+    (pid,) = cluster.meshes.pids(mesh)
     state_dict = {"w": torch.zeros(1000), "b": torch.zeros(4)}
     run(store.push(version=1, state_dict=state_dict))
     run(store.announce(1))
-    os.kill(info.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(WeightTimeoutError) as caught:
             run(store.push(version=2, state_dict=state_dict))
@@ -237,7 +235,7 @@ def test_a_hanging_volume_gives_a_deadline_error_that_names_everything(cluster):
         with pytest.raises(WeightTimeoutError, match="announce of version 2 on rank 0"):
             run(store.announce(2))
     finally:
-        os.kill(info.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     cluster.meshes.stop(mesh)
 
 
@@ -246,8 +244,8 @@ def test_a_dead_volume_is_an_error_that_names_the_operation(cluster):
     mesh = cluster.meshes.spawn_mesh(1, process_group=False)
     store = WeightStore.Config(timeout_s=60).build()
     run(store.start(mesh))
-    (info,) = launch.process_infos(mesh)
-    os.kill(info.pid, signal.SIGKILL)
+    (pid,) = cluster.meshes.pids(mesh)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(
         WeightStoreError, match=r"push of version 1 \(1 tensors\) on rank 0 failed: lost the index"
     ):

@@ -1,0 +1,103 @@
+"""What a step of a loop reports: its parts, each number with the reduction that joins it to the others.
+
+Shape legend: P prompts of a step, G samples of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
+from rl.rollouts.grading import GradedRollout, teaches_nothing
+from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedMinibatch:
+    """What the learner said of one optimizer step and of the gradient before it."""
+
+    gradient: ForwardBackwardResult
+    update: OptimStepResult
+
+
+def group_metrics(graded_G: Sequence[GradedRollout], *, num_drawn: int) -> dict[str, Metric]:
+    """Of one prompt's rollouts; of `num_drawn`, those in `graded_G` have a score."""
+    return merge(
+        [
+            *map(_rollout_metrics, graded_G),
+            {
+                "reward/equal_groups": Mean(teaches_nothing(graded_G)),
+                "reward/num_failed": Sum(num_drawn - len(graded_G)),
+            },
+        ]
+    )
+
+
+def _rollout_metrics(graded: GradedRollout) -> dict[str, Metric]:
+    completion = graded.rollout.completion
+    return {
+        "reward/mean": Mean(graded.score.reward),
+        "reward/std": Std(graded.score.reward),
+        "reward/correct": Mean(graded.score.correct),
+        "completion/tokens_mean": Mean(len(completion.token_ids)),
+        "completion/cut_off": Mean(completion.finish_reason == "length"),
+    }
+
+
+def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:
+    """Of the optimizer steps of one round of rollouts, at least one."""
+    # Of the first alone: later ones differ from the generator by the updates between.
+    first = _mismatch_metrics(minibatches[0].gradient)
+    return merge([*map(_minibatch_metrics, minibatches), first])
+
+
+def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
+    gradient, update = minibatch.gradient, minibatch.update
+    num_tokens = gradient.num_valid_tokens
+    return {
+        # As optimised: each step divides by its own denominator.
+        "loss/mean": Mean(gradient.loss_mean),
+        "loss/ratio_mean": Mean(gradient.ratio_mean * num_tokens, num_tokens),
+        "loss/clipped_fraction": Mean(gradient.clipped_fraction * num_tokens, num_tokens),
+        "loss/entropy_mean": Mean(gradient.entropy_mean * num_tokens, num_tokens),
+        "loss/grad_norm": Mean(update.grad_norm),
+        "loss/grad_norm_max": Max(update.grad_norm),
+        "loss/lr": Last(update.lr),
+    }
+
+
+def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
+    return {
+        "logprob_diff/mean": Mean(gradient.logprob_diff_mean),
+        "logprob_diff/max": Max(gradient.logprob_diff_max),
+        "logprob_diff/identical": Last(int(gradient.logprobs_identical)),
+    }
+
+
+def time_metrics(
+    *,
+    groups: Sequence[Sequence[Rollout]],
+    minibatches: Sequence[TrainedMinibatch],
+    published: PublishResult,
+    laps_s: Mapping[str, float],
+) -> Record:
+    """Seconds of each part of a step, and what was done in them.
+
+    Args:
+        groups: [P][G], all that were drawn.
+        laps_s: of `generate`, `score`, `train` and `publish`, which together are the step.
+    """
+    num_generated = sum(len(rollout.completion.token_ids) for group in groups for rollout in group)
+    num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
+    num_samples = sum(minibatch.gradient.num_samples for minibatch in minibatches)
+    step_s = sum(laps_s.values())
+    return {
+        **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items()},
+        "time/push_s": published.push_s,
+        "time/pull_s": published.pull_s,
+        "time/step_s": step_s,
+        "perf/generated_tokens_per_s": num_generated / laps_s["generate"],
+        "perf/trained_tokens_per_s": num_trained / laps_s["train"],
+        "perf/samples_per_s": num_samples / step_s,
+    }

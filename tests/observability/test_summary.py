@@ -1,0 +1,42 @@
+import pytest
+
+from rl.observability.run_folder import RunFolder
+from rl.observability.summary import duration, summary
+
+STEPS = [{"step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
+
+
+def evaluation(step, correct):
+    return {"step": step, "eval/correct": correct, "eval/num_problems": 512}
+
+
+def test_summary_goes_from_the_first_evaluation_to_the_last_and_says_where_the_results_are(tmp_path):
+    records = [evaluation(0, 0.375), *STEPS[:2], evaluation(2, 0.9), STEPS[2], evaluation(3, 0.97949)]
+    with RunFolder.create(tmp_path, "run") as folder:
+        for name in ("step-2", "step-3", "hf"):
+            (folder.checkpoints / name).mkdir()
+        folder.learning_curve.touch()
+        assert summary(records, folder=folder, run_s=252.4) == (
+            "finished: 3 steps in 4 min 12 s\n"
+            "  evaluation      correct 0.375 -> 0.979 of 512 problems\n"
+            f"  checkpoint      {tmp_path}/run/checkpoints/step-3\n"
+            f"  Hugging Face    {tmp_path}/run/checkpoints/hf\n"
+            f"  learning curve  {tmp_path}/run/learning_curve.png"
+        )
+
+
+@pytest.mark.parametrize(
+    ("records", "line"),
+    [(STEPS, None), ([evaluation(0, 0.375)], "correct 0.375 of 512 problems"), ([], None)],
+    ids=["no evaluation", "no steps", "neither"],
+)
+def test_what_a_run_does_not_have_is_left_out(tmp_path, records, line):
+    with RunFolder.create(tmp_path, "run") as folder:
+        text = summary(records, folder=folder, run_s=1.0)
+    assert text.splitlines()[1:] == ([] if line is None else [f"  evaluation      {line}"])
+
+
+def test_durations_have_two_units():
+    assert [duration(s) for s in (0.4, 59.4, 59.6, 252.4, 3599.6, 7530)] == [
+        "0 s", "59 s", "1 min 0 s", "4 min 12 s", "1 h 0 min", "2 h 5 min",
+    ]  # fmt: skip

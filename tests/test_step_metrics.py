@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+
+from rl.observability.metrics import merge, reduced
+from rl.rollouts.grading import grade
+from rl.rollouts.renderer import ChatRenderer
+from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
+from rl.tasks.sum_digits import make_problem
+from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Score
+from tests.support.fakes import ByteTokenizer, completion
+
+RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
+PROMPT = RENDERER.prompt(make_problem([12, 34]))
+
+
+def values(metrics):
+    return {name: reduced(metric) for name, metric in metrics.items()}
+
+
+def rollouts(*texts, finish_reason="stop"):
+    made = [completion(text, finish_reason=finish_reason) for text in texts]
+    return [RENDERER.rollout(PROMPT, c, sample=i) for i, c in enumerate(made)]
+
+
+def minibatch(*, loss=0.0, num_valid=1, ratio=1.0, clipped=0.0, entropy=0.0, diff=0.0, grad_norm=1.0, lr=0.1):
+    gradient = ForwardBackwardResult(
+        loss_sum=loss * num_valid,
+        denominator=num_valid,
+        num_samples=4,
+        num_tokens=num_valid + 10,
+        num_valid_tokens=num_valid,
+        advantage_mean=0.0,
+        advantage_std=1.0,
+        ratio_mean=ratio,
+        clipped_fraction=clipped,
+        entropy_mean=entropy,
+        logprob_diff_mean=diff,
+        logprob_diff_max=3 * diff,
+        logprobs_identical=diff == 0,
+        time_s=0.0,
+    )
+    return TrainedMinibatch(
+        gradient=gradient, update=OptimStepResult(grad_norm=grad_norm, lr=lr, policy_version=1, time_s=0.0)
+    )
+
+
+def test_rewards_of_groups_of_unequal_size_count_by_sample_and_groups_by_group():
+    failed = Score(reward=0.0, correct=False, failure="raised")
+    groups = [rollouts("abc", "a", "ab"), rollouts("abcd", "abcd", "abcd", finish_reason="length")]
+    scores = [
+        Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False),
+        Score(reward=0.5, correct=False), Score(reward=0.5, correct=False), failed,
+    ]  # fmt: skip
+    graded_PG = grade(groups, scores, advantage=lambda rewards_G: rewards_G - rewards_G.mean())
+    assert [[g.advantage for g in graded_G] for graded_G in graded_PG] == [[0.5, -0.5], [0, 0]]
+    merged = merge(group_metrics(graded_G, num_drawn=3) for graded_G in graded_PG)
+    assert values(merged) == {
+        "reward/mean": 0.5,
+        "reward/std": pytest.approx(np.std([1, 0, 0.5, 0.5])),
+        "reward/correct": 0.25,
+        "reward/equal_groups": 0.5,
+        "reward/num_failed": 2,
+        # The end token counts: 4 and 3 of the first group, 5 and 5 of the second.
+        "completion/tokens_mean": 4.25,
+        "completion/cut_off": 0.5,
+    }
+
+
+def test_a_group_without_a_single_score_counts_as_one_that_teaches_nothing():
+    assert values(group_metrics([], num_drawn=3)) == {"reward/equal_groups": 1, "reward/num_failed": 3}
+
+
+def test_minibatches_are_joined_each_number_by_its_own_reduction():
+    merged = training_metrics(
+        [
+            minibatch(loss=1, num_valid=3, ratio=1.0, clipped=0.0, entropy=2, diff=1e-6, grad_norm=1, lr=0.1),
+            minibatch(loss=2, num_valid=1, ratio=1.2, clipped=0.4, entropy=4, diff=0.5, grad_norm=5, lr=0.2),
+        ]
+    )
+    assert values(merged) == {
+        "loss/mean": 1.5,  # by optimizer step
+        "loss/ratio_mean": pytest.approx((3 * 1.0 + 1.2) / 4),  # by token
+        "loss/clipped_fraction": pytest.approx(0.1),
+        "loss/entropy_mean": 2.5,
+        "loss/grad_norm": 3,
+        "loss/grad_norm_max": 5,
+        "loss/lr": 0.2,
+        # Before the first update.
+        "logprob_diff/mean": 1e-6,
+        "logprob_diff/max": pytest.approx(3e-6),
+        "logprob_diff/identical": 0,
+    }
+
+
+def test_speeds_are_of_the_lap_that_did_the_work():
+    record = time_metrics(
+        groups=[rollouts("abc", "a"), rollouts("ab", "")],  # 4 + 2 + 3 + 1 tokens
+        minibatches=[minibatch(num_valid=6), minibatch(num_valid=4)],  # 16 + 14 tokens, 4 + 4 samples
+        published=PublishResult(policy_version=1, push_s=0.25, pull_s=0.75),
+        laps_s={"generate": 2.0, "score": 0.5, "train": 0.5, "publish": 1.0},
+    )
+    assert values(record) == {
+        "time/generate_s": 2,
+        "time/score_s": 0.5,
+        "time/train_s": 0.5,
+        "time/publish_s": 1,
+        "time/push_s": 0.25,
+        "time/pull_s": 0.75,
+        "time/step_s": 4,
+        "perf/generated_tokens_per_s": 5,
+        "perf/trained_tokens_per_s": 60,
+        "perf/samples_per_s": 2,
+    }
