@@ -17,6 +17,7 @@ from torch import Tensor
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
+from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
 from rl.types import Completion, PullResult, SamplingParams
 from rl.weights.store import WeightStore
@@ -31,6 +32,7 @@ class VLLMGenerator(Actor, Configurable):
 
     def __init__(self, *, config: Config, model_spec: ModelSpec, store: WeightStore) -> None:
         """`model_spec` says what family the model is of; its sizes come from the served folder."""
+        use_threads(1)  # This is not the thread that computes: the engine has its own.
         self.config = config
         self.model_spec = model_spec
         self.store = store

@@ -16,6 +16,7 @@ from monarch.actor import Actor, current_rank, endpoint
 
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
@@ -51,6 +52,7 @@ class PolicyTrainer(Actor, Configurable):
         self, *, config: Config, model_spec: ModelSpec, store: WeightStore, failure_folder: str
     ) -> None:
         """`failure_folder` receives the batch on which a loss was not finite."""
+        use_threads(config.num_threads)
         self.config = config
         self.model_spec = model_spec
         self.store = store

@@ -32,6 +32,7 @@ from actors.vllm.memory import CPU_BLOCK, GIB
 from actors.vllm.model import FROM_STORE, register_policy
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
+from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 
@@ -55,7 +56,7 @@ class VLLMCore:
         world: World,
     ) -> None:
         _quieten()
-        torch.set_num_threads(config.num_threads)
+        use_threads(config.num_threads)
         vllm_config = engine_args(
             config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path
         ).create_engine_config()

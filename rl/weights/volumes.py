@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from monarch.actor import current_rank, endpoint
 
+from rl.distributed.threads import use_threads
 from rl.weights.errors import IncompleteVersionError, VersionExistsError, VersionNotFoundError
 from rl.weights.monarch_compat import (
     AsyncController,
@@ -68,6 +70,10 @@ def current_torch_rank() -> int:
 
 class BatchVolume(StorageVolume):
     """torchstore's in-memory volume; a version's boxes are views of the messages they came in."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        use_threads(1)  # Its process may be a trainer's, which computes in another thread.
+        super().__init__(*args, **kwargs)
 
     @endpoint
     async def put_batch(self, message: Message) -> None:

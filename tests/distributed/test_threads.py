@@ -1,0 +1,54 @@
+"""A thread keeps the number of compute threads that it asked for."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from rl.distributed.threads import use_threads
+
+COUNT_POOLS = """
+import os, threading
+import torch
+from rl.distributed.threads import use_threads
+
+def work():
+    torch.zeros(1_000_000).add_(1)
+
+def computing():
+    use_threads(2)
+    work()
+    computed.set()
+    counted.wait(30)
+
+use_threads(1)
+computed, counted = threading.Event(), threading.Event()
+before = len(os.listdir("/proc/self/task"))
+threading.Thread(target=computing).start()
+computed.wait(30)
+work()
+print(len(os.listdir("/proc/self/task")) - before)
+counted.set()
+"""
+
+
+def test_each_thread_keeps_its_own_number():
+    def ask(count):
+        use_threads(count)
+        return threading.get_ident()
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        assert one.submit(ask, 1).result() != two.submit(ask, 3).result()
+        assert one.submit(torch.get_num_threads).result() == 1
+        assert two.submit(torch.get_num_threads).result() == 3
+        one.submit(ask, 2).result()
+        assert two.submit(torch.get_num_threads).result() == 3
+
+
+def test_a_single_thread_starts_no_pool_beside_that_of_the_one_that_computes():
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_POOLS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(done.stdout) == 2  # the thread that computes, and the other one of its pool

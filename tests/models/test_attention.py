@@ -1,0 +1,44 @@
+"""Attention over a packed batch against the textbook's, one sequence and one head at a time."""
+
+import pytest
+import torch
+
+from rl.models.attention import PackedAttention, SequenceLayout
+
+
+def textbook(q_THD, k_TKD, v_TKD, lengths):
+    group_size = q_THD.size(1) // k_TKD.size(1)
+    parts, start = [], 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        start += length
+        heads = []
+        for h in range(q_THD.size(1)):
+            q, k, v = q_THD[rows, h], k_TKD[rows, h // group_size], v_TKD[rows, h // group_size]
+            scores = (q @ k.T / q.size(-1) ** 0.5).masked_fill(
+                ~torch.ones(length, length).tril().bool(), -1e30
+            )
+            heads.append(scores.softmax(-1) @ v)
+        parts.append(torch.stack(heads, dim=1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[3, 1, 40], [96], [5, 97]])
+def test_packed_attention_and_its_gradient_are_the_textbooks(lengths, num_kv_heads):
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(num_heads):
+        return torch.randn(sum(lengths), num_heads, 8, generator=random, dtype=torch.float64)
+
+    inputs = [drawn(heads).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads)]
+    weights_THD = drawn(4)
+    out = PackedAttention()(*inputs, SequenceLayout.from_lengths(lengths))
+    expected = textbook(*inputs, lengths)
+    torch.testing.assert_close(out, expected)
+    for actual, wanted in zip(
+        torch.autograd.grad((out * weights_THD).sum(), inputs),
+        torch.autograd.grad((expected * weights_THD).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, wanted)
