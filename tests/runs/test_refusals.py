@@ -141,3 +141,23 @@ def test_a_refused_run_leaves_an_earlier_one_of_its_name_as_it_was(tmp_path, cap
     assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
     assert folder.metrics.read_text() == "{}"
     assert read_status(folder.path) == "finished"
+
+
+def test_a_run_that_would_replace_what_it_starts_from_is_refused(tmp_path, capsys):
+    with RunFolder.create(tmp_path, "good") as folder:
+        weights = write_random_model(folder.checkpoints / "hf", spec=model_registry("tiny"), seed=0)
+        folder.mark_finished()
+    before = {file.name: file.read_bytes() for file in weights.iterdir()}
+    options = [
+        "--dump_folder",
+        str(tmp_path),
+        "--name",
+        "good",
+        "--overwrite",
+        "--hf_assets_path",
+        str(weights),
+    ]
+    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+    assert f"hf_assets_path='{weights}' lies in the folder of the run" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in weights.iterdir()} == before
+    assert read_status(folder.path) == "finished"
