@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal():
     (loop,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), flags=re.DOTALL)
-    names = {
+    names: dict[str, Any] = {
         "SamplingParams": SamplingParams,
         "islice": itertools.islice,
         "np": np,

@@ -17,7 +17,7 @@ def warm_up(policy, *, num_problems):
     warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
         learner=policy, renderer=RENDERER
     )
-    losses = []
+    losses: list[float] = []
     asyncio.run(warmup.run(repeat(PROBLEM, num_problems), on_step=losses.append))
     return losses
 
