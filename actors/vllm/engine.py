@@ -214,7 +214,7 @@ class GeneratorEngine(Configurable):
 
         Written to only inside `update_weights`.
         """
-        return self._core.parameters()
+        return self._core.weights()
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
