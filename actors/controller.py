@@ -24,6 +24,7 @@ from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import code_name, to_dict, write_json
+from rl.distributed.seeds import check_seed
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
 from rl.models.spec import ModelSpec
@@ -88,6 +89,13 @@ class Controller(Configurable):
         weights: WeightStore.Config = field(default_factory=WeightStore.Config)
         loop: SyncLoop.Config = field(default_factory=SyncLoop.Config)
         timeouts: Timeouts = field(default_factory=Timeouts)
+
+        def __post_init__(self) -> None:
+            check_seed(self.seed)
+            if self.name == STARTING_POINTS:
+                raise ValueError(
+                    f"name={self.name!r} is the folder of the starting points that runs share: choose another"
+                )
 
         @property
         def fleet(self) -> FleetConfig:
