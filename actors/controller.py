@@ -138,7 +138,8 @@ class Controller(Configurable):
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
-                logger.info("%s.%s: %s", self.source.module, self.source.function, prepared.start.folder)
+                logger.info("config %s.%s", self.source.module, self.source.function)
+                logger.info("starting from %s", prepared.start.folder)
                 self._run(folder, prepared)
                 logger.info("finished")
             finally:
@@ -266,3 +267,4 @@ class Controller(Configurable):
             if not destination.exists():
                 raise
         await learner.load_checkpoint(str(destination))
+        logger.info("warmed up; starting from %s", destination)
