@@ -25,6 +25,7 @@ from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import code_name, to_dict, write_json
 from rl.config.tree import input_paths
+from rl.distributed.seeds import check_seed
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
 from rl.models.spec import ModelSpec
@@ -90,6 +91,13 @@ class Controller(Configurable):
         loop: SyncLoop.Config = field(default_factory=SyncLoop.Config)
         timeouts: Timeouts = field(default_factory=Timeouts)
 
+        def __post_init__(self) -> None:
+            check_seed(self.seed)
+            if self.name == STARTING_POINTS:
+                raise ValueError(
+                    f"name={self.name!r} is the folder of the starting points that runs share: choose another"
+                )
+
         @property
         def fleet(self) -> FleetConfig:
             return FleetConfig(
@@ -135,7 +143,8 @@ class Controller(Configurable):
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
-                logger.info("%s.%s: %s", self.source.module, self.source.function, prepared.start.folder)
+                logger.info("config %s.%s", self.source.module, self.source.function)
+                logger.info("starting from %s", prepared.start.folder)
                 self._run(folder, prepared)
                 logger.info("finished")
             finally:
@@ -257,6 +266,7 @@ class Controller(Configurable):
             if not destination.exists():
                 raise
         await learner.load_checkpoint(str(destination))
+        logger.info("warmed up; starting from %s", destination)
 
 
 def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rl.distributed.seeds import check_seed
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -30,6 +32,7 @@ class TrainingConfig:
     """Use only kernels that give the same bits each time; slower on a GPU."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.max_tokens_per_microbatch < 1:
             raise ValueError(
                 f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: must be at least 1"

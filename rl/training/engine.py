@@ -35,6 +35,7 @@ from rl.distributed.process_group import (
 )
 from rl.distributed.seeds import seed_everything
 from rl.distributed.sharding import ShardingOptions
+from rl.models.buffers import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch
@@ -250,8 +251,14 @@ class TrainingEngine(Configurable):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """The parameters themselves, without gradient, by name; DTensors wherever a mesh shards them."""
-        return {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        """The parameters themselves, without gradient, by name, DTensors wherever a mesh shards them;
+        and the persistent buffers, which every rank has the same."""
+        parameters = {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        return parameters | persistent_buffers(self.policy.model)
+
+    def buffer_names(self) -> set[str]:
+        """What of `model_state_dict` are buffers: they keep their dtype wherever the weights go."""
+        return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
         """Leave the process group that this engine joined."""

@@ -19,6 +19,7 @@ from rl.distributed.mesh import TP, DataRank
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
+from rl.models.buffers import reset_buffers
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
 from rl.models.logprobs import token_logprobs
 from rl.models.spec import ModelSpec
@@ -53,10 +54,7 @@ class Policy:
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
         self.model = spec.parallelize(model, mesh=mesh, config=options)
         self.model.to_empty(device=device)
-        for module in self.model.modules():
-            reset_buffers = getattr(module, "reset_buffers", None)
-            if reset_buffers is not None:
-                reset_buffers()
+        reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards: the ones that are stepped."""
 

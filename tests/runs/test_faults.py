@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
 from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
@@ -25,6 +26,9 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     assert "step 2: loss nan at policy version 1" in run.output
     assert "Traceback" not in run.output
     assert [r["step"] for r in run.steps] == [1]
+    log = (run.folder / "logs" / "controller-0.log").read_text()
+    (start,) = re.findall(r"starting from (.*)", log)
+    HFFolder(start, tokenizer=True)
     (batch,) = run.folder.glob("nan_batch_version_1*")
     assert len(read_batch(batch)) == 8 * 4
     assert read_status(run.folder) == "running"  # not marked as finished
