@@ -1,5 +1,6 @@
 import dataclasses
 from itertools import combinations, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,10 +122,10 @@ def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_othe
     assert not any(is_held_out(p) for p in problems)
 
 
-def chat(tmp_path, **lengths) -> ChatRenderer:
+def chat(tmp_path: Path, *, max_prompt_tokens: int) -> ChatRenderer:
     build_byte_tokenizer(tmp_path)
     tokenizer, _ = open_tokenizer(tmp_path)
-    return ChatRenderer(tokenizer=tokenizer, **lengths)
+    return ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
 
 
 def test_prompt_of_the_qwen3_configs_says_the_task_and_a_reply_as_it_asks_earns_one(tmp_path):
