@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,15 +37,7 @@ def small_spec(*, tie: bool = True, head_dim: int = 8) -> ModelSpec:
         ),
         rope=RoPE.Config(theta=1e4, max_positions=256),
     )
-    return ModelSpec(
-        name=spec.name,
-        flavor="small",
-        model=spec_model,
-        parallelize=spec.parallelize,
-        parallelize_generator=spec.parallelize_generator,
-        adapter=spec.adapter,
-        from_hf_config=spec.from_hf_config,
-    )
+    return replace(spec, flavor="small", model=spec_model)
 
 
 def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:
