@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.distributed.mesh import fsdp_axis
+
 
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
@@ -81,10 +83,13 @@ def _int(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"environment variable {name}={value!r}: must be an integer") from error
 
 
-def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
+def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
     """Join the other ranks; returns whether a group was made here (then `disconnect` it).
 
     A single process needs none. A group that exists already is used as it is.
+
+    Args:
+        always: make a group for a single process too.
 
     Raises:
         ValueError: the existing group is of another size.
@@ -98,12 +103,16 @@ def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
                 f"world size {world.size} differs from the existing process group's {dist.get_world_size()}"
             )
         return False
-    if world.size == 1:
+    if world.size == 1 and not always:
         return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world.size == 1:
+        dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
+        return True
     address = f"{world.master_addr}:{world.master_port}"
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             init_method=f"tcp://{address}",
             rank=world.rank,
             world_size=world.size,
@@ -136,7 +145,7 @@ def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
     if mesh is None:
         return
     timeout = timedelta(seconds=timeout_s)
-    for group in (None, *mesh.get_all_groups()):
+    for group in (None, *mesh.get_all_groups(), fsdp_axis(mesh).get_group()):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

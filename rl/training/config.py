@@ -26,6 +26,9 @@ class TrainingConfig:
     """In which gradients are summed between ranks."""
     logits_chunk_tokens: int | None = None
     """Logits of at most that many tokens exist at once; None: of the whole micro-batch."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state live on the host, where the optimizer steps too; blocks are
+    copied to the GPU one after another. On a CPU it changes nothing but the way of the tensors."""
     seed: int = 0
     """Of Python's, numpy's and PyTorch's generators, and of weights that no folder provides."""
     deterministic: bool = False

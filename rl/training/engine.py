@@ -23,6 +23,9 @@ from torch import Tensor
 from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.async_tensor_parallel import check_peer_access
+from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
     CommConfig,
@@ -46,6 +49,7 @@ from rl.training.config import Dtype, TrainingConfig
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import write_batch
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
+from rl.training.layout import check_layout
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
 from rl.training.schedule import LRSchedule
@@ -69,6 +73,8 @@ class TrainingEngine(Configurable):
         """Of `forward_backward` calls that bring none."""
         training: TrainingConfig = field(default_factory=TrainingConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+        compile: CompileConfig = field(default_factory=CompileConfig)
 
     def __init__(
         self,
@@ -94,16 +100,27 @@ class TrainingEngine(Configurable):
             TimeoutError: not all ranks appeared in time.
         """
         world = World.from_env() if world is None else world
-        degrees = config.parallelism.degrees(world.size)
+        self.device = world.default_device() if device is None else torch.device(device)
+        degrees = check_layout(
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            world_size=world.size,
+            device_type=self.device.type,
+        )
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
+        model_spec.check_layout(model_spec.model, config.parallelism)
+        if config.parallelism.async_tensor_parallel:
+            check_peer_access(device=self.device, num_devices=degrees.tp)
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self.device = world.default_device() if device is None else torch.device(device)
-        self._made_group = connect(world=world, device=self.device, comm=config.comm)
-        self.mesh = build_mesh(degrees, device_type=self.device.type)
+        # What lives on the host is copied by FSDP, which wants a mesh, of one process too.
+        offload = config.training.cpu_offload
+        self._made_group = connect(world=world, device=self.device, comm=config.comm, always=offload)
+        self.mesh = build_mesh(degrees, device_type=self.device.type, always=offload)
         self.policy = self._build_policy(model_spec)
         if folder is None:
             self.policy.init_weights()
@@ -125,6 +142,11 @@ class TrainingEngine(Configurable):
             param_dtype=getattr(torch, training.param_dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=self.config.parallelism.reshard_after_forward,
+            loss_parallel=self.config.parallelism.loss_parallel,
+            async_tensor_parallel=self.config.parallelism.async_tensor_parallel,
+            cpu_offload=training.cpu_offload,
+            activation_checkpoint=self.config.activation_checkpoint,
+            compile=self.config.compile,
         )
         return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
 

@@ -47,15 +47,7 @@ def small_spec(*, tie: bool = True, head_dim: int = 8) -> ModelSpec:
         ),
         rope=RoPE.Config(theta=1e4, max_positions=256),
     )
-    return ModelSpec(
-        name=spec.name,
-        flavor="small",
-        model=spec_model,
-        parallelize=spec.parallelize,
-        parallelize_generator=spec.parallelize_generator,
-        adapter=spec.adapter,
-        from_hf_config=spec.from_hf_config,
-    )
+    return replace(spec, flavor="small", model=spec_model)
 
 
 ROUTE_BIAS = (1 + 2**-20, -3 - 2**-15, 2**-30)
