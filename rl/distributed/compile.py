@@ -55,8 +55,8 @@ def check_compiler(config: CompileConfig, *, device_type: str) -> None:
     missing = _missing_on_cpu() if device_type == "cpu" else _missing_on_gpu()
     if missing:
         raise ValueError(
-            f"compile.backend='inductor' needs {missing}; without it, backend must be 'aot_eager' or 'eager', "
-            "or compile.enable False"
+            f"compile.backend='inductor' needs {missing}; without it, backend must be 'aot_eager' or "
+            "'eager', or compile.enable False"
         )
 
 
@@ -75,7 +75,8 @@ def _missing_on_gpu() -> str | None:
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if any(shutil.which(name) for name in compilers):
         return None
-    return f"a C compiler for Triton, and there is no {' or '.join(compilers)}: install gcc or set the variable CC"
+    names = " or ".join(compilers)
+    return f"a C compiler for Triton, and there is no {names}: install gcc or set the variable CC"
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
