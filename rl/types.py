@@ -130,6 +130,8 @@ class OptimParams:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
+    momentum: float | None = None
+    """Of Muon alone."""
     max_norm: float | None = None
     """Gradient clip norm; `inf` measures and does not clip."""
 

@@ -108,7 +108,9 @@ class TrainingEngine(Configurable):
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
-        self.optimizer: Optimizer = config.optimizer.build(parameters=self.policy.parameters.values())
+        self.optimizer: Optimizer = config.optimizer.build(
+            parameters=self.policy.parameters, adapter=model_spec.adapter(model_spec.model)
+        )
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.policy_version = 0
         self._step = StepState()
