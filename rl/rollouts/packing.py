@@ -82,6 +82,8 @@ def pack(
     samples: Sequence[TrainingSample],
     *,
     max_tokens: int,
+    max_sequences: int | None = None,
+    max_length: int | None = None,
     pad_multiple: int = 1,
     rank: int = 0,
     num_ranks: int = 1,
@@ -90,18 +92,24 @@ def pack(
 
     Args:
         max_tokens: most tokens of a micro-batch, padding not counted.
+        max_sequences: most samples of a micro-batch.
+        max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
 
     Raises:
-        ValueError: for a sample that is longer than `max_tokens`, has fewer than two tokens,
+        ValueError: for a sample that is longer than `max_tokens` or `max_length`, has fewer than two tokens,
             or whose arrays differ in length.
     """
-    lengths = [_input_length(sample, index, max_tokens) for index, sample in enumerate(samples)]
-    plan = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks)[rank]
-    return [_pack_one(samples, indices, pad_multiple=pad_multiple) for indices in plan]
+    lengths = [_input_length(sample, index, max_tokens, max_length) for index, sample in enumerate(samples)]
+    plan = plan_micro_batches(
+        lengths, max_tokens=max_tokens, num_ranks=num_ranks, max_sequences=max_sequences
+    )
+    return [_pack_one(samples, indices, pad_multiple=pad_multiple) for indices in plan[rank]]
 
 
-def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, max_sequences: int | None = None
+) -> list[list[list[int]]]:
     """[R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in each.
 
     Ranks get samples longest first, each to the one with the fewest tokens so far. Within a
@@ -115,14 +123,16 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: in
         tokens, rank = heapq.heappop(load)
         shares[rank].append(index)
         heapq.heappush(load, (tokens + lengths[index], rank))
-    plan = [_first_fit(share, lengths, max_tokens) for share in shares]
+    plan = [_first_fit(share, lengths, max_tokens, max_sequences or len(share)) for share in shares]
     num_micro_batches = max(1, *(len(micro_batches) for micro_batches in plan))
     for micro_batches in plan:
         micro_batches.extend([] for _ in range(num_micro_batches - len(micro_batches)))
     return plan
 
 
-def _first_fit(indices: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit(
+    indices: list[int], lengths: Sequence[int], max_tokens: int, max_sequences: int
+) -> list[list[int]]:
     micro_batches: list[list[int]] = []
     room: list[int] = []
     for index in indices:
@@ -132,11 +142,11 @@ def _first_fit(indices: list[int], lengths: Sequence[int], max_tokens: int) -> l
             micro_batches.append([])
             room.append(max_tokens)
         micro_batches[place].append(index)
-        room[place] -= length
+        room[place] = room[place] - length if len(micro_batches[place]) < max_sequences else 0
     return micro_batches
 
 
-def _input_length(sample: TrainingSample, index: int, max_tokens: int) -> int:
+def _input_length(sample: TrainingSample, index: int, max_tokens: int, max_length: int | None) -> int:
     num_tokens = len(sample.token_ids)
     for name in ("mask", "generator_logprobs", "advantages"):
         if len(getattr(sample, name)) != num_tokens:
@@ -146,6 +156,10 @@ def _input_length(sample: TrainingSample, index: int, max_tokens: int) -> int:
     if num_tokens < 2:
         raise ValueError(
             f"sample {index} has {num_tokens} tokens: must have at least 2, one input and one target"
+        )
+    if max_length is not None and num_tokens > max_length:
+        raise ValueError(
+            f"sample {index} has {num_tokens} tokens, more than max_sequence_length={max_length}"
         )
     if num_tokens - 1 > max_tokens:
         raise ValueError(

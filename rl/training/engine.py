@@ -44,6 +44,7 @@ from rl.training.checkpoint import CheckpointConfig
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import write_batch
+from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
@@ -114,6 +115,9 @@ class TrainingEngine(Configurable):
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.policy_version = 0
         self._step = StepState()
+        self._garbage = GarbageCollector(
+            every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
+        )
         barrier()
         set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
 
@@ -189,6 +193,7 @@ class TrainingEngine(Configurable):
             self.optimizer.step(settings)
         self._drop_gradient()
         self.policy_version += 1
+        self._garbage.after_step(self.policy_version)
         return OptimStepResult(
             grad_norm=grad_norm,
             lr=settings["lr"],
@@ -257,6 +262,7 @@ class TrainingEngine(Configurable):
 
     def close(self) -> None:
         """Leave the process group that this engine joined."""
+        self._garbage.close()
         if self._made_group:
             disconnect()
             self._made_group = False
