@@ -23,6 +23,7 @@ from torch import Tensor
 from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed import flight_recorder
 from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
     CommConfig,
@@ -86,7 +87,8 @@ class TrainingEngine(Configurable):
                 exported, the tokenizer; None draws the spec's model at random.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
-            failure_folder: receives the batch on which a loss was not finite.
+            failure_folder: receives the batch on which a loss was not finite, and the latest
+                collectives when one failed.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -102,6 +104,8 @@ class TrainingEngine(Configurable):
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
         self.device = world.default_device() if device is None else torch.device(device)
+        if failure_folder is not None:
+            flight_recorder.name_file_of_watchdog(failure_folder)
         self._made_group = connect(world=world, device=self.device, comm=config.comm)
         self.mesh = build_mesh(degrees, device_type=self.device.type)
         self.policy = self._build_policy(model_spec)
@@ -203,7 +207,7 @@ class TrainingEngine(Configurable):
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
-        with awaiting("compute_logprobs"):
+        with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
     def save_checkpoint(self, folder: str) -> None:
@@ -271,7 +275,7 @@ class TrainingEngine(Configurable):
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
         done = False
         try:
-            with awaiting(what):
+            with awaiting(what, record_in=self.failure_folder):
                 yield
             done = True
         finally:

@@ -74,7 +74,8 @@ def test_debug_logs_what_was_found_and_frees_it(collect_every, caplog):
     first, second = (record.getMessage() for record in caplog.records)
     assert "after step 1: " in first
     assert "1 tensors of 20 bytes" in first
-    assert "after step 2: " in second and ", 0 tensors" in second
+    assert "after step 2: " in second
+    assert ", 0 tensors" in second
 
 
 def test_engine_collects_with_its_steps_until_closed():
