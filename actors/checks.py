@@ -15,6 +15,7 @@ from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
 from rl.training.memory import estimate
 from rl.training.policy import check_sequence_length
+from rl.training.reference import check_reference
 from rl.types import Completion, Problem, Rollout
 
 NUM_PROBED_PROBLEMS = 64
@@ -47,6 +48,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.training.max_tokens_per_microbatch={max_tokens} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
+    check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
     check_sequence_length(model_spec, fleet.trainer.training)
     max_length = fleet.trainer.training.max_sequence_length
     if max_length is not None and max_length < max_model_len:

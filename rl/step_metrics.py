@@ -55,6 +55,8 @@ def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metri
 def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     gradient, update = minibatch.gradient, minibatch.update
     num_tokens = gradient.num_valid_tokens
+    # Only where there is a reference policy.
+    kl = gradient.loss_metrics.get("kl")
     return {
         # As optimised: each step divides by its own denominator.
         "loss/mean": Mean(gradient.loss_mean),
@@ -64,6 +66,7 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
         "loss/grad_norm": Mean(update.grad_norm),
         "loss/grad_norm_max": Max(update.grad_norm),
         "loss/lr": Last(update.lr),
+        **({} if kl is None else {"loss/kl": Mean(kl * num_tokens, num_tokens)}),
     }
 
 

@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from losses.grpo import GRPOLoss
@@ -43,12 +42,12 @@ from rl.training import checkpoint
 from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
 from rl.training.checkpoint import CheckpointConfig
 from rl.training.config import Dtype, TrainingConfig
-from rl.training.errors import NonFiniteLossError
-from rl.training.failures import write_batch
+from rl.training.failures import non_finite
 from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
+from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
 from rl.training.schedule import LRSchedule
 from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
 
@@ -68,6 +67,7 @@ class TrainingEngine(Configurable):
         comm: CommConfig = field(default_factory=CommConfig)
         loss: Loss = field(default_factory=GRPOLoss)
         """Of `forward_backward` calls that bring none."""
+        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         training: TrainingConfig = field(default_factory=TrainingConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -97,6 +97,7 @@ class TrainingEngine(Configurable):
         """
         world = World.from_env() if world is None else world
         degrees = config.parallelism.degrees(world.size)
+        check_reference(config.reference, loss=config.loss)
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
@@ -108,11 +109,14 @@ class TrainingEngine(Configurable):
             flight_recorder.name_file_of_watchdog(failure_folder)
         self._made_group = connect(world=world, device=self.device, comm=config.comm)
         self.mesh = build_mesh(degrees, device_type=self.device.type)
-        self.policy = self._build_policy(model_spec)
+        self.policy = self._build_policy(model_spec, config.training)
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
+        self.reference = make_reference(
+            config.reference, policy=self.policy, build=partial(self._build_policy, model_spec)
+        )
         self.optimizer: Optimizer = config.optimizer.build(
             parameters=self.policy.parameters, adapter=model_spec.adapter(model_spec.model)
         )
@@ -125,8 +129,7 @@ class TrainingEngine(Configurable):
         barrier()
         set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
 
-    def _build_policy(self, spec: ModelSpec) -> Policy:
-        training = self.config.training
+    def _build_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
         seed_everything(
             training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
         )
@@ -150,11 +153,12 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
+        loss = self.config.loss if loss is None else loss
         batches = self.policy.pack(samples)
         sums = MicroBatchSums(device=self.device)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in batches:
-                self._accumulate(batch.to(self.device), self.config.loss if loss is None else loss, sums)
+            for batch in with_reference(batches, reference=self.reference, loss=loss):
+                self._accumulate(batch.to(self.device), loss, sums)
             totals = sums.reduce(mesh=self.mesh)
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
@@ -245,6 +249,8 @@ class TrainingEngine(Configurable):
                 self.policy.load_hf(HFFolder(folder))
                 self.optimizer.reset()
                 self.policy_version = 0
+                if self.reference is not None:
+                    self.reference.follow(self.policy)
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
@@ -290,12 +296,12 @@ class TrainingEngine(Configurable):
 
     def _stop_on_non_finite(self, what: str) -> NoReturn:
         """Save the samples of the step and raise; the quantity is the same on every rank."""
-        file = None
-        if self.failure_folder is not None:
-            file = Path(self.failure_folder) / f"nan_batch_version_{self.policy_version}.npz"
-            if self.mesh is None or dist.get_rank() == 0:
-                write_batch(file, self._step.samples)
-        raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))
+        raise non_finite(
+            what,
+            policy_version=self.policy_version,
+            samples=self._step.samples,
+            folder=self.failure_folder,
+        )
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:
