@@ -14,6 +14,8 @@ from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
 from rl.training.memory import estimate
+from rl.training.policy import check_sequence_length
+from rl.training.reference import check_reference
 from rl.types import Completion, Problem, Rollout
 
 NUM_PROBED_PROBLEMS = 64
@@ -51,6 +53,14 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
         raise ValueError(
             f"trainer.training.max_tokens_per_microbatch={max_tokens} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
+        )
+    check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
+    check_sequence_length(model_spec, fleet.trainer.training)
+    max_length = fleet.trainer.training.max_sequence_length
+    if max_length is not None and max_length < max_model_len:
+        raise ValueError(
+            f"trainer.training.max_sequence_length={max_length} is less than "
+            f"generator.max_model_len={max_model_len}: the longest sample would be refused"
         )
     assign_gpus(
         num_available=num_gpus,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.distributed import flight_recorder
 from rl.distributed.mesh import fsdp_axis
 
 
@@ -23,8 +24,13 @@ class CommConfig:
     """For all ranks to appear, build the model and load its weights."""
     train_timeout_s: float = 300.0
     """For every collective after that."""
+    trace_buffer_size: int = 2000
+    """Latest collectives that each rank remembers, with the code that called them; they are written
+    to the run's folder when one fails. 0: none."""
 
     def __post_init__(self) -> None:
+        if self.trace_buffer_size < 0:
+            raise ValueError(f"trace_buffer_size={self.trace_buffer_size}: must be at least 0")
         for name in ("init_timeout_s", "train_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
@@ -110,6 +116,7 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
         dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
         return True
     address = f"{world.master_addr}:{world.master_port}"
+    flight_recorder.configure(comm.trace_buffer_size)
     try:
         dist.init_process_group(
             backend=backend,
@@ -150,11 +157,17 @@ def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
 
 
 @contextmanager
-def awaiting(what: str) -> Iterator[None]:
-    """Add to the error of a failed collective which call it happened in, and on which rank."""
+def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
+    """Add to the error of a failed collective which call it happened in, and on which rank.
+
+    `record_in` is a folder that receives the latest collectives of this rank.
+    """
     try:
         yield
     except RuntimeError as error:
         if dist.is_initialized():
             error.add_note(f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer, in {what}")
+            file = None if record_in is None else flight_recorder.write_collectives(record_in)
+            if file is not None:
+                error.add_note(f"the latest collectives of this rank are in {file}")
         raise

@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed import flight_recorder
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.async_tensor_parallel import check_peer_access
 from rl.distributed.compile import CompileConfig
@@ -46,12 +46,13 @@ from rl.training import checkpoint
 from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
 from rl.training.checkpoint import CheckpointConfig
 from rl.training.config import Dtype, TrainingConfig
-from rl.training.errors import NonFiniteLossError
-from rl.training.failures import write_batch
+from rl.training.failures import non_finite
+from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.layout import check_layout
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
+from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
 from rl.training.schedule import LRSchedule
 from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
 
@@ -71,6 +72,7 @@ class TrainingEngine(Configurable):
         comm: CommConfig = field(default_factory=CommConfig)
         loss: Loss = field(default_factory=GRPOLoss)
         """Of `forward_backward` calls that bring none."""
+        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         training: TrainingConfig = field(default_factory=TrainingConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
         activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
@@ -92,7 +94,8 @@ class TrainingEngine(Configurable):
                 exported, the tokenizer; None draws the spec's model at random.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
-            failure_folder: receives the batch on which a loss was not finite.
+            failure_folder: receives the batch on which a loss was not finite, and the latest
+                collectives when one failed.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -108,6 +111,7 @@ class TrainingEngine(Configurable):
             world_size=world.size,
             device_type=self.device.type,
         )
+        check_reference(config.reference, loss=config.loss)
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
@@ -117,24 +121,33 @@ class TrainingEngine(Configurable):
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
+        if failure_folder is not None:
+            flight_recorder.name_file_of_watchdog(failure_folder)
         # What lives on the host is copied by FSDP, which wants a mesh, of one process too.
         offload = config.training.cpu_offload
         self._made_group = connect(world=world, device=self.device, comm=config.comm, always=offload)
         self.mesh = build_mesh(degrees, device_type=self.device.type, always=offload)
-        self.policy = self._build_policy(model_spec)
+        self.policy = self._build_policy(model_spec, config.training)
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
-        self.optimizer: Optimizer = config.optimizer.build(parameters=self.policy.parameters.values())
+        self.reference = make_reference(
+            config.reference, policy=self.policy, build=partial(self._build_policy, model_spec)
+        )
+        self.optimizer: Optimizer = config.optimizer.build(
+            parameters=self.policy.parameters, adapter=model_spec.adapter(model_spec.model)
+        )
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.policy_version = 0
         self._step = StepState()
+        self._garbage = GarbageCollector(
+            every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
+        )
         barrier()
         set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
 
-    def _build_policy(self, spec: ModelSpec) -> Policy:
-        training = self.config.training
+    def _build_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
         seed_everything(
             training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
         )
@@ -163,11 +176,12 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
+        loss = self.config.loss if loss is None else loss
         batches = self.policy.pack(samples)
         sums = MicroBatchSums(device=self.device)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in batches:
-                self._accumulate(batch.to(self.device), self.config.loss if loss is None else loss, sums)
+            for batch in with_reference(batches, reference=self.reference, loss=loss):
+                self._accumulate(batch.to(self.device), loss, sums)
             totals = sums.reduce(mesh=self.mesh)
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
@@ -210,6 +224,7 @@ class TrainingEngine(Configurable):
             self.optimizer.step(settings)
         self._drop_gradient()
         self.policy_version += 1
+        self._garbage.after_step(self.policy_version)
         return OptimStepResult(
             grad_norm=grad_norm,
             lr=settings["lr"],
@@ -219,7 +234,7 @@ class TrainingEngine(Configurable):
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
-        with awaiting("compute_logprobs"):
+        with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
     def save_checkpoint(self, folder: str) -> None:
@@ -257,6 +272,8 @@ class TrainingEngine(Configurable):
                 self.policy.load_hf(HFFolder(folder))
                 self.optimizer.reset()
                 self.policy_version = 0
+                if self.reference is not None:
+                    self.reference.follow(self.policy)
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
@@ -284,6 +301,7 @@ class TrainingEngine(Configurable):
 
     def close(self) -> None:
         """Leave the process group that this engine joined."""
+        self._garbage.close()
         if self._made_group:
             disconnect()
             self._made_group = False
@@ -292,7 +310,7 @@ class TrainingEngine(Configurable):
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
         done = False
         try:
-            with awaiting(what):
+            with awaiting(what, record_in=self.failure_folder):
                 yield
             done = True
         finally:
@@ -307,12 +325,12 @@ class TrainingEngine(Configurable):
 
     def _stop_on_non_finite(self, what: str) -> NoReturn:
         """Save the samples of the step and raise; the quantity is the same on every rank."""
-        file = None
-        if self.failure_folder is not None:
-            file = Path(self.failure_folder) / f"nan_batch_version_{self.policy_version}.npz"
-            if self.mesh is None or dist.get_rank() == 0:
-                write_batch(file, self._step.samples)
-        raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))
+        raise non_finite(
+            what,
+            policy_version=self.policy_version,
+            samples=self._step.samples,
+            folder=self.failure_folder,
+        )
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:

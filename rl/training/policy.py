@@ -47,6 +47,7 @@ class Policy:
         options: ShardingOptions,
     ) -> None:
         """`mesh` None is a single process. Raises ValueError for sizes that the mesh does not divide."""
+        check_sequence_length(spec, training)
         self.spec = spec
         self.mesh = mesh
         self.device = device
@@ -73,6 +74,8 @@ class Policy:
         return pack(
             samples,
             max_tokens=self.training.max_tokens_per_microbatch,
+            max_sequences=self.training.max_sequences_per_microbatch,
+            max_length=self.training.max_sequence_length or num_positions(self.spec),
             pad_multiple=pad_multiple,
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
@@ -176,3 +179,18 @@ class Policy:
             for _ in tensors:
                 pass
         barrier()
+
+
+def num_positions(spec: ModelSpec) -> int:
+    """Tokens of the longest sample that the model has positions for."""
+    return spec.model.rope.max_positions  # type: ignore[attr-defined]
+
+
+def check_sequence_length(spec: ModelSpec, training: TrainingConfig) -> None:
+    """Raise ValueError if samples may be longer than the model has positions for."""
+    length = training.max_sequence_length
+    if length is not None and length > num_positions(spec):
+        raise ValueError(
+            f"max_sequence_length={length}: must be at most {num_positions(spec)}, the positions of "
+            f"{spec.name} {spec.flavor}"
+        )
