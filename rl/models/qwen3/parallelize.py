@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from rl.distributed.mesh import TP
 from rl.distributed.sharding import ShardingOptions, shard_data_parallel
+from rl.models.converters.low_rank import follow_base_layers
 from rl.models.qwen3.model import Qwen3
 
 TOKENS = 0
@@ -44,6 +45,7 @@ def parallelize_qwen3(model: Qwen3, *, mesh: DeviceMesh | None, config: Sharding
     if mesh[TP].size() > 1:
         check_tensor_parallel(model.config, mesh[TP].size())
         _shard_tensor_parallel(model, mesh[TP])
+        follow_base_layers(model)
     shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config)
     return model
 
