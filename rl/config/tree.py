@@ -34,7 +34,7 @@ class Entry:
     path: str
     """Dotted, from the root."""
     kind: Literal["leaf", "node", "absent", "hidden"]
-    """`absent` is an optional node that is None; `hidden` holds code."""
+    """`absent` is an optional node that is None or an empty sequence of nodes; `hidden` holds code."""
     value: Any
     annotation: Any
     """The field's type; of a hidden entry None."""
@@ -158,7 +158,8 @@ def _entry(cls: type, f: dataclasses.Field[Any], value: Any, *, path: str) -> En
         raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
     if annotation is None:
         raise TypeError(f"{cls.__qualname__}.{f.name}: its type {f.type!r} cannot be resolved")
-    absent = value is None and any(_is_component(arm) for arm in typing.get_args(annotation))
+    empty = value is None or (isinstance(value, list | tuple) and not value)
+    absent = empty and any(_is_component(arm) for arm in typing.get_args(annotation))
     kind: Literal["absent", "leaf"] = "absent" if absent else "leaf"
     return Entry(path=path, kind=kind, value=value, annotation=annotation, owner=cls)
 

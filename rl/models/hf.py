@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,23 @@ class HFFolder:
                     f"tensor {tensor} is missing from {self.path / name}, where {INDEX_FILE} has it"
                 )
 
-    def check(self, model: nn.Module, adapter: StateDictAdapter) -> None:
+    def check(
+        self, model: nn.Module, adapter: StateDictAdapter, *, names: Collection[str] | None = None
+    ) -> None:
         """Whether the tensors are exactly those that the model's parameters are made of.
 
         `model` may be on the meta device or sharded. A tied model may come with an output head.
+
+        Args:
+            names: of the parameters that count; None counts all.
 
         Raises:
             ValueError: naming the first tensor that is missing, of another shape, or unknown.
         """
         known = {"lm_head.weight"}
         for name, parameter in model.named_parameters():
+            if names is not None and name not in names:
+                continue
             meta = torch.empty(parameter.shape, device="meta")
             for hf_name, tensor in adapter.to_hf(name, meta).items():
                 known.add(hf_name)
@@ -159,18 +166,29 @@ def write_hf_folder(
     Raises:
         FileExistsError: `path` is already there and not an empty folder.
     """
-    path = Path(path).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} already exists")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path.parent)
-    with _temporary_folder(path) as temporary:
+    with appearing_folder(path) as temporary:
         config = adapter.hf_config() | {"dtype": str(dtype).removeprefix("torch.")}
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), temporary)
             config |= _token_ids(Path(tokenizer_from))
         _write_json(temporary / "config.json", config)
         _write_shards(temporary, _hf_tensors(params, adapter, dtype), max_shard_bytes=max_shard_bytes)
+
+
+@contextmanager
+def appearing_folder(path: str | Path) -> Iterator[Path]:
+    """A hidden folder to write into, which becomes `path`, flushed, when the block ends without an error.
+
+    Raises:
+        FileExistsError: `path` is already there and not an empty folder.
+    """
+    path = Path(path).absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} already exists")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path.parent)
+    with _temporary_folder(path) as temporary:
+        yield temporary
         _publish(temporary, path)
 
 

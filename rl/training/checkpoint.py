@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from rl.distributed.process_group import barrier
 from rl.distributed.seeds import random_states, restore_random_states
+from rl.distributed.shards import unwrapped
 from rl.training.optimizer import Optimizer
 
 METADATA_FILE = ".metadata"
@@ -97,9 +98,12 @@ def load(folder: str | Path, *, parameters: Mapping[str, nn.Parameter], optimize
 def _state(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
     """The very tensors of model and optimizer, by name."""
     moments = optimizer.state_tensors()
-    state: dict[str, Any] = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
+    state: dict[str, Any] = {
+        f"model.{name}": unwrapped(parameter.data) for name, parameter in parameters.items()
+    }
     for name, parameter in parameters.items():
-        state |= {f"optimizer.{name}.{key}": tensor for key, tensor in moments[parameter].items()}
+        if parameter.requires_grad:
+            state |= {f"optimizer.{name}.{key}": tensor for key, tensor in moments[parameter].items()}
     return state
 
 

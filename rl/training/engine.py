@@ -7,6 +7,7 @@ no process group.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from losses.grpo import GRPOLoss
@@ -39,6 +41,8 @@ from rl.distributed.process_group import (
 from rl.distributed.seeds import seed_everything
 from rl.distributed.sharding import ShardingOptions
 from rl.models.buffers import persistent_buffers
+from rl.models.converters.converter import ModelConverter
+from rl.models.converters.peft_folder import is_peft_folder
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch
@@ -55,6 +59,8 @@ from rl.training.policy import Policy
 from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
 from rl.training.schedule import LRSchedule
 from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingEngine(Configurable):
@@ -77,6 +83,10 @@ class TrainingEngine(Configurable):
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
         activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
         compile: CompileConfig = field(default_factory=CompileConfig)
+        converters: tuple[ModelConverter.Config, ...] = ()
+        """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
+        print_after_conversion: bool = False
+        """Log the model's modules after the converters, on the first rank at level INFO."""
 
     def __init__(
         self,
@@ -136,10 +146,13 @@ class TrainingEngine(Configurable):
             config.reference, policy=self.policy, build=partial(self._build_policy, model_spec)
         )
         self.optimizer: Optimizer = config.optimizer.build(
-            parameters=self.policy.parameters, adapter=model_spec.adapter(model_spec.model)
+            parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.policy_version = 0
+        self.optimizer.inner.register_step_post_hook(
+            lambda *_: self.policy.converters.post_optimizer_hook(self.policy.model)
+        )
         self._step = StepState()
         self._garbage = GarbageCollector(
             every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
@@ -161,7 +174,17 @@ class TrainingEngine(Configurable):
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
         )
-        return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
+        policy = Policy(
+            spec=spec,
+            mesh=self.mesh,
+            device=self.device,
+            training=training,
+            options=options,
+            converters=self.config.converters,
+        )
+        if self.config.print_after_conversion and (self.mesh is None or dist.get_rank() == 0):
+            logger.info("the model after its converters:\n%s", policy.model)
+        return policy
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -214,7 +237,7 @@ class TrainingEngine(Configurable):
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = _max_norm(self.config.training, params)
         scale = self._step.scale()
-        parameters = list(self.policy.parameters.values())
+        parameters = list(self.policy.trained_parameters.values())
         with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
             sum_partial_gradients(parameters)
             grad_norm = global_norm(parameters, mesh=self.mesh) * scale
@@ -255,12 +278,13 @@ class TrainingEngine(Configurable):
             )
 
     def load_checkpoint(self, folder: str) -> int:
-        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one.
+        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one or,
+        with the weights that are loaded, from an adapter in PEFT's format.
 
         An accumulated gradient is dropped. Returns the policy version.
 
         Raises:
-            ValueError: the folder is neither, is incomplete, or is of another architecture.
+            ValueError: the folder is none of these, is incomplete, or is of another architecture.
         """
         self._drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
@@ -268,8 +292,12 @@ class TrainingEngine(Configurable):
                 self.policy_version = checkpoint.load(
                     folder, parameters=self.policy.parameters, optimizer=self.optimizer
                 )
+                self.policy.converters.weights_loaded(self.policy.model, fresh=False)
             else:
-                self.policy.load_hf(HFFolder(folder))
+                if is_peft_folder(folder):
+                    self.policy.lora.load_peft(folder)
+                else:
+                    self.policy.load_hf(HFFolder(folder))
                 self.optimizer.reset()
                 self.policy_version = 0
                 if self.reference is not None:
@@ -289,11 +317,24 @@ class TrainingEngine(Configurable):
         with awaiting(f"export_hf of step {self.policy_version}"):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
+    def save_adapter(self, folder: str) -> None:
+        """Write LoRA's adapters as a folder that PEFT opens.
+
+        Raises:
+            FileExistsError: the folder is there and not empty.
+            ValueError: there is no LoRA among the converters.
+        """
+        with awaiting(f"save_adapter of step {self.policy_version}"):
+            self.policy.save_adapter(folder)
+
     def model_state_dict(self) -> dict[str, Tensor]:
-        """The parameters themselves, without gradient, by name, DTensors wherever a mesh shards them;
-        and the persistent buffers, which every rank has the same."""
-        parameters = {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
-        return parameters | persistent_buffers(self.policy.model)
+        """The plain model's parameters by name, without gradient, DTensors wherever a mesh shards them;
+        and the persistent buffers, which every rank has the same.
+
+        The parameters themselves, except where a converter has its part in them: LoRA's are merged.
+        """
+        with awaiting("model_state_dict"):
+            return dict(self.policy.plain_tensors()) | persistent_buffers(self.policy.model)
 
     def buffer_names(self) -> set[str]:
         """What of `model_state_dict` are buffers: they keep their dtype wherever the weights go."""

@@ -5,7 +5,9 @@ Shape legend: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize,
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
 from rl.models.attention import SequenceLayout, SequenceShare
 from rl.models.buffers import reset_buffers
+from rl.models.converters.converter import ModelConverter, ModelConverters
+from rl.models.converters.lora import LoRA
+from rl.models.converters.peft_folder import write_peft_folder
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.spec import ModelSpec
@@ -45,8 +50,13 @@ class Policy:
         device: torch.device,
         training: TrainingConfig,
         options: ShardingOptions,
+        converters: Sequence[ModelConverter.Config] = (),
     ) -> None:
-        """`mesh` None is a single process. Raises ValueError for sizes that the mesh does not divide."""
+        """`mesh` None is a single process.
+
+        Raises:
+            ValueError: for sizes that the mesh does not divide, or what a converter cannot do.
+        """
         check_sequence_length(spec, training)
         self.spec = spec
         self.mesh = mesh
@@ -60,11 +70,20 @@ class Policy:
         self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
         with torch.device("meta"):
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
+            self.converters = ModelConverters(converters, spec=spec, mesh=mesh, device=device)
+            self.converters.convert(model)
         self.model = spec.parallelize(model, mesh=mesh, config=options)
         materialize(self.model, device=device, cpu_offload=options.cpu_offload)
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        """By name, this rank's shards: the ones that are stepped."""
+        """By name, this rank's shards, frozen ones too."""
+        self.loaded_from: str | None = None
+        """Hugging Face folder that the plain model's weights were read from."""
+
+    @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The ones that get gradients and are stepped, by name."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
@@ -76,7 +95,7 @@ class Policy:
             max_tokens=self.training.max_tokens_per_microbatch,
             max_sequences=self.training.max_sequences_per_microbatch,
             max_length=self.training.max_sequence_length or num_positions(self.spec),
-            pad_multiple=pad_multiple,
+            pad_multiple=math.lcm(pad_multiple, self.converters.token_multiple),
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
         )
@@ -141,8 +160,10 @@ class Policy:
         return np.split(summed.cpu().numpy(), ends[:-1])
 
     def init_weights(self) -> None:
-        """Draw weights from the configured seed, the same in every layout."""
-        self.model.init_weights(seed=self.training.seed)  # type: ignore[operator]
+        """Draw weights from the configured seed, the same in every layout and with any converters."""
+        names = set(self.converters.plain_names)
+        self.model.init_weights(seed=self.training.seed, names=names)  # type: ignore[operator]
+        self.converters.weights_loaded(self.model, fresh=True)
 
     @torch.no_grad()
     def load_hf(self, folder: HFFolder) -> None:
@@ -158,25 +179,60 @@ class Policy:
                 f"the model's {self.spec.model}"
             )
         adapter = self.spec.adapter(self.spec.model)
-        folder.check(self.model, adapter)
-        for name, whole in read_parameters(folder, adapter, self.parameters):
+        names = self.converters.plain_names
+        folder.check(self.model, adapter, names=set(names))
+        for name, whole in read_parameters(folder, adapter, names):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+        self.loaded_from = str(folder.path)
+        self.converters.weights_loaded(self.model, fresh=True)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
-        """Write a Hugging Face folder, from rank 0; every rank gathers along.
+        """Write the plain model as a Hugging Face folder, from rank 0; every rank gathers along.
 
         Raises:
             FileExistsError: the folder is there and not empty.
         """
-        tensors = ((name, whole_tensor(p.detach())) for name, p in self.parameters.items())
-        try:
-            if self.mesh is None or dist.get_rank() == 0:
+        tensors = ((name, whole_tensor(tensor)) for name, tensor in self.plain_tensors())
+        with self._gathering(tensors) as writes:
+            if writes:
                 adapter = self.spec.adapter(self.spec.model)
                 write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
+
+    def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The model without its converters (adapters merged), in this layout; the parameters themselves
+        where no converter changed them. One at a time: every rank goes through all."""
+        return self.converters.plain_tensors(self.parameters)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapters of LoRA in PEFT's format, from rank 0; every rank gathers along.
+
+        Raises:
+            FileExistsError: the folder is there and not empty.
+            ValueError: there is no LoRA among the converters.
+        """
+        lora = self.lora
+        factors = lora.peft_factors()
+        with self._gathering(factors) as writes:
+            if writes:
+                write_peft_folder(folder, factors, lora.peft_settings(base_model=self.loaded_from))
+
+    @property
+    def lora(self) -> LoRA:
+        """Raises ValueError where there is none."""
+        for converter in self.converters.members:
+            if isinstance(converter, LoRA):
+                return converter
+        raise ValueError("converters has no LoRA: there is no adapter to save or to load")
+
+    @contextmanager
+    def _gathering(self, gathered: Iterable[object]) -> Iterator[bool]:
+        """Whether this rank is the one that writes, and so steps through what all ranks gather."""
+        try:
+            yield self.mesh is None or dist.get_rank() == 0
         finally:
             # The other ranks gather here, and so does the first after an error, with which it alone ends.
-            for _ in tensors:
+            for _ in gathered:
                 pass
         barrier()
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from rl.distributed.mesh import TP, ParallelismConfig
 from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
+from rl.models.converters.low_rank import follow_base_layers
 from rl.models.qwen3.model import Qwen3
 
 TOKENS = 0
@@ -45,6 +46,7 @@ def parallelize_qwen3(model: Qwen3, *, mesh: DeviceMesh | None, config: Sharding
     if mesh is not None and mesh[TP].size() > 1:
         check_tensor_parallel(model.config, mesh[TP].size())
         _shard_tensor_parallel(model, mesh[TP])
+        follow_base_layers(model)
     prepare_blocks(model.layers, mesh=mesh, options=config)
     if mesh is not None:
         shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config)
