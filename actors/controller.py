@@ -16,7 +16,13 @@ from typing import Literal
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
-from actors.checks import check_demonstrations, check_layout, check_memory, check_task
+from actors.checks import (
+    check_demonstrations,
+    check_layout,
+    check_load_source,
+    check_memory,
+    check_task,
+)
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
@@ -35,8 +41,11 @@ from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import ChatRenderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
+from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
+from rl.training.checkpoint_config import LoadSource, find_load_source
+from rl.training.checkpoint_files import HF_FOLDER
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -50,6 +59,8 @@ class _Prepared:
     """What a run needs to start, checked."""
 
     start: StartingPoint
+    source: LoadSource | None
+    """What the trainer loads instead of the starting point's weights."""
     task: Task
     renderer: ChatRenderer
 
@@ -117,7 +128,11 @@ class Controller(Configurable):
         resolved = to_dict(config)
         name = config.name or f"{self.source.module.replace('.', '-')}-{self.source.function}"
         with RunFolder.create(
-            config.dump_folder, name, time_stamp=config.name is None, overwrite=config.overwrite
+            config.dump_folder,
+            name,
+            time_stamp=config.name is None,
+            overwrite=config.overwrite,
+            checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
                 write_json(self.source, folder.config_json)
@@ -152,7 +167,13 @@ class Controller(Configurable):
         """Check all that can be checked without starting or writing anything."""
         config = self.config
         task: Task = config.task.build()
-        start = self._starting_point(task)
+        source = find_load_source(config.trainer.checkpoint)
+        start = self._starting_point(task, source)
+        replaces = config.overwrite and config.name is not None
+        overwritten = Path(config.dump_folder).expanduser() / str(config.name) if replaces else None
+        check_load_source(
+            source, model_spec=start.spec, num_steps=config.loop.num_steps, overwritten=overwritten
+        )
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -168,14 +189,14 @@ class Controller(Configurable):
             check_demonstrations(
                 task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
             )
-        return _Prepared(start=start, task=task, renderer=renderer)
+        return _Prepared(start=start, source=source, task=task, renderer=renderer)
 
-    def _starting_point(self, task: Task) -> StartingPoint:
+    def _starting_point(self, task: Task, source: LoadSource | None) -> StartingPoint:
         config = self.config
         if config.hf_assets_path is not None:
             return given_folder(config.hf_assets_path, spec=config.model, any_size=config.any_model_size)
         cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-        if config.warmup is None:
+        if config.warmup is None or source is not None:
             return random_model(cache, spec=config.model, seed=config.seed)
         trainer = config.trainer
         return warmed_up_model(
@@ -209,6 +230,10 @@ class Controller(Configurable):
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
             )
         learner = ActorLearner(fleet.trainer)
+        source = prepared.source
+        if source is not None:
+            version = await learner.load_checkpoint(str(source.path), model_only=source.model_only)
+            logger.info("loaded %s, policy version %d", source.path, version)
         if start.warmed_up is not None:
             await self._warm_up(learner, renderer=renderer, task=task, destination=start.warmed_up)
         with MetricsWriter(folder.metrics) as metrics:
@@ -218,11 +243,15 @@ class Controller(Configurable):
                 train_problems=task.train_problems(seed=config.seed),
                 eval_problems=task.eval_problems(),
                 sinks=[metrics, ConsoleSink()],
-                checkpoint_folder=str(folder.checkpoints),
+                checkpoints=StepCheckpoints(
+                    learner=learner, config=config.trainer.checkpoint, folder=str(folder.checkpoints)
+                ),
                 seed=config.seed,
+                position=None if source is None else source.position,
             )
             await loop.run()
-        await learner.export_hf(str(folder.checkpoints / "hf"))
+        if config.trainer.checkpoint.exports:
+            await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()

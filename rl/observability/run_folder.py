@@ -33,11 +33,11 @@ class RunFolder:
     Leaving it does not make a run finished: a run that fails or is killed stays unfinished.
     """
 
-    def __init__(self, path: Path, *, lock_fd: int, created: Path | None) -> None:
+    def __init__(self, path: Path, *, checkpoints: Path | None, lock_fd: int, created: Path | None) -> None:
         """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
         self.path = path
         self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = checkpoints or path / "checkpoints"
         self.config_json = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.learning_curve = path / "learning_curve.png"
@@ -46,9 +46,18 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, dump_folder: str | Path, name: str, *, time_stamp: bool = False, overwrite: bool = False
+        cls,
+        dump_folder: str | Path,
+        name: str,
+        *,
+        time_stamp: bool = False,
+        overwrite: bool = False,
+        checkpoints: Path | None = None,
     ) -> RunFolder:
         """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name.
+
+        Args:
+            checkpoints: a folder elsewhere for them, which is neither made nor cleared here.
 
         Raises:
             ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
@@ -68,7 +77,7 @@ class RunFolder:
             if status is not None and not overwrite:
                 raise ValueError(_occupied(path, status))
             _clear(path)
-            for folder in OWN_FOLDERS:
+            for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
                 (path / folder).mkdir()
             _write_status(path, "running")
         except BaseException:
@@ -78,7 +87,7 @@ class RunFolder:
                 (path / LOCK).unlink()
             os.close(lock_fd)
             raise
-        return cls(path, lock_fd=lock_fd, created=created)
+        return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=created)
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's."""

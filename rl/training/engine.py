@@ -38,9 +38,9 @@ from rl.distributed.sharding import ShardingOptions
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch
-from rl.training import checkpoint
 from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
-from rl.training.checkpoint import CheckpointConfig
+from rl.training.checkpoint_files import SavedState
+from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import write_batch
@@ -48,7 +48,7 @@ from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
 from rl.training.schedule import LRSchedule
-from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
 
 class TrainingEngine(Configurable):
@@ -67,7 +67,7 @@ class TrainingEngine(Configurable):
         loss: Loss = field(default_factory=GRPOLoss)
         """Of `forward_backward` calls that bring none."""
         training: TrainingConfig = field(default_factory=TrainingConfig)
-        checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
 
     def __init__(
         self,
@@ -110,6 +110,9 @@ class TrainingEngine(Configurable):
             self.policy.load_hf(folder)
         self.optimizer: Optimizer = config.optimizer.build(parameters=self.policy.parameters.values())
         self.schedule: LRSchedule = config.lr_scheduler.build()
+        self.checkpointer: Checkpointer = config.checkpoint.build(
+            policy=self.policy, optimizer=self.optimizer
+        )
         self.policy_version = 0
         self._step = StepState()
         barrier()
@@ -199,41 +202,42 @@ class TrainingEngine(Configurable):
         with awaiting("compute_logprobs"):
             return self.policy.logprobs(samples) if samples else []
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, version and random states; the folder appears whole or not at all.
+    def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Let a folder with weights, optimizer, version and random states appear, as `Checkpointer.save`.
 
         Raises:
             FileExistsError: the folder is already there.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
+            CheckpointError: it could not be written, or the one before that was in the background.
         """
         if self._step.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
+        state = SavedState(policy_version=self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
-            checkpoint.save(
-                folder,
-                parameters=self.policy.parameters,
-                optimizer=self.optimizer,
-                policy_version=self.policy_version,
-            )
+            self.checkpointer.save(folder, state, wait=wait)
 
-    def load_checkpoint(self, folder: str) -> int:
+    def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
         """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one.
 
         An accumulated gradient is dropped. Returns the policy version.
 
         Raises:
-            ValueError: the folder is neither, is incomplete, or is of another architecture.
+            ValueError: the folder is neither, is incomplete or damaged, or is of another architecture.
         """
         self._drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
-            if checkpoint.is_checkpoint(folder):
-                self.policy_version = checkpoint.load(
-                    folder, parameters=self.policy.parameters, optimizer=self.optimizer
-                )
-            else:
-                self.policy.load_hf(HFFolder(folder))
-                self.optimizer.reset()
-                self.policy_version = 0
+            self.policy_version = self.checkpointer.load(
+                folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
+            )
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
@@ -254,10 +258,13 @@ class TrainingEngine(Configurable):
         return {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
 
     def close(self) -> None:
-        """Leave the process group that this engine joined."""
-        if self._made_group:
-            disconnect()
-            self._made_group = False
+        """Wait for a checkpoint being written, and leave the process group that this engine joined."""
+        try:
+            self.checkpointer.close()
+        finally:
+            if self._made_group:
+                disconnect()
+                self._made_group = False
 
     @contextmanager
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
