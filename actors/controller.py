@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -249,7 +251,8 @@ class Controller(Configurable):
                 seed=config.seed,
                 position=None if source is None else source.position,
             )
-            await loop.run()
+            async with _last_save_ends(fleet, background=config.trainer.checkpoint.async_mode != "disabled"):
+                await loop.run()
         if config.trainer.checkpoint.exports:
             await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
         if config.loop.num_steps or config.loop.eval_every:
@@ -287,3 +290,15 @@ class Controller(Configurable):
             if not destination.exists():
                 raise
         await learner.load_checkpoint(str(destination))
+
+
+@asynccontextmanager
+async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
+    """A run that stops lets its trainer finish the checkpoint that is being written in the background."""
+    try:
+        yield
+    except RunError:
+        if background:
+            with suppress(RunError):  # the trainer itself may be what the run stops for
+                await fleet.trainer.call("close", limit="close_s")
+        raise

@@ -238,11 +238,11 @@ class _SummedStream(io.RawIOBase):
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """The error that a rank met, on all of them; no warning that a single process is assumed: it is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            cause.add_note(f"on rank {rank} of the trainer")
-            raise cause from error
+    # Not undone afterwards, which another thread's warnings might be in the way of.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        cause.add_note(f"on rank {rank} of the trainer")
+        raise cause from error
