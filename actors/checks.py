@@ -5,14 +5,19 @@ from __future__ import annotations
 from itertools import islice
 
 import numpy as np
+import torch
 
 from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
+from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
+from rl.training.checkpoint import check_known_shapes
+from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpointer import check_device
 from rl.training.memory import estimate
 from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
@@ -62,11 +67,33 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.training.max_sequence_length={max_length} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would be refused"
         )
+    check_device(fleet.trainer.checkpoint, has_gpu=num_gpus > 0)
     assign_gpus(
         num_available=num_gpus,
         num_trainer=fleet.trainer.num_procs,
         num_generator=fleet.generator.tensor_parallel_degree,
     )
+
+
+def check_load_source(source: LoadSource | None, *, model_spec: ModelSpec, num_steps: int) -> None:
+    """What is loaded fits the model and has steps left.
+
+    Raises:
+        ValueError: names the folder, and the first tensor that does not fit with both shapes.
+    """
+    if source is None:
+        return
+    if source.position is not None and source.position.step >= num_steps:
+        raise ValueError(
+            f"loop.num_steps={num_steps}: {source.path} has done {source.position.step} steps already; "
+            "give more to continue"
+        )
+    with torch.device("meta"):
+        model = model_spec.model.build()
+    if source.in_hf:
+        HFFolder(source.path).check(model, model_spec.adapter(model_spec.model))
+    else:
+        check_known_shapes(source.path, model)
 
 
 def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:

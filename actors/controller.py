@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,13 @@ from typing import Any, Literal
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
-from actors.checks import check_demonstrations, check_layout, check_memory, check_task
+from actors.checks import (
+    check_demonstrations,
+    check_layout,
+    check_load_source,
+    check_memory,
+    check_task,
+)
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
@@ -37,8 +45,11 @@ from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import ChatRenderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
+from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
+from rl.training.checkpoint_config import LoadSource, find_load_source
+from rl.training.checkpoint_files import HF_FOLDER
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -52,6 +63,8 @@ class _Prepared:
     """What a run needs to start, checked."""
 
     start: StartingPoint
+    source: LoadSource | None
+    """What the trainer loads instead of the starting point's weights."""
     task: Task
     renderer: ChatRenderer
 
@@ -131,6 +144,7 @@ class Controller(Configurable):
             time_stamp=config.name is None,
             overwrite=config.overwrite,
             inputs={field: path for field, path in input_paths(config).items() if field != "dump_folder"},
+            checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
                 write_json(self.source, folder.config_json)
@@ -168,7 +182,9 @@ class Controller(Configurable):
         """Check all that can be checked without starting or writing anything."""
         config = self.config
         task: Task = config.task.build()
-        start = self._starting_point(task)
+        source = find_load_source(config.trainer.checkpoint)
+        start = self._starting_point(task, source)
+        check_load_source(source, model_spec=start.spec, num_steps=config.loop.num_steps)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -184,14 +200,16 @@ class Controller(Configurable):
             check_demonstrations(
                 task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
             )
-        return _Prepared(start=start, task=task, renderer=renderer)
+        return _Prepared(start=start, source=source, task=task, renderer=renderer)
 
-    def _starting_point(self, task: Task) -> StartingPoint:
+    def _starting_point(self, task: Task, source: LoadSource | None) -> StartingPoint:
         config = self.config
         if config.hf_assets_path is not None:
             return given_folder(config.hf_assets_path, spec=config.model, any_size=config.any_model_size)
         cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-        if config.warmup is None:
+        # A policy that is continued has its weights from its checkpoint, its reference policy from the start.
+        starts_here = source is None or (config.trainer.reference.enable and not source.model_only)
+        if config.warmup is None or not starts_here:
             return random_model(cache, spec=config.model, seed=config.seed)
         return warmed_up_model(
             cache,
@@ -216,8 +234,12 @@ class Controller(Configurable):
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
             )
         learner = ActorLearner(fleet.trainer)
+        source = prepared.source
         if start.warmed_up is not None:
             await self._warm_up(learner, renderer=renderer, task=task, destination=start.warmed_up)
+        if source is not None:
+            version = await learner.load_checkpoint(str(source.path), model_only=source.model_only)
+            logger.info("loaded %s, policy version %d", source.path, version)
         with MetricsWriter(folder.metrics) as metrics:
             loop: SyncLoop = config.loop.build(
                 seams=self._seams(fleet, learner),
@@ -225,12 +247,17 @@ class Controller(Configurable):
                 train_problems=task.train_problems(seed=config.seed),
                 eval_problems=task.eval_problems(),
                 sinks=[metrics, ConsoleSink()],
-                checkpoint_folder=str(folder.checkpoints),
+                checkpoints=StepCheckpoints(
+                    learner=learner, config=config.trainer.checkpoint, folder=str(folder.checkpoints)
+                ),
                 seed=config.seed,
                 watch=progress,
+                position=None if source is None else source.position,
             )
-            await loop.run()
-        await learner.export_hf(str(folder.checkpoints / "hf"))
+            async with _last_save_ends(fleet, background=config.trainer.checkpoint.async_mode != "disabled"):
+                await loop.run()
+        if config.trainer.checkpoint.exports:
+            await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()
@@ -283,3 +310,15 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
     known = {f.name for f in fields(PolicyTrainer.Config)}
     added = {name: value for name, value in to_dict(trainer).items() if name not in known}
     return arithmetic | ({"added": added} if added else {})
+
+
+@asynccontextmanager
+async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
+    """A run that stops lets its trainer finish the checkpoint that is being written in the background."""
+    try:
+        yield
+    except RunError:
+        if background:
+            with suppress(RunError):  # the trainer itself may be what the run stops for
+                await fleet.trainer.call("close", limit="close_s")
+        raise

@@ -202,3 +202,13 @@ class PublishResult:
     policy_version: int
     push_s: float
     pull_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopPosition:
+    """Where a loop stands between two steps: what a checkpoint keeps of it."""
+
+    step: int
+    """Steps done."""
+    num_problems: int
+    """Training problems drawn for them, in the task's order."""

@@ -6,14 +6,10 @@ Nothing here knows a model family: an adapter (`rl.models.spec`) translates.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rl.atomic_folder import appearing_folder
 from rl.models.spec import StateDictAdapter
 from rl.models.tokenizer import TOKENIZER_FILES, check_tokenizer_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LOCKED = ".being-written"
-"""Ends the name of a hidden folder that is locked as long as somebody writes it."""
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Buffers that old versions of transformers saved."""
 
@@ -175,57 +170,6 @@ def write_hf_folder(
         _write_shards(temporary, _hf_tensors(params, adapter, dtype), max_shard_bytes=max_shard_bytes)
 
 
-@contextmanager
-def appearing_folder(path: str | Path) -> Iterator[Path]:
-    """A hidden folder to write into, which becomes `path`, flushed, when the block ends without an error.
-
-    Raises:
-        FileExistsError: `path` is already there and not an empty folder.
-    """
-    path = Path(path).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} already exists")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path.parent)
-    with _temporary_folder(path) as temporary:
-        yield temporary
-        _publish(temporary, path)
-
-
-@contextmanager
-def _temporary_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder beside `path`, so that the rename stays within one file system; gone afterwards.
-
-    While this process lives it is locked. The kernel drops the lock of a process that was killed,
-    which tells `_remove_leftovers` that nobody writes the folder any more.
-    """
-    folder = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    locked = folder.with_name(f"{folder.name}{_LOCKED}")
-    with ExitStack() as stack:
-        for name in (folder, locked):
-            stack.callback(shutil.rmtree, name, ignore_errors=True)
-        folder.mkdir()
-        descriptor = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        # Some network file systems cannot lock a folder; then it keeps a name that nobody looks for.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = folder.rename(locked)
-        yield folder
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove temporary folders whose process was killed; those of a living one are locked."""
-    for folder in parent.glob(f".*.{'[0-9a-f]' * 32}{_LOCKED}"):
-        with suppress(OSError):  # it is locked, already gone, or somebody else's
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
-
-
 def _hf_tensors(
     params: Iterable[tuple[str, Tensor]], adapter: StateDictAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
@@ -261,27 +205,6 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_sh
         weight_map |= dict.fromkeys(sizes, file_name)
     total_size = sum(sum(sizes.values()) for sizes in shards)
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Flush everything to the disk, then let the folder appear under its name."""
-    for file in (*temporary.iterdir(), temporary):
-        _fsync(file)
-    try:
-        temporary.rename(path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(f"{path} already exists") from error
-        raise
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -42,13 +42,12 @@ from rl.distributed.seeds import seed_everything
 from rl.distributed.sharding import ShardingOptions
 from rl.models.buffers import persistent_buffers
 from rl.models.converters.converter import ModelConverter
-from rl.models.converters.peft_folder import is_peft_folder
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch
-from rl.training import checkpoint
 from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
-from rl.training.checkpoint import CheckpointConfig
+from rl.training.checkpoint_files import SavedState, is_checkpoint
+from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.failures import non_finite
 from rl.training.garbage import GarbageCollector
@@ -58,7 +57,7 @@ from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
 from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
 from rl.training.schedule import LRSchedule
-from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class TrainingEngine(Configurable):
         """Of `forward_backward` calls that bring none."""
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         training: TrainingConfig = field(default_factory=TrainingConfig)
-        checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
         activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
         compile: CompileConfig = field(default_factory=CompileConfig)
         converters: tuple[ModelConverter.Config, ...] = ()
@@ -149,6 +148,9 @@ class TrainingEngine(Configurable):
             parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
         self.schedule: LRSchedule = config.lr_scheduler.build()
+        self.checkpointer: Checkpointer = config.checkpoint.build(
+            policy=self.policy, optimizer=self.optimizer
+        )
         self.policy_version = 0
         self.optimizer.inner.register_step_post_hook(
             lambda *_: self.policy.converters.post_optimizer_hook(self.policy.model)
@@ -260,48 +262,46 @@ class TrainingEngine(Configurable):
         with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, version and random states; the folder appears whole or not at all.
+    def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Let a folder with weights, optimizer, version and random states appear, as `Checkpointer.save`.
 
         Raises:
             FileExistsError: the folder is already there.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
+            CheckpointError: it could not be written, or the one before that was in the background.
         """
         if self._step.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
+        state = SavedState(policy_version=self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
-            checkpoint.save(
-                folder,
-                parameters=self.policy.parameters,
-                optimizer=self.optimizer,
-                policy_version=self.policy_version,
-            )
+            self.checkpointer.save(folder, state, wait=wait)
 
-    def load_checkpoint(self, folder: str) -> int:
+    def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
         """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one or,
         with the weights that are loaded, from an adapter in PEFT's format.
 
-        An accumulated gradient is dropped. Returns the policy version.
+        An accumulated gradient is dropped. Where the policy starts at step 0, so does the reference policy.
+        Returns the policy version.
 
         Raises:
-            ValueError: the folder is none of these, is incomplete, or is of another architecture.
+            ValueError: the folder is none of these, is incomplete or damaged, or is of another architecture.
         """
         self._drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
-            if checkpoint.is_checkpoint(folder):
-                self.policy_version = checkpoint.load(
-                    folder, parameters=self.policy.parameters, optimizer=self.optimizer
-                )
-                self.policy.converters.weights_loaded(self.policy.model, fresh=False)
-            else:
-                if is_peft_folder(folder):
-                    self.policy.lora.load_peft(folder)
-                else:
-                    self.policy.load_hf(HFFolder(folder))
-                self.optimizer.reset()
-                self.policy_version = 0
-                if self.reference is not None:
-                    self.reference.follow(self.policy)
+            self.policy_version = self.checkpointer.load(
+                folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
+            )
+            if self.reference is not None and (model_only or not is_checkpoint(folder)):
+                self.reference.follow(self.policy)
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
@@ -341,11 +341,14 @@ class TrainingEngine(Configurable):
         return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
-        """Leave the process group that this engine joined."""
+        """Wait for a checkpoint being written, and leave the process group that this engine joined."""
         self._garbage.close()
-        if self._made_group:
-            disconnect()
-            self._made_group = False
+        try:
+            self.checkpointer.close()
+        finally:
+            if self._made_group:
+                disconnect()
+                self._made_group = False
 
     @contextmanager
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:

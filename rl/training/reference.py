@@ -13,6 +13,7 @@ import torch
 
 from losses.types import Loss
 from rl.distributed.shards import local_tensor
+from rl.models.buffers import persistent_buffers
 from rl.rollouts.packing import PackedBatch
 from rl.training.config import TrainingConfig
 from rl.training.policy import Policy
@@ -58,6 +59,9 @@ class ReferencePolicy:
         """Take over the policy's weights, each rank its own shards."""
         for name, parameter in self._policy.parameters.items():
             local_tensor(parameter).copy_(local_tensor(policy.parameters[name]))
+        buffers = persistent_buffers(policy.model)
+        for name, buffer in persistent_buffers(self._policy.model).items():
+            buffer.copy_(buffers[name])
 
     @torch.no_grad()
     def attach(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
