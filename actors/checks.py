@@ -13,6 +13,7 @@ from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
+from rl.training.experts import check_experts
 from rl.training.memory import estimate
 from rl.types import Completion, Problem, Rollout
 
@@ -33,6 +34,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
             f"key-value heads of {model_spec.name} {model_spec.flavor}"
         )
+    check_experts(model_spec.model, degrees=degrees, balance=fleet.trainer.experts)  # type: ignore[arg-type]
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:

@@ -55,7 +55,7 @@ def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metri
 def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     gradient, update = minibatch.gradient, minibatch.update
     num_tokens = gradient.num_valid_tokens
-    return {
+    metrics: dict[str, Metric] = {
         # As optimised: each step divides by its own denominator.
         "loss/mean": Mean(gradient.loss_mean),
         "loss/ratio_mean": Mean(gradient.ratio_mean * num_tokens, num_tokens),
@@ -65,6 +65,10 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
         "loss/grad_norm_max": Max(update.grad_norm),
         "loss/lr": Last(update.lr),
     }
+    if gradient.expert_load is not None:
+        metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
+        metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
+    return metrics
 
 
 def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:

@@ -33,6 +33,7 @@ from actors.vllm.model import FROM_STORE, register_policy
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
+from rl.models.buffers import persistent_buffers
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 
@@ -87,8 +88,12 @@ class VLLMCore:
         return bool(self._running)
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's weights by the trainer's names, to be written in place; DTensors where sharded."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """This rank's weights by the trainer's names, to be written in place; DTensors where sharded.
+
+        Persistent buffers are among them.
+        """
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return parameters | persistent_buffers(self.model)
 
     def add(self, request: Request) -> None:
         """Takes part in steps from the next one on."""

@@ -26,6 +26,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import SequenceLayout
+from rl.models.buffers import persistent_buffers, reset_buffers
 from rl.models.qwen3.parallelize_generator import generator_head
 from rl.models.spec import ModelSpec
 
@@ -35,7 +36,7 @@ FROM_STORE = "relay_store"
 
 def register_policy(spec: ModelSpec) -> str:
     """Make vLLM know the model of `spec`; returns the architecture to ask it for."""
-    architecture = f"Relay{spec.name.title()}ForCausalLM"
+    architecture = f"Relay{spec.name.title().replace('_', '')}ForCausalLM"
     ModelRegistry.register_model(architecture, type(architecture, (Policy,), {"spec": spec}))
     return architecture
 
@@ -73,7 +74,7 @@ class Policy(nn.Module):
             mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type, mesh_dim_names=("tp",))
             self.spec.parallelize_generator(self.model, mesh)
         self.model.to_empty(device=device)
-        self.model.rope.reset_buffers()
+        reset_buffers(self.model)
         self.model.requires_grad_(False)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -101,8 +102,9 @@ class Policy(nn.Module):
             ValueError: naming parameters for which tensors are missing.
         """
         parameters = dict(self.model.named_parameters())
-        owner = {hf_name: name for name in parameters for hf_name in self.adapter.hf_names(name)}
-        waiting: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+        tensors = parameters | persistent_buffers(self.model)
+        owner = {hf_name: name for name in tensors for hf_name in self.adapter.hf_names(name)}
+        waiting: dict[str, dict[str, Tensor]] = {name: {} for name in tensors}
         for hf_name, tensor in weights:
             # A tied model's folder may hold the output head once more.
             if (name := owner.get(hf_name)) is None:
@@ -112,10 +114,11 @@ class Policy(nn.Module):
             needed = self.adapter.hf_names(name)
             if len(parts) == len(needed):
                 whole = self.adapter.from_hf(name, [parts[n] for n in needed])
-                local_tensor(parameters[name]).copy_(local_shard_of(whole, parameters[name]))
+                local_tensor(tensors[name]).copy_(local_shard_of(whole, tensors[name]))
                 del waiting[name]
-        if waiting:
-            raise ValueError(f"tensors are missing for {', '.join(sorted(waiting))}")
+        # A buffer that the folder does not have stays at zero.
+        if missing := sorted(waiting.keys() & parameters.keys()):
+            raise ValueError(f"tensors are missing for {', '.join(missing)}")
         return {f"model.{name}" for name in parameters}
 
 

@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 TP = "tp"
+EXPERT_SHARD = "expert_shard"
+EXPERT = "expert"
+"""Of the experts' own mesh, see `rl/distributed/expert_parallel.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +22,10 @@ class Degrees:
     dp_replicate: int
     dp_shard: int
     tp: int
+    ep: int = 1
+    """Ranks among the shards that hold different experts."""
+    etp: int = 1
+    """Ranks that each expert is split over: 1 or `tp`."""
 
     @property
     def dp(self) -> int:
@@ -42,9 +49,19 @@ class ParallelismConfig:
     """Ranks that each layer's heads, feed-forward width and vocabulary are split over."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees a block's gathered parameters between forward and backward; default: yes."""
+    expert_parallel_degree: int = 1
+    """Ranks, among those that shard parameters, that each hold other experts; tokens travel to them."""
+    expert_tensor_parallel_degree: int = 1
+    """Tensor-parallel ranks that each expert is split over. 1: they hold all experts whole, each for its
+    own tokens; or tensor_parallel_degree: each holds a part of every expert, for all their tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_replicate_degree", "tensor_parallel_degree"):
+        for name in (
+            "data_parallel_replicate_degree",
+            "tensor_parallel_degree",
+            "expert_parallel_degree",
+            "expert_tensor_parallel_degree",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         shard = self.data_parallel_shard_degree
@@ -71,7 +88,27 @@ class ParallelismConfig:
                 f"tensor_parallel_degree={tp} does not multiply to the world size of {world_size} process"
                 f"{'es' if world_size > 1 else ''}"
             )
-        return Degrees(dp_replicate=replicate, dp_shard=shard, tp=tp)
+        self._check_expert_degrees(num_shards=shard)
+        return Degrees(
+            dp_replicate=replicate,
+            dp_shard=shard,
+            tp=tp,
+            ep=self.expert_parallel_degree,
+            etp=self.expert_tensor_parallel_degree,
+        )
+
+    def _check_expert_degrees(self, *, num_shards: int) -> None:
+        """`num_shards`: ranks that parameters are split over, beside tensor parallelism."""
+        if num_shards % self.expert_parallel_degree:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
+                f"{num_shards} ranks that parameters are sharded over, among which it takes its own"
+            )
+        if self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
+            raise ValueError(
+                f"parallelism.expert_tensor_parallel_degree={self.expert_tensor_parallel_degree}: must be 1 "
+                f"or tensor_parallel_degree={self.tensor_parallel_degree}"
+            )
 
 
 def build_mesh(degrees: Degrees, *, device_type: str) -> DeviceMesh | None:

@@ -6,7 +6,7 @@ one shard). Gradients are summed over ranks, never averaged: `optim_step` divide
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,12 +28,34 @@ class ShardingOptions:
     """Gradients are summed between ranks in it."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """See `ParallelismConfig`."""
+    expert_mesh: DeviceMesh | None = None
+    """Of `build_expert_mesh`; None without expert parallelism."""
+    expert_tensor_parallel: bool = False
+    """Whether tensor parallelism splits each expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnMesh:
+    """A module inside a block whose parameters are split over other ranks than the block's."""
+
+    module: nn.Module
+    mesh: DeviceMesh
+    """What FSDP2 takes: shards, behind replicas where there are several."""
 
 
 def shard_data_parallel(
-    model: nn.Module, *, blocks: Iterable[nn.Module], mesh: DeviceMesh, options: ShardingOptions
+    model: nn.Module,
+    *,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    apart: Sequence[OwnMesh] = (),
 ) -> None:
-    """`fully_shard` each block and then the root, in place; nothing where both data axes have size 1."""
+    """`fully_shard` each block and then the root, in place; nothing where both data axes have size 1.
+
+    Args:
+        apart: modules that are sharded for themselves first.
+    """
     replicas, shards = mesh[DP_REPLICATE].size(), mesh[DP_SHARD].size()
     if replicas * shards == 1:
         return
@@ -41,6 +63,9 @@ def shard_data_parallel(
         "mesh": mesh[DP_SHARD] if replicas == 1 else mesh[DP_REPLICATE, DP_SHARD],
         "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
     }
+    for part in apart:
+        reshard = options.reshard_after_forward != "never" and part.mesh.size(-1) > 1
+        fully_shard(part.module, reshard_after_forward=reshard, **(settings | {"mesh": part.mesh}))
     for block in blocks:
         # One shard holds the whole block already: gathering it again would only cost a copy.
         reshard = options.reshard_after_forward != "never" and shards > 1

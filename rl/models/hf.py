@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rl.models.buffers import persistent_buffers
 from rl.models.spec import StateDictAdapter
 from rl.models.tokenizer import TOKENIZER_FILES, check_tokenizer_files
 
@@ -78,7 +79,8 @@ class HFFolder:
     def check(self, model: nn.Module, adapter: StateDictAdapter) -> None:
         """Whether the tensors are exactly those that the model's parameters are made of.
 
-        `model` may be on the meta device or sharded. A tied model may come with an output head.
+        `model` may be on the meta device or sharded. A tied model may come with an output head, any
+        model with tensors of its persistent buffers.
 
         Raises:
             ValueError: naming the first tensor that is missing, of another shape, or unknown.
@@ -89,12 +91,21 @@ class HFFolder:
             for hf_name, tensor in adapter.to_hf(name, meta).items():
                 known.add(hf_name)
                 self._check_tensor(hf_name, tuple(tensor.shape))
+        for name, buffer in persistent_buffers(model).items():
+            for hf_name in adapter.hf_names(name):
+                known.add(hf_name)
+                if hf_name in self.shapes:
+                    self._check_tensor(hf_name, tuple(buffer.shape))
         for hf_name in self.shapes:
             if hf_name not in known and not hf_name.endswith(_IGNORED_ENDINGS):
                 raise ValueError(
                     f"{self.path}: tensor {hf_name} has no place in the model: "
                     "a checkpoint of another architecture or size"
                 )
+
+    def present(self, names: Iterable[str], adapter: StateDictAdapter) -> list[str]:
+        """Those of our `names` that the folder has."""
+        return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.shapes:

@@ -45,6 +45,7 @@ def save(
     folder: str | Path,
     *,
     parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
     optimizer: Optimizer,
     policy_version: int,
 ) -> None:
@@ -65,7 +66,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    state = _state(parameters, optimizer) | {_VERSION: policy_version, _random_key(): random_states()}
+    state = _state(parameters, buffers, optimizer)
+    state |= {_VERSION: policy_version, _random_key(): random_states()}
     with _quiet():
         state_dict_saver.save(state, checkpoint_id=partial, no_dist=not dist.is_initialized())
     if _rank() == 0:
@@ -73,7 +75,13 @@ def save(
     barrier()
 
 
-def load(folder: str | Path, *, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> int:
+def load(
+    folder: str | Path,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: Optimizer,
+) -> int:
     """Restore in place what `save` wrote, in this or another layout; returns the policy version.
 
     Random states are restored where this rank saved one.
@@ -82,7 +90,7 @@ def load(folder: str | Path, *, parameters: Mapping[str, nn.Parameter], optimize
         ValueError: naming the first tensor that is missing, unknown or of another shape.
     """
     metadata: Metadata = FileSystemReader(folder).read_metadata()
-    state: dict[str, Any] = _state(parameters, optimizer)
+    state: dict[str, Any] = _state(parameters, buffers, optimizer)
     _check(metadata, state, folder)
     state[_VERSION] = 0
     if _random_key() in metadata.state_dict_metadata:
@@ -94,10 +102,13 @@ def load(folder: str | Path, *, parameters: Mapping[str, nn.Parameter], optimize
     return state[_VERSION]
 
 
-def _state(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+def _state(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: Optimizer
+) -> dict[str, Any]:
     """The very tensors of model and optimizer, by name."""
     moments = optimizer.state_tensors()
     state: dict[str, Any] = {f"model.{name}": parameter.data for name, parameter in parameters.items()}
+    state |= {f"model.{name}": buffer for name, buffer in buffers.items()}
     for name, parameter in parameters.items():
         state |= {f"optimizer.{name}.{key}": tensor for key, tensor in moments[parameter].items()}
     return state

@@ -23,6 +23,7 @@ from torch import Tensor
 from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed.expert_parallel import build_expert_mesh
 from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
     CommConfig,
@@ -43,6 +44,7 @@ from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
 from rl.training.checkpoint import CheckpointConfig
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.errors import NonFiniteLossError
+from rl.training.experts import ExpertBalance, check_experts
 from rl.training.failures import write_batch
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
@@ -68,6 +70,7 @@ class TrainingEngine(Configurable):
         """Of `forward_backward` calls that bring none."""
         training: TrainingConfig = field(default_factory=TrainingConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        experts: ExpertBalance.Config = field(default_factory=ExpertBalance.Config)
 
     def __init__(
         self,
@@ -97,13 +100,18 @@ class TrainingEngine(Configurable):
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
+        check_experts(model_spec.model, degrees=degrees, balance=config.experts)  # type: ignore[arg-type]
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
         self.device = world.default_device() if device is None else torch.device(device)
         self._made_group = connect(world=world, device=self.device, comm=config.comm)
         self.mesh = build_mesh(degrees, device_type=self.device.type)
+        self.expert_mesh = build_expert_mesh(self.mesh, degree=degrees.ep)
         self.policy = self._build_policy(model_spec)
+        self.experts: ExpertBalance = config.experts.build(
+            model=self.policy.model, mesh=self.mesh, device=self.device
+        )
         if folder is None:
             self.policy.init_weights()
         else:
@@ -113,7 +121,8 @@ class TrainingEngine(Configurable):
         self.policy_version = 0
         self._step = StepState()
         barrier()
-        set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
+        for mesh in (self.mesh, self.expert_mesh):
+            set_timeout(mesh, timeout_s=config.comm.train_timeout_s)
 
     def _build_policy(self, spec: ModelSpec) -> Policy:
         training = self.config.training
@@ -124,6 +133,8 @@ class TrainingEngine(Configurable):
             param_dtype=getattr(torch, training.param_dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=self.config.parallelism.reshard_after_forward,
+            expert_mesh=self.expert_mesh,
+            expert_tensor_parallel=self.config.parallelism.expert_tensor_parallel_degree > 1,
         )
         return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
 
@@ -146,13 +157,15 @@ class TrainingEngine(Configurable):
             for batch in batches:
                 self._accumulate(batch.to(self.device), self.config.loss if loss is None else loss, sums)
             totals = sums.reduce(mesh=self.mesh)
+            expert_load = self.experts.reduce()
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
                 self._stop_on_non_finite(f"loss {totals.loss}")
-        return totals.result(samples, time_s=time.perf_counter() - started)
+        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
 
     def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
         logprobs_T, entropy_T = self.policy.forward(batch)
+        self.experts.count(batch)
         inputs = loss_inputs(batch, logprobs_T)
         output = loss(inputs)
         self._step.check_denominator(output.denominator)
@@ -185,6 +198,7 @@ class TrainingEngine(Configurable):
                 self._stop_on_non_finite(f"gradient norm {grad_norm}")
             scale_gradients(parameters, scale * clip_factor(grad_norm, max_norm=max_norm))
             self.optimizer.step(settings)
+            self.experts.step()
         self._drop_gradient()
         self.policy_version += 1
         return OptimStepResult(
@@ -212,6 +226,7 @@ class TrainingEngine(Configurable):
             checkpoint.save(
                 folder,
                 parameters=self.policy.parameters,
+                buffers=self.policy.buffers,
                 optimizer=self.optimizer,
                 policy_version=self.policy_version,
             )
@@ -228,7 +243,10 @@ class TrainingEngine(Configurable):
         with awaiting(f"load_checkpoint from {folder}"):
             if checkpoint.is_checkpoint(folder):
                 self.policy_version = checkpoint.load(
-                    folder, parameters=self.policy.parameters, optimizer=self.optimizer
+                    folder,
+                    parameters=self.policy.parameters,
+                    buffers=self.policy.buffers,
+                    optimizer=self.optimizer,
                 )
             else:
                 self.policy.load_hf(HFFolder(folder))
@@ -250,8 +268,12 @@ class TrainingEngine(Configurable):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """The parameters themselves, without gradient, by name; DTensors wherever a mesh shards them."""
-        return {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        """The parameters themselves, without gradient, by name, and the persistent buffers.
+
+        DTensors wherever a mesh shards them.
+        """
+        parameters = {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        return parameters | self.policy.buffers
 
     def close(self) -> None:
         """Leave the process group that this engine joined."""
@@ -275,6 +297,7 @@ class TrainingEngine(Configurable):
         for parameter in self.policy.parameters.values():
             parameter.grad = None
         self._step = StepState()
+        self.experts.forget()
 
     def _stop_on_non_finite(self, what: str) -> NoReturn:
         """Save the samples of the step and raise; the quantity is the same on every rank."""

@@ -19,6 +19,7 @@ from rl.distributed.mesh import TP, DataRank
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
+from rl.models.buffers import persistent_buffers, reset_buffers
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
 from rl.models.logprobs import token_logprobs
 from rl.models.spec import ModelSpec
@@ -53,12 +54,11 @@ class Policy:
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
         self.model = spec.parallelize(model, mesh=mesh, config=options)
         self.model.to_empty(device=device)
-        for module in self.model.modules():
-            reset_buffers = getattr(module, "reset_buffers", None)
-            if reset_buffers is not None:
-                reset_buffers()
+        reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards: the ones that are stepped."""
+        self.buffers = persistent_buffers(self.model)
+        """By name, the same on every rank; no gradient steps them."""
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
@@ -132,6 +132,10 @@ class Policy:
         for name, whole in read_parameters(folder, adapter, self.parameters):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+        for buffer in self.buffers.values():
+            buffer.zero_()
+        for name, whole in read_parameters(folder, adapter, folder.present(self.buffers, adapter)):
+            self.buffers[name].copy_(whole)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
         """Write a Hugging Face folder, from rank 0; every rank gathers along.
@@ -139,7 +143,9 @@ class Policy:
         Raises:
             FileExistsError: the folder is there and not empty.
         """
-        tensors = ((name, whole_tensor(p.detach())) for name, p in self.parameters.items())
+        # Without a number in it, a buffer says what its absence does, and others know the model without it.
+        buffers = {name: buffer for name, buffer in self.buffers.items() if buffer.any()}
+        tensors = ((name, whole_tensor(t.detach())) for name, t in (self.parameters | buffers).items())
         try:
             if self.mesh is None or dist.get_rank() == 0:
                 adapter = self.spec.adapter(self.spec.model)
