@@ -1,4 +1,8 @@
-"""Buffers that belong to a model's state."""
+"""Buffers of a model.
+
+Every module of ours that has some fills them in `reset_buffers()`; modules of others inside the
+model, such as a generator's attention with its scales, have buffers that are no business of ours.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, owner in module.named_modules()
         for name, buffer in owner.named_buffers(recurse=False)
-        if name not in owner._non_persistent_buffers_set
+        if hasattr(owner, "reset_buffers") and name not in owner._non_persistent_buffers_set
     }
 
 

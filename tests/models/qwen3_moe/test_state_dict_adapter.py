@@ -172,5 +172,5 @@ def test_what_the_model_does_not_do_is_refused_by_name(make_config, change, name
 
 
 def test_a_name_of_no_parameter_is_refused(make_config):
-    with pytest.raises(KeyError, match="feed_forward.gate_up_proj.bias"):
+    with pytest.raises(KeyError, match=r"feed_forward\.gate_up_proj\.bias"):
         Qwen3MoeStateDictAdapter(make_config()).hf_names("layers.0.feed_forward.gate_up_proj.bias")
