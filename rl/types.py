@@ -139,6 +139,16 @@ class OptimParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLoad:
+    """How evenly a mixture's experts share the tokens: 1 is even, the number of experts the worst."""
+
+    busiest_mean: float
+    """Tokens of the busiest expert over the mean of all experts, averaged over the layers."""
+    busiest_max: float
+    """The same, in the layer where it is largest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
     """Of one `forward_backward` call, over all ranks."""
 
@@ -164,6 +174,8 @@ class ForwardBackwardResult:
     """Whether every valid token's two logprobs are the same bits."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the loss itself reports, averaged over valid tokens."""
+    expert_load: ExpertLoad | None = None
+    """None for a model without experts."""
     time_s: float
 
     @property

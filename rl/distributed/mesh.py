@@ -14,6 +14,9 @@ CP = "cp"
 TP = "tp"
 FSDP = "fsdp"
 """Shards and context-parallel ranks as one axis."""
+EXPERT_SHARD = "expert_shard"
+EXPERT = "expert"
+"""Of the experts' own mesh, see `rl/distributed/expert_parallel.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +27,10 @@ class Degrees:
     dp_shard: int
     tp: int
     cp: int = 1
+    ep: int = 1
+    """Ranks among the shards that hold different experts."""
+    etp: int = 1
+    """Ranks that each expert is split over: 1 or `tp`."""
 
     @property
     def dp(self) -> int:
@@ -66,9 +73,11 @@ class ParallelismConfig:
     context_parallel_rotation: Literal["allgather", "alltoall"] = "allgather"
     """How keys and values reach the queries of other ranks; alltoall is refused."""
     expert_parallel_degree: int = 1
-    """Ranks that the experts of a mixture are split over; a dense model has none."""
+    """Ranks, among those that shard parameters, that each hold other experts; tokens travel to them. A dense
+    model has none."""
     expert_tensor_parallel_degree: int = 1
-    """Ranks that each expert is split over; a dense model has none."""
+    """Tensor-parallel ranks that each expert is split over. 1: they hold all experts whole, each for its
+    own tokens; or tensor_parallel_degree: each holds a part of every expert, for all their tokens."""
     pipeline_parallel_degree: int = 1
     """Stages that the layers are split into; refused, and so are the following fields."""
     pipeline_parallel_schedule: str = "1F1B"
@@ -115,7 +124,28 @@ class ParallelismConfig:
                 f"tensor_parallel_degree={tp} does not multiply to the world size of {world_size} process"
                 f"{'es' if world_size > 1 else ''}"
             )
-        return Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+        self._check_expert_degrees(num_shards=shard * cp)
+        return Degrees(
+            dp_replicate=replicate,
+            dp_shard=shard,
+            cp=cp,
+            tp=tp,
+            ep=self.expert_parallel_degree,
+            etp=self.expert_tensor_parallel_degree,
+        )
+
+    def _check_expert_degrees(self, *, num_shards: int) -> None:
+        """`num_shards`: ranks that parameters are split over, beside tensor parallelism."""
+        if num_shards % self.expert_parallel_degree:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
+                f"{num_shards} ranks that parameters are sharded over, among which it takes its own"
+            )
+        if self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
+            raise ValueError(
+                f"parallelism.expert_tensor_parallel_degree={self.expert_tensor_parallel_degree}: must be 1 "
+                f"or tensor_parallel_degree={self.tensor_parallel_degree}"
+            )
 
 
 _DEGREES = (

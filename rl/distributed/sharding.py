@@ -7,7 +7,7 @@ averaged: `optim_step` divides once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +40,10 @@ class ShardingOptions:
     """See `TrainingConfig`."""
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    expert_mesh: DeviceMesh | None = None
+    """Of `build_expert_mesh`; None without expert parallelism."""
+    expert_tensor_parallel: bool = False
+    """Whether tensor parallelism splits each expert."""
 
 
 def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions) -> None:
@@ -52,12 +56,29 @@ def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, opti
     compile_blocks(blocks, options.compile)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnMesh:
+    """A module inside a block whose parameters are split over other ranks than the block's."""
+
+    module: nn.Module
+    mesh: DeviceMesh
+    """What FSDP2 takes: shards, behind replicas where there are several."""
+
+
 def shard_data_parallel(
-    model: nn.Module, *, blocks: Iterable[nn.Module], mesh: DeviceMesh, options: ShardingOptions
+    model: nn.Module,
+    *,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    apart: Sequence[OwnMesh] = (),
 ) -> None:
     """`fully_shard` each block and then the root, in place.
 
     Nothing where there is one data-parallel rank alone, unless its parameters live on the host.
+
+    Args:
+        apart: modules that are sharded for themselves first.
     """
     data_mesh = data_parallel_mesh(mesh)
     if data_mesh.size() == 1 and not options.cpu_offload:
@@ -71,6 +92,9 @@ def shard_data_parallel(
     # One shard holds the whole block already: gathering it again would only cost a copy, except
     # from the host, where the copy is what is freed.
     can_free = data_mesh.size(-1) > 1 or options.cpu_offload
+    for part in apart:
+        reshard = options.reshard_after_forward != "never" and (part.mesh.size(-1) > 1 or options.cpu_offload)
+        fully_shard(part.module, reshard_after_forward=reshard, **(settings | {"mesh": part.mesh}))
     for block in blocks:
         reshard = options.reshard_after_forward != "never" and can_free
         fully_shard(block, reshard_after_forward=reshard, **settings)

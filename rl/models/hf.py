@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl.atomic_folder import appearing_folder
+from rl.models.buffers import persistent_buffers
 from rl.models.spec import StateDictAdapter
 from rl.models.tokenizer import TOKENIZER_FILES, check_tokenizer_files
 
@@ -75,7 +76,8 @@ class HFFolder:
     ) -> None:
         """Whether the tensors are exactly those that the model's parameters are made of.
 
-        `model` may be on the meta device or sharded. A tied model may come with an output head.
+        `model` may be on the meta device or sharded. A tied model may come with an output head, any
+        model with tensors of its persistent buffers.
 
         Args:
             names: of the parameters that count; None counts all.
@@ -91,12 +93,21 @@ class HFFolder:
             for hf_name, tensor in adapter.to_hf(name, meta).items():
                 known.add(hf_name)
                 self._check_tensor(hf_name, tuple(tensor.shape))
+        for name, buffer in hf_buffers(model, adapter).items():
+            for hf_name in adapter.hf_names(name):
+                known.add(hf_name)
+                if hf_name in self.shapes:
+                    self._check_tensor(hf_name, tuple(buffer.shape))
         for hf_name in self.shapes:
             if hf_name not in known and not hf_name.endswith(_IGNORED_ENDINGS):
                 raise ValueError(
                     f"{self.path}: tensor {hf_name} has no place in the model: "
                     "a checkpoint of another architecture or size"
                 )
+
+    def present(self, names: Iterable[str], adapter: StateDictAdapter) -> list[str]:
+        """Those of our `names` that the folder has all tensors of."""
+        return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.shapes:
@@ -137,6 +148,16 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"file {file} holds {type(content).__name__}, not an object")
     return content
+
+
+def hf_buffers(model: nn.Module, adapter: StateDictAdapter) -> dict[str, Tensor]:
+    """The persistent buffers that a Hugging Face folder may have, by our names."""
+    found = {}
+    for name, buffer in persistent_buffers(model).items():
+        with suppress(KeyError):  # of a buffer that the family's folders have no place for
+            adapter.hf_names(name)
+            found[name] = buffer
+    return found
 
 
 def write_hf_folder(

@@ -17,7 +17,7 @@ from losses.ops import drawn_tokens
 from losses.types import LossInputs, LossOutput
 from rl.distributed.reductions import reduce_sums_and_maxima
 from rl.rollouts.packing import PackedBatch
-from rl.types import ForwardBackwardResult, TrainingSample
+from rl.types import ExpertLoad, ForwardBackwardResult, TrainingSample
 
 _SUMS = (
     "loss", "denominator", "num_valid", "num_masked", "entropy", "num_drawn", "logprob_diff", "num_different",
@@ -145,7 +145,9 @@ class Totals:
     def denominator(self) -> float | None:
         return self.sums["denominator"] if self.normalized else None
 
-    def result(self, samples: Sequence[TrainingSample], *, time_s: float) -> ForwardBackwardResult:
+    def result(
+        self, samples: Sequence[TrainingSample], *, time_s: float, expert_load: ExpertLoad | None = None
+    ) -> ForwardBackwardResult:
         """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical."""
         sums = self.sums
         num_valid = sums["num_valid"]
@@ -166,6 +168,7 @@ class Totals:
             logprob_diff_max=self.logprob_diff_max,
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
+            expert_load=expert_load,
             time_s=time_s,
         )
 

@@ -28,6 +28,7 @@ from rl.distributed import flight_recorder
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.async_tensor_parallel import check_peer_access
 from rl.distributed.compile import CompileConfig
+from rl.distributed.expert_parallel import build_expert_mesh
 from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
     CommConfig,
@@ -49,6 +50,7 @@ from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
 from rl.training.checkpoint_files import SavedState, is_checkpoint
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
+from rl.training.experts import ExpertBalance, check_experts
 from rl.training.failures import non_finite
 from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
@@ -86,6 +88,7 @@ class TrainingEngine(Configurable):
         """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
         print_after_conversion: bool = False
         """Log the model's modules after the converters, on the first rank at level INFO."""
+        experts: ExpertBalance.Config = field(default_factory=ExpertBalance.Config)
 
     def __init__(
         self,
@@ -125,6 +128,14 @@ class TrainingEngine(Configurable):
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
         model_spec.check_layout(model_spec.model, config.parallelism)
+        check_experts(
+            model_spec.model,  # type: ignore[arg-type]
+            balance=config.experts,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            training=config.training,
+            converters=config.converters,
+        )
         if config.parallelism.async_tensor_parallel:
             check_peer_access(device=self.device, num_devices=degrees.tp)
         self.config = config
@@ -136,7 +147,11 @@ class TrainingEngine(Configurable):
         offload = config.training.cpu_offload
         self._made_group = connect(world=world, device=self.device, comm=config.comm, always=offload)
         self.mesh = build_mesh(degrees, device_type=self.device.type, always=offload)
+        self.expert_mesh = build_expert_mesh(self.mesh, degree=degrees.ep)
         self.policy = self._build_policy(model_spec, config.training)
+        self.experts: ExpertBalance = config.experts.build(
+            model=self.policy.model, mesh=self.mesh, device=self.device
+        )
         if folder is None:
             self.policy.init_weights()
         else:
@@ -160,7 +175,8 @@ class TrainingEngine(Configurable):
             every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
         )
         barrier()
-        set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
+        for mesh in (self.mesh, self.expert_mesh):
+            set_timeout(mesh, timeout_s=config.comm.train_timeout_s)
 
     def _build_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
         seed_everything(
@@ -175,6 +191,8 @@ class TrainingEngine(Configurable):
             cpu_offload=training.cpu_offload,
             activation_checkpoint=self.config.activation_checkpoint,
             compile=self.config.compile,
+            expert_mesh=self.expert_mesh,
+            expert_tensor_parallel=self.config.parallelism.expert_tensor_parallel_degree > 1,
         )
         policy = Policy(
             spec=spec,
@@ -208,13 +226,15 @@ class TrainingEngine(Configurable):
             for batch in with_reference(batches, reference=self.reference, loss=loss):
                 self._accumulate(batch.to(self.device), loss, sums)
             totals = sums.reduce(mesh=self.mesh)
+            expert_load = self.experts.reduce()
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
                 self._stop_on_non_finite(f"loss {totals.loss}")
-        return totals.result(samples, time_s=time.perf_counter() - started)
+        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
 
     def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
         logprobs_T, entropy_T = self.policy.forward(batch)
+        self.experts.count(batch)
         inputs = loss_inputs(batch, logprobs_T)
         output = loss(inputs)
         self._step.check_denominator(output.denominator)
@@ -247,6 +267,7 @@ class TrainingEngine(Configurable):
                 self._stop_on_non_finite(f"gradient norm {grad_norm}")
             scale_gradients(parameters, scale * clip_factor(grad_norm, max_norm=max_norm))
             self.optimizer.step(settings)
+            self.experts.step()
         self._drop_gradient()
         self.policy_version += 1
         self._garbage.after_step(self.policy_version)
@@ -366,6 +387,7 @@ class TrainingEngine(Configurable):
         for parameter in self.policy.parameters.values():
             parameter.grad = None
         self._step = StepState()
+        self.experts.forget()
 
     def _stop_on_non_finite(self, what: str) -> NoReturn:
         """Save the samples of the step and raise; the quantity is the same on every rank."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from rl.models.buffers import reset_buffers
 from rl.models.converters.converter import ModelConverter, ModelConverters
 from rl.models.converters.lora import LoRA
 from rl.models.converters.peft_folder import write_peft_folder
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder
+from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch, pack
@@ -184,6 +185,11 @@ class Policy:
         for name, whole in read_parameters(folder, adapter, names):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+        buffers = hf_buffers(self.model, adapter)
+        for buffer in buffers.values():
+            buffer.zero_()
+        for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
+            buffers[name].copy_(whole)
         self.loaded_from = str(folder.path)
         self.converters.weights_loaded(self.model, fresh=True)
 
@@ -193,10 +199,13 @@ class Policy:
         Raises:
             FileExistsError: the folder is there and not empty.
         """
-        tensors = ((name, whole_tensor(tensor)) for name, tensor in self.plain_tensors())
+        adapter = self.spec.adapter(self.spec.model)
+        # Without a number in it, a buffer says what its absence does, and others know the model without it.
+        buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
+        plain = chain(self.plain_tensors(), buffers.items())
+        tensors = ((name, whole_tensor(tensor)) for name, tensor in plain)
         with self._gathering(tensors) as writes:
             if writes:
-                adapter = self.spec.adapter(self.spec.model)
                 write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
 
     def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:

@@ -136,7 +136,8 @@ class TransformerBlock(Configurable, nn.Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         attention: Attention.Config
-        feed_forward: FeedForward.Config
+        feed_forward: Configurable.Config
+        """`FeedForward.Config`, or that of another layer that is made and called as it is."""
 
     def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from rl.distributed.mesh import TP, ParallelismConfig
 from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
 from rl.models.converters.low_rank import follow_base_layers
-from rl.models.qwen3.model import Qwen3
+from rl.models.qwen3.model import FeedForward, Qwen3, TransformerBlock
 
 TOKENS = 0
 HEADS = 1
@@ -45,7 +45,7 @@ def parallelize_qwen3(model: Qwen3, *, mesh: DeviceMesh | None, config: Sharding
     """
     if mesh is not None and mesh[TP].size() > 1:
         check_tensor_parallel(model.config, mesh[TP].size())
-        _shard_tensor_parallel(model, mesh[TP])
+        shard_tensor_parallel(model, mesh[TP])
         follow_base_layers(model)
     prepare_blocks(model.layers, mesh=mesh, options=config)
     if mesh is not None:
@@ -75,7 +75,8 @@ def check_tensor_parallel(config: Qwen3.Config, degree: int) -> None:
             raise ValueError(f"tensor_parallel_degree={degree} does not divide {name}={size}")
 
 
-def _shard_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
+def shard_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
+    """All but feed-forward layers of another kind, which take and give this rank's T / tp tokens."""
     plan: dict[str, ParallelStyle] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         # Stays a DTensor: the head must know that it holds only a part of the tokens.
@@ -83,13 +84,18 @@ def _shard_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
     }
     if model.lm_head is not None:
         plan["lm_head"] = ColwiseParallel()
-    for name in (f"layers.{i}" for i in range(len(model.layers))):
-        plan |= {f"{name}.{part}": style for part, style in _block_plan().items()}
+    for i, block in enumerate(model.layers):
+        assert isinstance(block, TransformerBlock)
+        styles = _attention_plan()
+        if isinstance(block.feed_forward, FeedForward):
+            styles |= _feed_forward_plan()
+        plan |= {f"layers.{i}.{part}": style for part, style in styles.items()}
     # Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
     parallelize_module(model, mesh, plan, src_data_rank=None)
 
 
-def _block_plan() -> dict[str, ParallelStyle]:
+def _attention_plan() -> dict[str, ParallelStyle]:
+    """And both norms."""
     tokens = SequenceParallel(sequence_dim=TOKENS, use_local_output=True)
     # Each rank norms its own heads with the same weight, whose gradient is then a sum over ranks.
     heads = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
@@ -100,6 +106,11 @@ def _block_plan() -> dict[str, ParallelStyle]:
         "attention.k_norm": heads,
         "attention.o_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
         "ffn_norm": tokens,
+    }
+
+
+def _feed_forward_plan() -> dict[str, ParallelStyle]:
+    return {
         "feed_forward.gate_up_proj": ColwiseParallel(input_layouts=Shard(TOKENS)),
         "feed_forward.down_proj": RowwiseParallel(output_layouts=Shard(TOKENS)),
     }
