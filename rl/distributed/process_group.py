@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed import flight_recorder
-from rl.distributed.mesh import fsdp_axis
+from rl.distributed.mesh import CP, fsdp_axis
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,7 +152,10 @@ def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
     if mesh is None:
         return
     timeout = timedelta(seconds=timeout_s)
-    for group in (None, *mesh.get_all_groups(), fsdp_axis(mesh).get_group()):
+    groups = [None, *mesh.get_all_groups()]
+    if CP in (mesh.mesh_dim_names or ()):
+        groups.append(fsdp_axis(mesh).get_group())
+    for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
