@@ -18,7 +18,6 @@ from rl.tasks.task import Task
 from rl.training.checkpoint import check_known_shapes
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpointer import check_device
-from rl.training.experts import check_experts
 from rl.training.memory import estimate
 from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
@@ -48,14 +47,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"{vocab_size} of {model_spec.name} {model_spec.flavor}"
         )
     model_spec.check_layout(model_spec.model, fleet.trainer.parallelism)
-    check_experts(
-        model_spec.model,  # type: ignore[arg-type]
-        balance=fleet.trainer.experts,
-        activation_checkpoint=fleet.trainer.activation_checkpoint,
-        compile=fleet.trainer.compile,
-        training=fleet.trainer.training,
-        converters=fleet.trainer.converters,
-    )
+    fleet.trainer.check_experts(model_spec)
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from losses.ops import drawn_tokens
-from losses.types import LossInputs, LossOutput
+from losses.types import Loss, LossInputs, LossOutput
 from rl.distributed.reductions import reduce_sums_and_maxima
 from rl.rollouts.packing import PackedBatch
+from rl.training.errors import NonFiniteLossError
+from rl.training.failures import non_finite
 from rl.types import ExpertLoad, ForwardBackwardResult, TrainingSample
 
 _SUMS = (
@@ -67,6 +69,10 @@ class StepState:
             )
         return 1.0 / self.denominator
 
+    def not_finite(self, what: str, policy_version: int, folder: str | None) -> NonFiniteLossError:
+        """The error to raise on every rank; `folder` receives the samples."""
+        return non_finite(what, policy_version=policy_version, samples=self.samples, folder=folder)
+
 
 def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
     """What a loss takes, of a batch and the policy's logprobs of it."""
@@ -79,6 +85,23 @@ def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
         num_sequences=batch.num_sequences,
         reference_logprobs=batch.reference_logprobs,
     )
+
+
+def backward(
+    batch: PackedBatch, logprobs_T: Tensor, *, loss: Loss, step: StepState
+) -> tuple[LossInputs, LossOutput]:
+    """Add the gradient of the batch's loss to what the step has.
+
+    Raises:
+        ValueError: the loss asks for a denominator where an earlier one of the step did not.
+    """
+    inputs = loss_inputs(batch, logprobs_T)
+    output = loss(inputs)
+    step.check_denominator(output.denominator)
+    # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
+    loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
+    loss_sum.backward()
+    return inputs, output
 
 
 class MicroBatchSums:

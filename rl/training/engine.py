@@ -12,52 +12,34 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
-from rl.distributed import flight_recorder
-from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.async_tensor_parallel import check_peer_access
-from rl.distributed.compile import CompileConfig
-from rl.distributed.expert_parallel import build_expert_mesh
-from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
-    CommConfig,
     World,
     awaiting,
     barrier,
-    connect,
-    disconnect,
-    set_timeout,
 )
-from rl.distributed.seeds import seed_everything
-from rl.distributed.sharding import ShardingOptions
 from rl.models.buffers import persistent_buffers
-from rl.models.converters.converter import ModelConverter
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.rollouts.packing import PackedBatch
-from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
+from rl.training.accumulate import MicroBatchSums, StepState, backward
 from rl.training.checkpoint_files import SavedState, is_checkpoint
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
-from rl.training.experts import ExpertBalance, check_experts
-from rl.training.failures import non_finite
+from rl.training.engine_config import EngineConfig
+from rl.training.experts import ExpertBalance
 from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
-from rl.training.layout import check_layout
 from rl.training.optimizer import Optimizer
-from rl.training.policy import Policy
-from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
+from rl.training.place import Place
+from rl.training.reference import make_reference, with_reference
 from rl.training.schedule import LRSchedule
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
@@ -72,23 +54,8 @@ class TrainingEngine(Configurable):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
-        lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
-        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-        comm: CommConfig = field(default_factory=CommConfig)
-        loss: Loss = field(default_factory=GRPOLoss)
-        """Of `forward_backward` calls that bring none."""
-        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-        training: TrainingConfig = field(default_factory=TrainingConfig)
-        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
-        activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
-        compile: CompileConfig = field(default_factory=CompileConfig)
-        converters: tuple[ModelConverter.Config, ...] = ()
-        """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
-        print_after_conversion: bool = False
-        """Log the model's modules after the converters, on the first rank at level INFO."""
-        experts: ExpertBalance.Config = field(default_factory=ExpertBalance.Config)
+    class Config(EngineConfig):
+        pass
 
     def __init__(
         self,
@@ -116,39 +83,19 @@ class TrainingEngine(Configurable):
         """
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
-        degrees = check_layout(
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            world_size=world.size,
-            device_type=self.device.type,
-        )
-        check_reference(config.reference, loss=config.loss)
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
-        model_spec.check_layout(model_spec.model, config.parallelism)
-        check_experts(
-            model_spec.model,  # type: ignore[arg-type]
-            balance=config.experts,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            training=config.training,
-            converters=config.converters,
-        )
-        if config.parallelism.async_tensor_parallel:
-            check_peer_access(device=self.device, num_devices=degrees.tp)
+        degrees = config.check(model_spec, world_size=world.size, device=self.device)
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        if failure_folder is not None:
-            flight_recorder.name_file_of_watchdog(failure_folder)
-        # What lives on the host is copied by FSDP, which wants a mesh, of one process too.
-        offload = config.training.cpu_offload
-        self._made_group = connect(world=world, device=self.device, comm=config.comm, always=offload)
-        self.mesh = build_mesh(degrees, device_type=self.device.type, always=offload)
-        self.expert_mesh = build_expert_mesh(self.mesh, degree=degrees.ep)
-        self.policy = self._build_policy(model_spec, config.training)
+        self._place = Place.take(
+            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder
+        )
+        self.mesh = self._place.mesh
+        make_policy = partial(self._place.make_policy, model_spec)
+        self.policy = make_policy(config.training)
         self.experts: ExpertBalance = config.experts.build(
             model=self.policy.model, mesh=self.mesh, device=self.device
         )
@@ -156,9 +103,7 @@ class TrainingEngine(Configurable):
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
-        self.reference = make_reference(
-            config.reference, policy=self.policy, build=partial(self._build_policy, model_spec)
-        )
+        self.reference = make_reference(config.reference, policy=self.policy, build=make_policy)
         self.optimizer: Optimizer = config.optimizer.build(
             parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
@@ -167,44 +112,11 @@ class TrainingEngine(Configurable):
             policy=self.policy, optimizer=self.optimizer
         )
         self.policy_version = 0
-        self.optimizer.inner.register_step_post_hook(
-            lambda *_: self.policy.converters.post_optimizer_hook(self.policy.model)
-        )
         self._step = StepState()
-        self._garbage = GarbageCollector(
-            every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
-        )
+        training = config.training
+        self._garbage = GarbageCollector(every_steps=training.gc_every_steps, debug=training.gc_debug)
         barrier()
-        for mesh in (self.mesh, self.expert_mesh):
-            set_timeout(mesh, timeout_s=config.comm.train_timeout_s)
-
-    def _build_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
-        seed_everything(
-            training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
-        )
-        options = ShardingOptions(
-            param_dtype=getattr(torch, training.param_dtype),
-            reduce_dtype=getattr(torch, training.reduce_dtype),
-            reshard_after_forward=self.config.parallelism.reshard_after_forward,
-            loss_parallel=self.config.parallelism.loss_parallel,
-            async_tensor_parallel=self.config.parallelism.async_tensor_parallel,
-            cpu_offload=training.cpu_offload,
-            activation_checkpoint=self.config.activation_checkpoint,
-            compile=self.config.compile,
-            expert_mesh=self.expert_mesh,
-            expert_tensor_parallel=self.config.parallelism.expert_tensor_parallel_degree > 1,
-        )
-        policy = Policy(
-            spec=spec,
-            mesh=self.mesh,
-            device=self.device,
-            training=training,
-            options=options,
-            converters=self.config.converters,
-        )
-        if self.config.print_after_conversion and (self.mesh is None or dist.get_rank() == 0):
-            logger.info("the model after its converters:\n%s", policy.model)
-        return policy
+        self._place.set_timeout(config.comm.train_timeout_s)
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -224,24 +136,16 @@ class TrainingEngine(Configurable):
         sums = MicroBatchSums(device=self.device)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
             for batch in with_reference(batches, reference=self.reference, loss=loss):
-                self._accumulate(batch.to(self.device), loss, sums)
+                batch = batch.to(self.device)
+                logprobs_T, entropy_T = self.policy.forward(batch)
+                self.experts.count(batch)
+                sums.add(*backward(batch, logprobs_T, loss=loss, step=self._step), entropy_T)
             totals = sums.reduce(mesh=self.mesh)
             expert_load = self.experts.reduce()
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
-                self._stop_on_non_finite(f"loss {totals.loss}")
+                raise self._step.not_finite(f"loss {totals.loss}", self.policy_version, self.failure_folder)
         return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
-
-    def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
-        logprobs_T, entropy_T = self.policy.forward(batch)
-        self.experts.count(batch)
-        inputs = loss_inputs(batch, logprobs_T)
-        output = loss(inputs)
-        self._step.check_denominator(output.denominator)
-        # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
-        loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
-        loss_sum.backward()
-        sums.add(inputs, output, entropy_T)
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.
@@ -264,9 +168,11 @@ class TrainingEngine(Configurable):
             sum_partial_gradients(parameters)
             grad_norm = global_norm(parameters, mesh=self.mesh) * scale
             if not math.isfinite(grad_norm):
-                self._stop_on_non_finite(f"gradient norm {grad_norm}")
+                what = f"gradient norm {grad_norm}"
+                raise self._step.not_finite(what, self.policy_version, self.failure_folder)
             scale_gradients(parameters, scale * clip_factor(grad_norm, max_norm=max_norm))
             self.optimizer.step(settings)
+            self.policy.converters.post_optimizer_hook(self.policy.model)
             self.experts.step()
         self._drop_gradient()
         self.policy_version += 1
@@ -367,9 +273,7 @@ class TrainingEngine(Configurable):
         try:
             self.checkpointer.close()
         finally:
-            if self._made_group:
-                disconnect()
-                self._made_group = False
+            self._place.leave()
 
     @contextmanager
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
@@ -388,15 +292,6 @@ class TrainingEngine(Configurable):
             parameter.grad = None
         self._step = StepState()
         self.experts.forget()
-
-    def _stop_on_non_finite(self, what: str) -> NoReturn:
-        """Save the samples of the step and raise; the quantity is the same on every rank."""
-        raise non_finite(
-            what,
-            policy_version=self.policy_version,
-            samples=self._step.samples,
-            folder=self.failure_folder,
-        )
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:
