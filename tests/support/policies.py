@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
 from rl.models.buffers import persistent_buffers
-from rl.models.hf import write_hf_folder
+from rl.models.hf import hf_buffers, write_hf_folder
 from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock, linear_head
 from rl.models.qwen3.state_dict_adapter import config_from_hf
 from rl.models.qwen3_moe.model import MoE
@@ -106,7 +107,9 @@ def config_folder(path: Path, spec: ModelSpec) -> str:
 
 
 def model_folder(path: Path, spec: ModelSpec, model: Qwen3) -> str:
-    write_hf_folder(path, model.state_dict().items(), spec.adapter(spec.model), dtype=torch.float32)
+    adapter = spec.adapter(spec.model)
+    tensors = chain(model.named_parameters(), hf_buffers(model, adapter).items())
+    write_hf_folder(path, tensors, adapter, dtype=torch.float32)
     return str(path)
 
 

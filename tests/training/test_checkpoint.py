@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from losses.grpo import GRPOLoss
 from rl.distributed.seeds import seed_everything
+from rl.models.converters.lora import LoRA
 from rl.models.hf import HFFolder, read_parameters
 from rl.training.checkpoint import saved_names
 from rl.training.checkpoint_files import read_state
 from rl.training.checkpointer import Checkpointer
 from rl.types import LoopPosition
-from tests.training.parts import make_engine, make_samples, small_spec, write_assets
+from tests.training.parts import engine_config, make_engine, make_samples, small_spec, write_assets
 
 SAMPLES = make_samples()
 
@@ -281,3 +283,64 @@ def test_page_locked_memory_without_a_gpu_is_refused(assets):
     config = Checkpointer.Config(async_mode="async_with_pinned_mem")
     with pytest.raises(ValueError, match="async_with_pinned_mem': page-locked memory needs a GPU"):
         config.build(policy=engine.policy, optimizer=engine.optimizer)
+
+
+def with_adapters(assets, **fields):
+    config = engine_config()
+    config.converters = (LoRA.Config(rank=2, target_modules=("q_proj", "down_proj")),)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+
+
+def test_adapters_continue_with_their_optimizer_state_and_the_frozen_weights(assets, tmp_path):
+    engine = with_adapters(assets)
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "adapters"))
+    names = saved_names(tmp_path / "adapters")
+    trained = engine.policy.trained_parameters
+    assert {f"model.{name}" for name in engine.policy.parameters} < names.keys()
+    assert {name.removesuffix(".exp_avg") for name in names if name.endswith(".exp_avg")} == {
+        f"optimizer.{name}" for name in trained
+    }
+    expected = [step(engine) for _ in range(2)]
+    fresh = with_adapters(None)
+    assert fresh.load_checkpoint(str(tmp_path / "adapters")) == 1
+    assert [step(fresh) for _ in range(2)] == expected
+    assert_same(weights(fresh), weights(engine))
+
+
+def test_an_adapter_alone_is_loaded_as_a_new_start_over_the_weights_that_are_there(assets, tmp_path):
+    engine = with_adapters(assets)
+    step(engine)
+    engine.save_adapter(str(tmp_path / "adapter"))
+    merged = weights(engine)
+    step(engine)
+    fresh = with_adapters(assets)
+    assert engine.load_checkpoint(str(tmp_path / "adapter")) == engine.policy_version == 0
+    fresh.load_checkpoint(str(tmp_path / "adapter"))
+    assert_same(weights(engine), merged)
+    assert step(fresh) == step(engine)  # neither optimizer remembers a step
+
+
+def test_the_reference_policy_follows_a_start_and_not_a_continuation(assets, tmp_path):
+    config = engine_config()
+    config.reference.enable = True
+    config.loss = GRPOLoss(kl_coef=0.1)
+    engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    name = "norm.weight"
+
+    def kept():
+        return engine.reference._policy.parameters[name].clone()
+
+    start = weights(engine)[name]
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "at_1"))
+    stepped = weights(engine)[name]
+    assert not torch.equal(stepped, start)
+    engine.load_checkpoint(str(tmp_path / "at_1"))
+    assert torch.equal(kept(), start)
+    engine.load_checkpoint(str(tmp_path / "at_1"), model_only=True)
+    assert torch.equal(kept(), stepped)
+    engine.load_checkpoint(assets)
+    assert torch.equal(kept(), start)
