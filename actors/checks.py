@@ -13,6 +13,7 @@ from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
+from rl.training import layout
 from rl.training.memory import estimate
 from rl.types import Completion, Problem, Rollout
 
@@ -26,13 +27,21 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
     Raises:
         ValueError: names the field.
     """
-    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    trainer = fleet.trainer
+    degrees = layout.check_layout(
+        parallelism=trainer.parallelism,
+        activation_checkpoint=trainer.activation_checkpoint,
+        compile=trainer.compile,
+        world_size=trainer.num_procs,
+        device_type="cuda" if num_gpus else "cpu",
+    )
     kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
     if kv_heads % degrees.tp:
         raise ValueError(
             f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
             f"key-value heads of {model_spec.name} {model_spec.flavor}"
         )
+    model_spec.check_layout(model_spec.model, trainer.parallelism)
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:

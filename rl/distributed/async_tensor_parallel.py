@@ -48,8 +48,8 @@ def check_peer_access(*, device: torch.device, num_devices: int) -> None:
     present = torch.cuda.device_count()
     if present < num_devices:
         raise ValueError(
-            f"parallelism.async_tensor_parallel=True: the ranks of tensor_parallel_degree={num_devices} must be "
-            f"GPUs of one machine, and this one has {present}"
+            f"parallelism.async_tensor_parallel=True: tensor_parallel_degree={num_devices} ranks must be on "
+            f"one machine, and this one has {present} GPUs"
         )
     index = device.index or 0
     first = index - index % num_devices

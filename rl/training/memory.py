@@ -46,10 +46,10 @@ def estimate(model: Qwen3.Config, *, degrees: Degrees, training: TrainingConfig)
     num_all = sum(p.numel() for p in module.parameters())
     num_embedding = sum(p.numel() for n, p in module.named_parameters() if not n.startswith("layers"))
     num_block = sum(p.numel() for p in module.layers[0].parameters())
-    num_local = -(-num_all // (degrees.tp * degrees.dp_shard))
+    num_local = -(-num_all // (degrees.tp * degrees.fsdp))
     stored, computed = _size(training.dtype), _size(training.param_dtype)
-    sharded = degrees.dp_shard > 1
-    num_tokens = training.max_tokens_per_microbatch
+    sharded = degrees.fsdp > 1
+    num_tokens = -(-training.max_tokens_per_microbatch // degrees.cp)
     num_logit_tokens = min(num_tokens, training.logits_chunk_tokens or num_tokens)
     return MemoryEstimate(
         parameters=num_local * stored,
