@@ -16,7 +16,7 @@ from typing import Literal
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
-from actors.checks import check_demonstrations, check_layout, check_memory, check_task
+from actors.checks import check_converters, check_demonstrations, check_layout, check_memory, check_task
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
@@ -26,6 +26,7 @@ from rl.config.registry import ResolvedRun
 from rl.config.serialize import code_name, to_dict, write_json
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
+from rl.models.converters.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
@@ -154,6 +155,7 @@ class Controller(Configurable):
         task: Task = config.task.build()
         start = self._starting_point(task)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
+        check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
@@ -192,6 +194,7 @@ class Controller(Configurable):
                     trainer.training.param_dtype,
                     trainer.training.reduce_dtype,
                 ],
+                **({"converters": to_dict(trainer)["converters"]} if trainer.converters else {}),
             },
         )
 
@@ -223,6 +226,8 @@ class Controller(Configurable):
             )
             await loop.run()
         await learner.export_hf(str(folder.checkpoints / "hf"))
+        if any(isinstance(converter, LoRA.Config) for converter in config.trainer.converters):
+            await learner.save_adapter(str(folder.checkpoints / "adapter"))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()

@@ -36,7 +36,7 @@ from rl.distributed.process_group import (
 )
 from rl.distributed.seeds import seed_everything
 from rl.distributed.sharding import ShardingOptions
-from rl.models.converters.converter import ModelConverter
+from rl.models.converters.converter import ModelConverter, ModelConverters
 from rl.models.converters.peft_folder import is_peft_folder
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
@@ -137,13 +137,16 @@ class TrainingEngine(Configurable):
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=self.config.parallelism.reshard_after_forward,
         )
+        degrees = self.config.parallelism.degrees(1 if self.mesh is None else self.mesh.size())
         policy = Policy(
             spec=spec,
             mesh=self.mesh,
             device=self.device,
             training=training,
             options=options,
-            converters=self.config.converters,
+            converters=ModelConverters(
+                self.config.converters, spec=spec, degrees=degrees, device=self.device
+            ),
         )
         if self.config.print_after_conversion and (self.mesh is None or dist.get_rank() == 0):
             logger.info("the model after its converters:\n%s", policy.model)

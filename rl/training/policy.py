@@ -21,7 +21,7 @@ from rl.distributed.mesh import TP, DataRank
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
-from rl.models.converters.converter import ModelConverter, ModelConverters
+from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
 from rl.models.converters.peft_folder import write_peft_folder
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
@@ -46,7 +46,7 @@ class Policy:
         device: torch.device,
         training: TrainingConfig,
         options: ShardingOptions,
-        converters: Sequence[ModelConverter.Config] = (),
+        converters: ModelConverters,
     ) -> None:
         """`mesh` None is a single process.
 
@@ -58,12 +58,16 @@ class Policy:
         self.device = device
         self.data_rank = DataRank.of(mesh)
         self.training = training
+        self.converters = converters
         self._param_dtype = options.param_dtype
         with torch.device("meta"):
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
-            self.converters = ModelConverters(converters, spec=spec, mesh=mesh, device=device)
-            self.converters.convert(model)
+            converters.convert(model)
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.model = spec.parallelize(model, mesh=mesh, config=options)
+        for name, parameter in self.model.named_parameters():
+            # PyTorch's plan for norms makes new parameters, which would be trained though they were frozen.
+            parameter.requires_grad_(trained[name])
         self.model.to_empty(device=device)
         for module in self.model.modules():
             reset_buffers = getattr(module, "reset_buffers", None)
