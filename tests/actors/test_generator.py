@@ -107,7 +107,7 @@ def test_a_version_that_is_not_there_is_an_error_and_the_next_heals(served):
 
 
 def test_merged_adapters_are_what_is_sampled_from(served):
-    """The generator knows nothing of LoRA; the trainer's own logprobs are with adapters beside the weights."""
+    """The generator knows nothing of LoRA; the trainer's own logprobs are with adapters unmerged."""
     replies = np.random.default_rng(0).integers(0, VOCAB_SIZE, (len(PROMPTS), 12)).astype(np.int32)
     taught = [demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)]
     served.run(served.trainer.push_adapted.call(6, taught))
