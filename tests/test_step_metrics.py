@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -6,7 +8,7 @@ from rl.rollouts.grading import grade
 from rl.rollouts.renderer import ChatRenderer
 from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
 from rl.tasks.sum_digits import make_problem
-from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Score
+from rl.types import ExpertLoad, ForwardBackwardResult, OptimStepResult, PublishResult, Score
 from tests.support.fakes import ByteTokenizer, completion
 
 RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
@@ -90,6 +92,18 @@ def test_minibatches_are_joined_each_number_by_its_own_reduction():
         "logprob_diff/max": pytest.approx(3e-6),
         "logprob_diff/identical": 0,
     }
+
+
+def test_load_of_experts_is_reported_where_there_are_some():
+    even, uneven = (
+        TrainedMinibatch(gradient=replace(m.gradient, expert_load=load), update=m.update)
+        for m, load in (
+            (minibatch(), ExpertLoad(busiest_mean=1.0, busiest_max=1.5)),
+            (minibatch(), ExpertLoad(busiest_mean=2.0, busiest_max=4.0)),
+        )
+    )
+    merged = values(training_metrics([uneven, even]))
+    assert (merged["experts/busiest_mean"], merged["experts/busiest_max"]) == (1.5, 4.0)
 
 
 def test_speeds_are_of_the_lap_that_did_the_work():

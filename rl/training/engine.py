@@ -165,7 +165,7 @@ class TrainingEngine(Configurable):
 
     def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
         logprobs_T, entropy_T = self.policy.forward(batch)
-        self.experts.count(batch)
+        self.experts.count(self.policy.real_tokens(batch))
         inputs = loss_inputs(batch, logprobs_T)
         output = loss(inputs)
         self._step.check_denominator(output.denominator)

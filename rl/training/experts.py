@@ -18,7 +18,6 @@ from rl.distributed.mesh import TP, Degrees
 from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3_moe.model import MoE, Router
 from rl.models.qwen3_moe.parallelize import check_expert_parallel
-from rl.rollouts.packing import PackedBatch
 from rl.types import ExpertLoad
 
 
@@ -61,24 +60,27 @@ class ExpertBalance(Configurable):
         self._of_step_LN = torch.zeros_like(self._of_call_LN)
 
     @torch.no_grad()
-    def count(self, batch: PackedBatch) -> None:
-        """What the routers chose in the forward of this batch that was just made with a graph."""
+    def count(self, real_T: Tensor) -> None:
+        """What the routers chose in the forward that was just made with a graph.
+
+        Args:
+            real_T: [T] bool, which of its tokens are no padding.
+        """
         if not self.routers:
             return
         chosen = [router.last_chosen_TK for router in self.routers]
         for router in self.routers:
             router.last_chosen_TK = None
         chosen_LtK = torch.stack([c for c in chosen if c is not None])
-        counted_t = self._counted_tokens(batch, num_tokens=chosen_LtK.size(1))
+        counted_t = self._counted_tokens(real_T, num_tokens=chosen_LtK.size(1))
         num_layers, num_experts = self._of_call_LN.shape
         first_of_layer_L = torch.arange(num_layers, device=chosen_LtK.device) * num_experts
         slots_LtK = chosen_LtK + first_of_layer_L.view(-1, 1, 1)
         ones_LtK = counted_t.double().view(1, -1, 1).expand_as(slots_LtK)
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
 
-    def _counted_tokens(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:
-        """[t] bool: the tokens that are no padding, each on one of the ranks that route it."""
-        real_T = batch.sequence_ids < batch.num_sequences
+    def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
+        """[t] bool: each of them on one of the tensor-parallel ranks that route it."""
         if self.mesh is None or self.mesh[TP].size() == 1:
             return real_T
         rank = self.mesh.get_local_rank(TP)

@@ -87,6 +87,10 @@ class Policy:
             head=head,
         )
 
+    def real_tokens(self, batch: PackedBatch) -> Tensor:
+        """[T] bool: which tokens of this rank's `forward` are no padding."""
+        return batch.sequence_ids < batch.num_sequences
+
     def release(self) -> None:
         """Free what a forward without a backward has left gathered."""
         reshard(self.model)
