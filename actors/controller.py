@@ -37,6 +37,7 @@ from rl.rollouts.renderer import ChatRenderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
+from rl.training.experts import ExpertBalance
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ class Controller(Configurable):
                     trainer.training.param_dtype,
                     trainer.training.reduce_dtype,
                 ],
-            },
+            }
+            | ({"experts": to_dict(trainer.experts)} if trainer.experts != ExpertBalance.Config() else {}),
         )
 
     async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
