@@ -5,16 +5,23 @@ from __future__ import annotations
 from itertools import islice
 
 import numpy as np
+import torch
 
 from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
+from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
+from rl.training.checkpoint import check_known_shapes
+from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpointer import check_device
 from rl.training.experts import check_experts
 from rl.training.memory import estimate
+from rl.training.policy import check_sequence_length
+from rl.training.reference import check_reference
 from rl.types import Completion, Problem, Rollout
 
 NUM_PROBED_PROBLEMS = 64
@@ -34,7 +41,21 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
             f"key-value heads of {model_spec.name} {model_spec.flavor}"
         )
-    check_experts(model_spec.model, degrees=degrees, balance=fleet.trainer.experts)  # type: ignore[arg-type]
+    vocab_size = model_spec.model.vocab_size  # type: ignore[attr-defined]
+    if vocab_size % degrees.tp:
+        raise ValueError(
+            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the vocab_size of "
+            f"{vocab_size} of {model_spec.name} {model_spec.flavor}"
+        )
+    model_spec.check_layout(model_spec.model, fleet.trainer.parallelism)
+    check_experts(
+        model_spec.model,  # type: ignore[arg-type]
+        balance=fleet.trainer.experts,
+        activation_checkpoint=fleet.trainer.activation_checkpoint,
+        compile=fleet.trainer.compile,
+        training=fleet.trainer.training,
+        converters=fleet.trainer.converters,
+    )
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:
@@ -48,11 +69,41 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.training.max_tokens_per_microbatch={max_tokens} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
+    check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
+    check_sequence_length(model_spec, fleet.trainer.training)
+    max_length = fleet.trainer.training.max_sequence_length
+    if max_length is not None and max_length < max_model_len:
+        raise ValueError(
+            f"trainer.training.max_sequence_length={max_length} is less than "
+            f"generator.max_model_len={max_model_len}: the longest sample would be refused"
+        )
+    check_device(fleet.trainer.checkpoint, has_gpu=num_gpus > 0)
     assign_gpus(
         num_available=num_gpus,
         num_trainer=fleet.trainer.num_procs,
         num_generator=fleet.generator.tensor_parallel_degree,
     )
+
+
+def check_load_source(source: LoadSource | None, *, model_spec: ModelSpec, num_steps: int) -> None:
+    """What is loaded fits the model and has steps left.
+
+    Raises:
+        ValueError: names the folder, and the first tensor that does not fit with both shapes.
+    """
+    if source is None:
+        return
+    if source.position is not None and source.position.step >= num_steps:
+        raise ValueError(
+            f"loop.num_steps={num_steps}: {source.path} has done {source.position.step} steps already; "
+            "give more to continue"
+        )
+    with torch.device("meta"):
+        model = model_spec.model.build()
+    if source.in_hf:
+        HFFolder(source.path).check(model, model_spec.adapter(model_spec.model))
+    else:
+        check_known_shapes(source.path, model)
 
 
 def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:

@@ -9,14 +9,22 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
-from actors.checks import check_demonstrations, check_layout, check_memory, check_task
+from actors.checks import (
+    check_demonstrations,
+    check_layout,
+    check_load_source,
+    check_memory,
+    check_task,
+)
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
@@ -24,6 +32,8 @@ from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import code_name, to_dict, write_json
+from rl.config.tree import input_paths
+from rl.distributed.seeds import check_seed
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
 from rl.models.spec import ModelSpec
@@ -35,8 +45,11 @@ from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import ChatRenderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
+from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
+from rl.training.checkpoint_config import LoadSource, find_load_source
+from rl.training.checkpoint_files import HF_FOLDER
 from rl.training.experts import ExpertBalance
 from rl.weights.store import WeightStore
 
@@ -51,6 +64,8 @@ class _Prepared:
     """What a run needs to start, checked."""
 
     start: StartingPoint
+    source: LoadSource | None
+    """What the trainer loads instead of the starting point's weights."""
     task: Task
     renderer: ChatRenderer
 
@@ -90,6 +105,13 @@ class Controller(Configurable):
         loop: SyncLoop.Config = field(default_factory=SyncLoop.Config)
         timeouts: Timeouts = field(default_factory=Timeouts)
 
+        def __post_init__(self) -> None:
+            check_seed(self.seed)
+            if self.name == STARTING_POINTS:
+                raise ValueError(
+                    f"name={self.name!r} is the folder of the starting points that runs share: choose another"
+                )
+
         @property
         def fleet(self) -> FleetConfig:
             return FleetConfig(
@@ -118,7 +140,12 @@ class Controller(Configurable):
         resolved = to_dict(config)
         name = config.name or f"{self.source.module.replace('.', '-')}-{self.source.function}"
         with RunFolder.create(
-            config.dump_folder, name, time_stamp=config.name is None, overwrite=config.overwrite
+            config.dump_folder,
+            name,
+            time_stamp=config.name is None,
+            overwrite=config.overwrite,
+            inputs={field: path for field, path in input_paths(config).items() if field != "dump_folder"},
+            checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
                 write_json(self.source, folder.config_json)
@@ -131,7 +158,8 @@ class Controller(Configurable):
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
-                logger.info("%s.%s: %s", self.source.module, self.source.function, prepared.start.folder)
+                logger.info("config %s.%s", self.source.module, self.source.function)
+                logger.info("starting from %s", prepared.start.folder)
                 self._run(folder, prepared)
                 logger.info("finished")
             finally:
@@ -141,19 +169,23 @@ class Controller(Configurable):
     def _run(self, folder: RunFolder, prepared: _Prepared) -> None:
         try:
             launch.run(self._main(folder, prepared))
-        except RunError:
-            logger.info("the run stopped", exc_info=True)  # for the log: the console gets the message
-            raise
-        except ValueError as error:
+        except BaseException as error:
+            # For the log, with its traceback; the console gets the message from the entry.
+            logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
+            if not isinstance(error, ValueError) or isinstance(error, RunError):
+                raise
             # Only before the start does a ValueError mean a config that cannot run.
-            logger.info("the run failed", exc_info=True)
-            raise RunError(str(error)) from error
+            stopped = RunError(str(error))
+            stopped.where = ", ".join(getattr(error, "__notes__", ()))
+            raise stopped from error
 
     def _prepare(self) -> _Prepared:
         """Check all that can be checked without starting or writing anything."""
         config = self.config
         task: Task = config.task.build()
-        start = self._starting_point(task)
+        source = find_load_source(config.trainer.checkpoint)
+        start = self._starting_point(task, source)
+        check_load_source(source, model_spec=start.spec, num_steps=config.loop.num_steps)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -169,32 +201,24 @@ class Controller(Configurable):
             check_demonstrations(
                 task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
             )
-        return _Prepared(start=start, task=task, renderer=renderer)
+        return _Prepared(start=start, source=source, task=task, renderer=renderer)
 
-    def _starting_point(self, task: Task) -> StartingPoint:
+    def _starting_point(self, task: Task, source: LoadSource | None) -> StartingPoint:
         config = self.config
         if config.hf_assets_path is not None:
             return given_folder(config.hf_assets_path, spec=config.model, any_size=config.any_model_size)
         cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-        if config.warmup is None:
+        # A policy that is continued has its weights from its checkpoint, its reference policy from the start.
+        starts_here = source is None or (config.trainer.reference.enable and not source.model_only)
+        if config.warmup is None or not starts_here:
             return random_model(cache, spec=config.model, seed=config.seed)
-        trainer = config.trainer
         return warmed_up_model(
             cache,
             spec=config.model,
             seed=config.seed,
             warmup=config.warmup,
             demonstrations=task.warmup_problems(seed=config.seed),
-            arithmetic={
-                "trainer": code_name(trainer.owner),
-                "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
-                "dtypes": [
-                    trainer.training.dtype,
-                    trainer.training.param_dtype,
-                    trainer.training.reduce_dtype,
-                ],
-            }
-            | ({"experts": to_dict(trainer.experts)} if trainer.experts != ExpertBalance.Config() else {}),
+            arithmetic=warmup_arithmetic(config.trainer),
         )
 
     async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
@@ -211,8 +235,12 @@ class Controller(Configurable):
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
             )
         learner = ActorLearner(fleet.trainer)
+        source = prepared.source
         if start.warmed_up is not None:
             await self._warm_up(learner, renderer=renderer, task=task, destination=start.warmed_up)
+        if source is not None:
+            version = await learner.load_checkpoint(str(source.path), model_only=source.model_only)
+            logger.info("loaded %s, policy version %d", source.path, version)
         with MetricsWriter(folder.metrics) as metrics:
             loop: SyncLoop = config.loop.build(
                 seams=self._seams(fleet, learner),
@@ -220,11 +248,17 @@ class Controller(Configurable):
                 train_problems=task.train_problems(seed=config.seed),
                 eval_problems=task.eval_problems(),
                 sinks=[metrics, ConsoleSink()],
-                checkpoint_folder=str(folder.checkpoints),
+                checkpoints=StepCheckpoints(
+                    learner=learner, config=config.trainer.checkpoint, folder=str(folder.checkpoints)
+                ),
                 seed=config.seed,
+                watch=progress,
+                position=None if source is None else source.position,
             )
-            await loop.run()
-        await learner.export_hf(str(folder.checkpoints / "hf"))
+            async with _last_save_ends(fleet, background=config.trainer.checkpoint.async_mode != "disabled"):
+                await loop.run()
+        if config.trainer.checkpoint.exports:
+            await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()
@@ -260,3 +294,34 @@ class Controller(Configurable):
             if not destination.exists():
                 raise
         await learner.load_checkpoint(str(destination))
+        logger.info("warmed up; starting from %s", destination)
+
+
+def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
+    """What of the trainer shapes the steps of the warm-up, whose own settings bring the rest.
+
+    Of a subclass nobody here knows what its fields do, so all that it adds are part of it.
+    """
+    training = trainer.training
+    arithmetic: dict[str, Any] = {
+        "trainer": code_name(trainer.owner),
+        "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
+        "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
+    }
+    if trainer.experts != ExpertBalance.Config():
+        arithmetic["experts"] = to_dict(trainer.experts)
+    known = {f.name for f in fields(PolicyTrainer.Config)}
+    added = {name: value for name, value in to_dict(trainer).items() if name not in known}
+    return arithmetic | ({"added": added} if added else {})
+
+
+@asynccontextmanager
+async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
+    """A run that stops lets its trainer finish the checkpoint that is being written in the background."""
+    try:
+        yield
+    except RunError:
+        if background:
+            with suppress(RunError):  # the trainer itself may be what the run stops for
+                await fleet.trainer.call("close", limit="close_s")
+        raise

@@ -22,6 +22,7 @@ from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.types import (
     ForwardBackwardResult,
+    LoopPosition,
     OptimParams,
     OptimStepResult,
     PushResult,
@@ -91,12 +92,18 @@ class PolicyTrainer(Actor, Configurable):
         return logprobs if current_rank().rank == 0 else []
 
     @endpoint
-    async def save_checkpoint(self, folder: str) -> None:
-        self.engine.save_checkpoint(folder)
+    async def save_checkpoint(
+        self,
+        folder: str,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait)
 
     @endpoint
-    async def load_checkpoint(self, folder: str) -> int:
-        return self.engine.load_checkpoint(folder)
+    async def load_checkpoint(self, folder: str, model_only: bool = False) -> int:
+        return self.engine.load_checkpoint(folder, model_only=model_only)
 
     @endpoint
     async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
@@ -108,7 +115,9 @@ class PolicyTrainer(Actor, Configurable):
         started = time.perf_counter()
         version = self.engine.policy_version
         num_bytes = await self.store.push(
-            version=version, state_dict=self.engine.model_state_dict(), uncast=self.engine.policy.buffers
+            version=version,
+            state_dict=self.engine.model_state_dict(),
+            buffer_names=self.engine.buffer_names(),
         )
         return PushResult(policy_version=version, num_bytes=num_bytes, time_s=time.perf_counter() - started)
 

@@ -12,6 +12,9 @@ from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, 
 from rl.rollouts.grading import GradedRollout, teaches_nothing
 from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
 
+_IN_EVERY_RESULT = ("ratio", "clipped_fraction")
+"""Metrics of a loss that have fields of their own in a result, and names of their own in a step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedMinibatch:
@@ -68,7 +71,19 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     if gradient.expert_load is not None:
         metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
         metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
-    return metrics
+    return metrics | _own_metrics(gradient, taken=metrics)
+
+
+def _own_metrics(gradient: ForwardBackwardResult, *, taken: Mapping[str, Metric]) -> dict[str, Metric]:
+    """What the loss itself reports, by token; raises ValueError for a name that is the step's."""
+    num_tokens = gradient.num_valid_tokens
+    own = {name: mean for name, mean in gradient.loss_metrics.items() if name not in _IN_EVERY_RESULT}
+    for name in own:
+        if f"loss/{name}" in taken:
+            raise ValueError(
+                f"the loss reports a metric {name!r}, but loss/{name} is the step's own: rename it"
+            )
+    return {f"loss/{name}": Mean(mean * num_tokens, num_tokens) for name, mean in own.items()}
 
 
 def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:

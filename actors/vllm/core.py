@@ -33,7 +33,6 @@ from actors.vllm.model import FROM_STORE, register_policy
 from actors.vllm.sampler import PolicySampler
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
-from rl.models.buffers import persistent_buffers
 from rl.models.spec import ModelSpec
 from rl.types import FinishReason
 
@@ -80,6 +79,7 @@ class VLLMCore:
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
         self.model = runner.model.model
+        self._buffer_names: tuple[str, ...] = runner.model.buffer_names
         self.vocab_size: int = self.model.config.vocab_size
         self._running: set[int] = set()
 
@@ -87,13 +87,11 @@ class VLLMCore:
     def has_requests(self) -> bool:
         return bool(self._running)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """This rank's weights by the trainer's names, to be written in place; DTensors where sharded.
-
-        Persistent buffers are among them.
-        """
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers by the trainer's names, to be written in place;
+        DTensors where sharded."""
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return parameters | persistent_buffers(self.model)
+        return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
 
     def add(self, request: Request) -> None:
         """Takes part in steps from the next one on."""

@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 NodeT = TypeVar("NodeT")
@@ -33,7 +34,7 @@ class Entry:
     path: str
     """Dotted, from the root."""
     kind: Literal["leaf", "node", "absent", "hidden"]
-    """`absent` is an optional node that is None; `hidden` holds code."""
+    """`absent` is an optional node that is None or an empty sequence of nodes; `hidden` holds code."""
     value: Any
     annotation: Any
     """The field's type; of a hidden entry None."""
@@ -76,6 +77,23 @@ def walk(node: Any, *, prefix: str = "") -> Iterator[Entry]:
         yield entry
         if entry.kind == "node":
             yield from walk(entry.value, prefix=f"{entry.path}.")
+
+
+def input_paths(config: Any) -> dict[str, Path]:
+    """The files and folders that fields of the config name and that are there, by the field's path."""
+    paths = {
+        entry.path: Path(entry.value)
+        for entry in walk(config)
+        if entry.kind == "leaf" and isinstance(entry.value, str | Path) and str(entry.value)
+    }
+    return {field: path for field, path in paths.items() if _exists(path.expanduser())}
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a text that could be no file's name
+        return False
 
 
 def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: str = "") -> NodeT:
@@ -140,7 +158,8 @@ def _entry(cls: type, f: dataclasses.Field[Any], value: Any, *, path: str) -> En
         raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
     if annotation is None:
         raise TypeError(f"{cls.__qualname__}.{f.name}: its type {f.type!r} cannot be resolved")
-    absent = value is None and any(_is_component(arm) for arm in typing.get_args(annotation))
+    empty = value is None or (isinstance(value, list | tuple) and not value)
+    absent = empty and any(_is_component(arm) for arm in typing.get_args(annotation))
     kind: Literal["absent", "leaf"] = "absent" if absent else "leaf"
     return Entry(path=path, kind=kind, value=value, annotation=annotation, owner=cls)
 

@@ -77,6 +77,7 @@ def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
         mask=batch.mask,
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
+        reference_logprobs=batch.reference_logprobs,
     )
 
 

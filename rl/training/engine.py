@@ -7,12 +7,13 @@ no process group.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -23,6 +24,10 @@ from torch import Tensor
 from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed import flight_recorder
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.async_tensor_parallel import check_peer_access
+from rl.distributed.compile import CompileConfig
 from rl.distributed.expert_parallel import build_expert_mesh
 from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
@@ -36,21 +41,27 @@ from rl.distributed.process_group import (
 )
 from rl.distributed.seeds import seed_everything
 from rl.distributed.sharding import ShardingOptions
+from rl.models.buffers import persistent_buffers
+from rl.models.converters.converter import ModelConverter
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch
-from rl.training import checkpoint
 from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
-from rl.training.checkpoint import CheckpointConfig
+from rl.training.checkpoint_files import SavedState, is_checkpoint
+from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
-from rl.training.errors import NonFiniteLossError
 from rl.training.experts import ExpertBalance, check_experts
-from rl.training.failures import write_batch
+from rl.training.failures import non_finite
+from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
+from rl.training.layout import check_layout
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
+from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
 from rl.training.schedule import LRSchedule
-from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingEngine(Configurable):
@@ -68,8 +79,15 @@ class TrainingEngine(Configurable):
         comm: CommConfig = field(default_factory=CommConfig)
         loss: Loss = field(default_factory=GRPOLoss)
         """Of `forward_backward` calls that bring none."""
+        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         training: TrainingConfig = field(default_factory=TrainingConfig)
-        checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
+        activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+        compile: CompileConfig = field(default_factory=CompileConfig)
+        converters: tuple[ModelConverter.Config, ...] = ()
+        """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
+        print_after_conversion: bool = False
+        """Log the model's modules after the converters, on the first rank at level INFO."""
         experts: ExpertBalance.Config = field(default_factory=ExpertBalance.Config)
 
     def __init__(
@@ -88,7 +106,8 @@ class TrainingEngine(Configurable):
                 exported, the tokenizer; None draws the spec's model at random.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
-            failure_folder: receives the batch on which a loss was not finite.
+            failure_folder: receives the batch on which a loss was not finite, and the latest
+                collectives when one failed.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -96,19 +115,40 @@ class TrainingEngine(Configurable):
             TimeoutError: not all ranks appeared in time.
         """
         world = World.from_env() if world is None else world
-        degrees = config.parallelism.degrees(world.size)
+        self.device = world.default_device() if device is None else torch.device(device)
+        degrees = check_layout(
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            world_size=world.size,
+            device_type=self.device.type,
+        )
+        check_reference(config.reference, loss=config.loss)
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
-        check_experts(model_spec.model, degrees=degrees, balance=config.experts)  # type: ignore[arg-type]
+        model_spec.check_layout(model_spec.model, config.parallelism)
+        check_experts(
+            model_spec.model,  # type: ignore[arg-type]
+            balance=config.experts,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            training=config.training,
+            converters=config.converters,
+        )
+        if config.parallelism.async_tensor_parallel:
+            check_peer_access(device=self.device, num_devices=degrees.tp)
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self.device = world.default_device() if device is None else torch.device(device)
-        self._made_group = connect(world=world, device=self.device, comm=config.comm)
-        self.mesh = build_mesh(degrees, device_type=self.device.type)
+        if failure_folder is not None:
+            flight_recorder.name_file_of_watchdog(failure_folder)
+        # What lives on the host is copied by FSDP, which wants a mesh, of one process too.
+        offload = config.training.cpu_offload
+        self._made_group = connect(world=world, device=self.device, comm=config.comm, always=offload)
+        self.mesh = build_mesh(degrees, device_type=self.device.type, always=offload)
         self.expert_mesh = build_expert_mesh(self.mesh, degree=degrees.ep)
-        self.policy = self._build_policy(model_spec)
+        self.policy = self._build_policy(model_spec, config.training)
         self.experts: ExpertBalance = config.experts.build(
             model=self.policy.model, mesh=self.mesh, device=self.device
         )
@@ -116,16 +156,29 @@ class TrainingEngine(Configurable):
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
-        self.optimizer: Optimizer = config.optimizer.build(parameters=self.policy.parameters.values())
+        self.reference = make_reference(
+            config.reference, policy=self.policy, build=partial(self._build_policy, model_spec)
+        )
+        self.optimizer: Optimizer = config.optimizer.build(
+            parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
+        )
         self.schedule: LRSchedule = config.lr_scheduler.build()
+        self.checkpointer: Checkpointer = config.checkpoint.build(
+            policy=self.policy, optimizer=self.optimizer
+        )
         self.policy_version = 0
+        self.optimizer.inner.register_step_post_hook(
+            lambda *_: self.policy.converters.post_optimizer_hook(self.policy.model)
+        )
         self._step = StepState()
+        self._garbage = GarbageCollector(
+            every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
+        )
         barrier()
         for mesh in (self.mesh, self.expert_mesh):
             set_timeout(mesh, timeout_s=config.comm.train_timeout_s)
 
-    def _build_policy(self, spec: ModelSpec) -> Policy:
-        training = self.config.training
+    def _build_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
         seed_everything(
             training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
         )
@@ -133,10 +186,25 @@ class TrainingEngine(Configurable):
             param_dtype=getattr(torch, training.param_dtype),
             reduce_dtype=getattr(torch, training.reduce_dtype),
             reshard_after_forward=self.config.parallelism.reshard_after_forward,
+            loss_parallel=self.config.parallelism.loss_parallel,
+            async_tensor_parallel=self.config.parallelism.async_tensor_parallel,
+            cpu_offload=training.cpu_offload,
+            activation_checkpoint=self.config.activation_checkpoint,
+            compile=self.config.compile,
             expert_mesh=self.expert_mesh,
             expert_tensor_parallel=self.config.parallelism.expert_tensor_parallel_degree > 1,
         )
-        return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
+        policy = Policy(
+            spec=spec,
+            mesh=self.mesh,
+            device=self.device,
+            training=training,
+            options=options,
+            converters=self.config.converters,
+        )
+        if self.config.print_after_conversion and (self.mesh is None or dist.get_rank() == 0):
+            logger.info("the model after its converters:\n%s", policy.model)
+        return policy
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -151,11 +219,12 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
+        loss = self.config.loss if loss is None else loss
         batches = self.policy.pack(samples)
         sums = MicroBatchSums(device=self.device)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in batches:
-                self._accumulate(batch.to(self.device), self.config.loss if loss is None else loss, sums)
+            for batch in with_reference(batches, reference=self.reference, loss=loss):
+                self._accumulate(batch.to(self.device), loss, sums)
             totals = sums.reduce(mesh=self.mesh)
             expert_load = self.experts.reduce()
             self._step.add(samples=samples, denominator=totals.denominator)
@@ -190,7 +259,7 @@ class TrainingEngine(Configurable):
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = _max_norm(self.config.training, params)
         scale = self._step.scale()
-        parameters = list(self.policy.parameters.values())
+        parameters = list(self.policy.trained_parameters.values())
         with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
             sum_partial_gradients(parameters)
             grad_norm = global_norm(parameters, mesh=self.mesh) * scale
@@ -201,6 +270,7 @@ class TrainingEngine(Configurable):
             self.experts.step()
         self._drop_gradient()
         self.policy_version += 1
+        self._garbage.after_step(self.policy_version)
         return OptimStepResult(
             grad_norm=grad_norm,
             lr=settings["lr"],
@@ -210,48 +280,49 @@ class TrainingEngine(Configurable):
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
-        with awaiting("compute_logprobs"):
+        with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, version and random states; the folder appears whole or not at all.
+    def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Let a folder with weights, optimizer, version and random states appear, as `Checkpointer.save`.
 
         Raises:
             FileExistsError: the folder is already there.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
+            CheckpointError: it could not be written, or the one before that was in the background.
         """
         if self._step.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
+        state = SavedState(policy_version=self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
-            checkpoint.save(
-                folder,
-                parameters=self.policy.parameters,
-                buffers=self.policy.buffers,
-                optimizer=self.optimizer,
-                policy_version=self.policy_version,
-            )
+            self.checkpointer.save(folder, state, wait=wait)
 
-    def load_checkpoint(self, folder: str) -> int:
-        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one.
+    def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one or,
+        with the weights that are loaded, from an adapter in PEFT's format.
 
-        An accumulated gradient is dropped. Returns the policy version.
+        An accumulated gradient is dropped. Where the policy starts at step 0, so does the reference policy.
+        Returns the policy version.
 
         Raises:
-            ValueError: the folder is neither, is incomplete, or is of another architecture.
+            ValueError: the folder is none of these, is incomplete or damaged, or is of another architecture.
         """
         self._drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
-            if checkpoint.is_checkpoint(folder):
-                self.policy_version = checkpoint.load(
-                    folder,
-                    parameters=self.policy.parameters,
-                    buffers=self.policy.buffers,
-                    optimizer=self.optimizer,
-                )
-            else:
-                self.policy.load_hf(HFFolder(folder))
-                self.optimizer.reset()
-                self.policy_version = 0
+            self.policy_version = self.checkpointer.load(
+                folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
+            )
+            if self.reference is not None and (model_only or not is_checkpoint(folder)):
+                self.reference.follow(self.policy)
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
@@ -267,25 +338,44 @@ class TrainingEngine(Configurable):
         with awaiting(f"export_hf of step {self.policy_version}"):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
-    def model_state_dict(self) -> dict[str, Tensor]:
-        """The parameters themselves, without gradient, by name, and the persistent buffers.
+    def save_adapter(self, folder: str) -> None:
+        """Write LoRA's adapters as a folder that PEFT opens.
 
-        DTensors wherever a mesh shards them.
+        Raises:
+            FileExistsError: the folder is there and not empty.
+            ValueError: there is no LoRA among the converters.
         """
-        parameters = {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
-        return parameters | self.policy.buffers
+        with awaiting(f"save_adapter of step {self.policy_version}"):
+            self.policy.save_adapter(folder)
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """The plain model's parameters by name, without gradient, DTensors wherever a mesh shards them;
+        and the persistent buffers, which every rank has the same.
+
+        The parameters themselves, except where a converter has its part in them: LoRA's are merged.
+        """
+        with awaiting("model_state_dict"):
+            return dict(self.policy.plain_tensors()) | persistent_buffers(self.policy.model)
+
+    def buffer_names(self) -> set[str]:
+        """What of `model_state_dict` are buffers: they keep their dtype wherever the weights go."""
+        return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
-        """Leave the process group that this engine joined."""
-        if self._made_group:
-            disconnect()
-            self._made_group = False
+        """Wait for a checkpoint being written, and leave the process group that this engine joined."""
+        self._garbage.close()
+        try:
+            self.checkpointer.close()
+        finally:
+            if self._made_group:
+                disconnect()
+                self._made_group = False
 
     @contextmanager
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
         done = False
         try:
-            with awaiting(what):
+            with awaiting(what, record_in=self.failure_folder):
                 yield
             done = True
         finally:
@@ -301,12 +391,12 @@ class TrainingEngine(Configurable):
 
     def _stop_on_non_finite(self, what: str) -> NoReturn:
         """Save the samples of the step and raise; the quantity is the same on every rank."""
-        file = None
-        if self.failure_folder is not None:
-            file = Path(self.failure_folder) / f"nan_batch_version_{self.policy_version}.npz"
-            if self.mesh is None or dist.get_rank() == 0:
-                write_batch(file, self._step.samples)
-        raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))
+        raise non_finite(
+            what,
+            policy_version=self.policy_version,
+            samples=self._step.samples,
+            folder=self.failure_folder,
+        )
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:

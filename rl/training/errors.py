@@ -1,4 +1,4 @@
-"""What stops a run because of its numbers."""
+"""What stops a run because of its numbers, or of the disk."""
 
 from __future__ import annotations
 
@@ -23,3 +23,7 @@ class NonFiniteLossError(RunError, ArithmeticError):
     def message(self) -> str:
         saved = f"; the batch is in {self.batch_file}" if self.batch_file else ""
         return f"{self.what} at policy version {self.policy_version}{saved}"
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written or read; earlier ones are as they were."""

@@ -6,6 +6,7 @@ token, N experts, L layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import Configurable
-from rl.distributed.mesh import TP, Degrees
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compile import CompileConfig
+from rl.distributed.mesh import TP
+from rl.models.converters.converter import ModelConverter
 from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3_moe.model import MoE, Router
-from rl.models.qwen3_moe.parallelize import check_expert_parallel
+from rl.training.config import TrainingConfig
 from rl.types import ExpertLoad
 
 
@@ -117,22 +121,39 @@ class ExpertBalance(Configurable):
         self._of_step_LN.zero_()
 
 
-def check_experts(model: Qwen3.Config, *, degrees: Degrees, balance: ExpertBalance.Config) -> None:
-    """Whether what is asked of the experts can be done.
+def check_experts(
+    model: Qwen3.Config,
+    *,
+    balance: ExpertBalance.Config,
+    activation_checkpoint: ActivationCheckpointConfig,
+    compile: CompileConfig,
+    training: TrainingConfig,
+    converters: Sequence[ModelConverter.Config],
+) -> None:
+    """Whether what is asked of the experts can be done; the degrees are checked by the model's spec.
 
     Raises:
-        ValueError: names the field; for a model without experts, every one that is set.
+        ValueError: names the field; for a model without experts, every one of `experts` that is set, with
+            experts, what is not known to leave their gradients right.
     """
     balance.__post_init__()  # A field may have been edited since.
-    feed_forward = model.block.feed_forward
-    if isinstance(feed_forward, MoE.Config):
-        check_expert_parallel(feed_forward.num_experts, degrees.ep)
+    if not isinstance(model.block.feed_forward, MoE.Config):
+        for name, value, off in (
+            ("load_balance_rate", balance.load_balance_rate, 0.0),
+            ("force_load_balance", balance.force_load_balance, False),
+        ):
+            if value != off:
+                raise ValueError(f"experts.{name}={value}: must be {off} for a model without experts")
         return
-    for name, value, off in (
-        ("parallelism.expert_parallel_degree", degrees.ep, 1),
-        ("parallelism.expert_tensor_parallel_degree", degrees.etp, 1),
-        ("experts.load_balance_rate", balance.load_balance_rate, 0.0),
-        ("experts.force_load_balance", balance.force_load_balance, False),
-    ):
+    untested: tuple[tuple[str, object, object], ...] = (
+        ("activation_checkpoint.mode", activation_checkpoint.mode, "none"),
+        ("compile.enable", compile.enable, False),
+        ("training.cpu_offload", training.cpu_offload, False),
+        ("converters", tuple(type(c).__qualname__ for c in converters), ()),
+    )
+    for name, value, off in untested:
         if value != off:
-            raise ValueError(f"{name}={value}: must be {off} for a model without experts")
+            raise ValueError(
+                f"{name}={value!r}: must be {off!r} for a model with experts, whose gradients are tested "
+                "without it alone"
+            )

@@ -51,12 +51,12 @@ def estimate(model: Qwen3.Config, *, degrees: Degrees, training: TrainingConfig)
     num_embedding = num_all - len(module.layers) * num_block
     # Experts are split by their own degree of tensor parallelism.
     num_rank = (num_all - num_experts) / degrees.tp + num_experts / degrees.etp
-    num_local = math.ceil(num_rank / degrees.dp_shard)
+    num_local = math.ceil(num_rank / degrees.fsdp)
     num_gathered_block = (num_block - num_block_experts) // degrees.tp
     num_gathered_block += num_block_experts // (degrees.etp * degrees.ep)
     stored, computed = _size(training.dtype), _size(training.param_dtype)
-    sharded = degrees.dp_shard > 1
-    num_tokens = training.max_tokens_per_microbatch
+    sharded = degrees.fsdp > 1
+    num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     num_logit_tokens = min(num_tokens, training.logits_chunk_tokens or num_tokens)
     return MemoryEstimate(
         parameters=num_local * stored,

@@ -63,5 +63,15 @@ def _check(config: LRSchedule.Config) -> None:
     for name in ("decay_ratio", "min_ratio"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"{name}={getattr(config, name)}: must be between 0 and 1")
-    if config.decay != "constant" and config.total_steps == 0:
-        raise ValueError(f"total_steps=0: decay={config.decay!r} needs the steps of the run")
+    if config.decay == "constant":
+        for name, default in (("decay_ratio", 1.0), ("min_ratio", 0.0), ("total_steps", 0)):
+            if getattr(config, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(config, name)} has no effect with decay='constant': must be {default}, "
+                    "or decay 'linear', 'cosine' or 'sqrt'"
+                )
+    elif config.total_steps <= config.warmup_steps:
+        raise ValueError(
+            f"total_steps={config.total_steps}: decay={config.decay!r} needs the steps of the run, more "
+            f"than warmup_steps={config.warmup_steps}"
+        )

@@ -124,15 +124,13 @@ class WeightStore(Configurable):
                 await index.teardown.call_one()
 
     async def push(
-        self, *, version: int, state_dict: Mapping[str, Tensor], uncast: Collection[str] = ()
+        self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
     ) -> int:
         """Send this rank's part of the weights; every rank of the trainer calls it with its own.
 
-        Floating-point tensors are cast to `dtype`. What several ranks hold is sent once, by the
-        first of them. A tensor that is no DTensor counts as equal on all ranks.
-
-        Args:
-            uncast: names of tensors that are sent as they are, such as buffers.
+        Floating-point tensors are cast to `dtype`, except those in `buffer_names`. What several
+        ranks hold is sent once, by the first of them. A tensor that is no DTensor counts as
+        equal on all ranks.
 
         Returns:
             Bytes that this rank sent.
@@ -149,7 +147,7 @@ class WeightStore(Configurable):
                 self._key(version, part.name),
                 part.box,
                 part.local,
-                part.local.dtype if part.name in uncast else part.dtype_to_send(dtype),
+                part.dtype_to_send(dtype, buffer_names=buffer_names),
             )
             for part in parts_of(state_dict)
         ]

@@ -62,3 +62,8 @@ def test_error_passes_without_a_group_as_it_is():
 def test_timeout_must_be_positive(field):
     with pytest.raises(ValueError, match=f"{field}=0"):
         CommConfig(**{field: 0.0})
+
+
+def test_size_of_the_record_of_collectives_must_not_be_negative():
+    with pytest.raises(ValueError, match="trace_buffer_size=-1: must be at least 0"):
+        CommConfig(trace_buffer_size=-1)

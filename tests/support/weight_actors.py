@@ -28,12 +28,13 @@ Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"
 
 Qwen3Plan = Literal["trainer", "generator", "whole"]
 
+BUFFERS = ("scale", "steps")
 NUM_TENSORS = 9
 """Of `UnevenNet`, buffers included."""
 
 
 class UnevenNet(nn.Module):
-    """No size divides by 2 more than once, `gate` leaves ranks empty, and there are integers."""
+    """No size divides by 2 more than once, `gate` leaves ranks empty, and there are buffers."""
 
     def __init__(self, *, seed: int, num_rows: int = 11) -> None:
         super().__init__()
@@ -53,6 +54,7 @@ TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseP
 def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The model's state dict, laid out over the processes that call this together."""
     model = UnevenNet(seed=seed).to(dtype)
+    model.scale = model.scale.float()
     if layout == "fsdp_tp":
         mesh = _mesh_2d()
         parallelize_module(model, mesh["tp"], TP_PLAN)
@@ -81,6 +83,8 @@ def build_qwen3(
     spec.model.num_layers = 2
     model = spec.model.build()
     _randomize(model, seed=seed)
+    for bias in persistent_buffers(model).values():
+        bias.normal_(generator=torch.Generator().manual_seed(seed))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     if plan == "trainer":
@@ -96,10 +100,10 @@ def build_qwen3(
 
 @torch.no_grad()
 def _randomize(model: nn.Module, *, seed: int) -> None:
-    """Norms and a router's bias too, which are otherwise the same for every seed."""
+    """Norms too, which are otherwise the same for every seed."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in (*model.parameters(), *persistent_buffers(model).values()):
-        tensor.normal_(generator=generator)
+    for parameter in model.parameters():
+        parameter.normal_(generator=generator)
 
 
 def _mesh_2d() -> DeviceMesh:
@@ -142,11 +146,11 @@ class WeightActor(Actor):
         store: WeightStore,
         version: int,
         dying_ranks: Sequence[int] = (),
-        uncast: Collection[str] = (),
+        buffers: Collection[str] = BUFFERS,
     ) -> int:
         if dist.get_rank() in dying_ranks:
             os._exit(3)
-        return await store.push(version=version, state_dict=self._state_dict, uncast=uncast)
+        return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint
     async def torchstore_get(self, key: str, store_name: str) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.shards import local_tensor
+from rl.models.buffers import persistent_buffers
 from rl.models.hf import write_hf_folder
 from rl.models.qwen3.model import Attention, Qwen3, RoPE, TransformerBlock
 from rl.models.qwen3_moe.model import MoE
@@ -193,8 +194,9 @@ def measure(layout: str, assets: str, folder: str) -> Measured:
 
 
 def whole_buffers(engine: TrainingEngine) -> Tensors:
-    assert not any(isinstance(buffer, DTensor) for buffer in engine.policy.buffers.values())
-    return {name: to_numpy(buffer) for name, buffer in engine.policy.buffers.items()}
+    buffers = persistent_buffers(engine.policy.model)
+    assert not any(isinstance(buffer, DTensor) for buffer in buffers.values())
+    return {name: to_numpy(buffer) for name, buffer in buffers.items()}
 
 
 def restore_layouts(layouts: list[str], assets: str, checkpoint: str) -> list[tuple[int, Tensors]]:

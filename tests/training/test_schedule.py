@@ -34,6 +34,21 @@ def test_cosine_and_square_root_at_a_quarter_of_the_way():
     assert factors([2], **(at_quarter | {"decay": "sqrt"}))[0] == pytest.approx(0.2 + 0.8 * 0.5)
 
 
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        # Warm-up over 2 of 12 steps, decay over the last half: progress (step - 6) / 6 at 6, 9, 11, 12.
+        ("linear", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 / 6, 0.1]),
+        ("cosine", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 * (1 - math.sqrt(3) / 2) / 2, 0.1]),
+        ("sqrt", [1.0, 0.1 + 0.9 * (1 - math.sqrt(1 / 2)), 0.1 + 0.9 * (1 - math.sqrt(5 / 6)), 0.1]),
+    ],
+)
+def test_every_shape_over_the_last_half_down_to_a_tenth(decay, expected):
+    config = {"warmup_steps": 2, "decay": decay, "decay_ratio": 0.5, "min_ratio": 0.1, "total_steps": 12}
+    assert factors([0, 1, 2, 5], **config) == [0.5, 1.0, 1.0, 1.0]
+    assert factors([6, 9, 11, 12], **config) == pytest.approx(expected)
+
+
 def test_factor_stays_at_the_minimum_after_the_last_step():
     assert factors([8, 100], decay="cosine", total_steps=8, min_ratio=0.1) == [0.1, 0.1]
 
@@ -42,8 +57,12 @@ def test_factor_stays_at_the_minimum_after_the_last_step():
     ("config", "message"),
     [
         ({"decay": "linear"}, "total_steps=0"),
+        ({"decay": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps=5: .*warmup_steps=5"),
+        ({"total_steps": 10}, "total_steps=10 has no effect with decay='constant'"),
+        ({"min_ratio": 0.5}, r"min_ratio=0\.5 has no effect"),
+        ({"decay_ratio": 0.5}, r"decay_ratio=0\.5 has no effect"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
-        ({"min_ratio": 1.5}, r"min_ratio=1\.5"),
+        ({"min_ratio": 1.5}, r"min_ratio=1\.5: must be between"),
         ({"decay_ratio": -0.1}, r"decay_ratio=-0\.1"),
     ],
 )

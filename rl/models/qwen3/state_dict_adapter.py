@@ -9,6 +9,7 @@ D head size, W = F / K feed-forward rows of one key-value head.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -129,6 +130,9 @@ def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
 
 def check_architecture(hf: dict[str, Any], *, model_type: str, architecture: str) -> None:
     """Raise ValueError for the `config.json` of another model."""
+    for field in ("architectures", "layer_types"):
+        if not isinstance(hf.get(field), list | None):
+            raise ValueError(f"config.json: {field}={hf[field]!r}: must be a list")
     architectures = hf.get("architectures") or [architecture]
     if hf.get("model_type") != model_type or architecture not in architectures:
         raise ValueError(
@@ -157,9 +161,9 @@ def trunk_from_hf(hf: dict[str, Any], *, feed_forward: Configurable.Config) -> Q
         vocab_size=positive_int(hf, "vocab_size"),
         dim=positive_int(hf, "hidden_size"),
         num_layers=positive_int(hf, "num_hidden_layers"),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        init_std=float(hf.get("initializer_range", 0.02)),
+        tie_embeddings=boolean({"tie_word_embeddings": False} | hf, "tie_word_embeddings"),
+        norm_eps=_positive_number({"rms_norm_eps": 1e-6} | hf, "rms_norm_eps"),
+        init_std=_positive_number({"initializer_range": 0.02} | hf, "initializer_range"),
         block=TransformerBlock.Config(
             attention=Attention.Config(
                 num_heads=positive_int(hf, "num_attention_heads"),
@@ -183,16 +187,30 @@ def _rope_theta(hf: dict[str, Any]) -> float:
     """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(field) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: {field}={rope!r}: must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     unknown = set(rope) - {"rope_type", "type", "rope_theta"}
     if kind != "default" or unknown:
         raise ValueError(
             f"config.json: {field}={rope!r} is not supported: must be of rope_type 'default', unscaled"
         )
-    theta = rope.get("rope_theta", hf.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise ValueError(f"config.json: rope_theta={theta!r}: must be a positive number")
-    return float(theta)
+    return _positive_number({"rope_theta": hf.get("rope_theta")} | rope, "rope_theta")
+
+
+def _positive_number(hf: dict[str, Any], field: str) -> float:
+    value = hf.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {field}={value!r}: must be a positive number")
+    return float(value)
+
+
+def boolean(hf: dict[str, Any], field: str) -> bool:
+    """A field that must be there; raises ValueError for anything but true and false."""
+    value = hf.get(field)
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {field}={value!r}: must be true or false")
+    return value
 
 
 def positive_int(hf: dict[str, Any], field: str) -> int:

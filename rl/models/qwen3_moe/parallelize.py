@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from rl.distributed.expert_parallel import ExpertExchange
-from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP
-from rl.distributed.sharding import OwnMesh, ShardingOptions, shard_data_parallel
+from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP, ParallelismConfig
+from rl.distributed.sharding import OwnMesh, ShardingOptions, prepare_blocks, shard_data_parallel
+from rl.models.converters.low_rank import follow_base_layers
 from rl.models.qwen3.model import Qwen3, TransformerBlock
 from rl.models.qwen3.parallelize import TOKENS, check_tensor_parallel, shard_tensor_parallel
 from rl.models.qwen3_moe.model import GroupedExperts, MoE
@@ -36,30 +37,43 @@ def parallelize_qwen3_moe(model: Qwen3, *, mesh: DeviceMesh | None, config: Shar
     """Shard `model`, best on the meta device, in place; `mesh` None leaves it as it is.
 
     Args:
-        mesh: axes `dp_replicate`, `dp_shard`, `tp`, each of size 1 or more. The number of
+        mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more. The number of
             tokens of a forward must be a multiple of the size of `tp`.
 
     Raises:
         ValueError: if the tensor-parallel degree does not divide the key-value heads or the
             vocabulary, or the expert-parallel degree the experts.
     """
-    if mesh is None:
-        return model
-    if mesh[TP].size() > 1:
+    if mesh is not None and mesh[TP].size() > 1:
         check_tensor_parallel(model.config, mesh[TP].size())
         shard_tensor_parallel(model, mesh[TP])
+        follow_base_layers(model)
     layers = [_moe_of(block) for block in model.layers]
     if config.expert_mesh is not None:
-        check_expert_parallel(layers[0].experts.num_experts, config.expert_mesh[EXPERT].size())
-    for layer in layers:
-        _place(layer, mesh=mesh, config=config)
-    apart = [] if config.expert_mesh is None else _own_meshes(layers, config.expert_mesh)
-    shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config, apart=apart)
+        _check_expert_parallel(layers[0].experts.num_experts, config.expert_mesh[EXPERT].size())
+    if mesh is not None:
+        for layer in layers:
+            _place(layer, mesh=mesh, config=config)
+    prepare_blocks(model.layers, mesh=mesh, options=config)
+    if mesh is not None:
+        apart = [] if config.expert_mesh is None else _own_meshes(layers, config.expert_mesh)
+        shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config, apart=apart)
     return model
 
 
-def check_expert_parallel(num_experts: int, degree: int) -> None:
-    """Raise ValueError unless `degree` ranks can hold equally many experts."""
+def check_qwen3_moe_layout(config: Qwen3.Config, parallelism: ParallelismConfig) -> None:
+    """Raise ValueError for degrees that a mixture of this size cannot be split by."""
+    check_tensor_parallel(config, parallelism.tensor_parallel_degree)
+    assert isinstance(config.block.feed_forward, MoE.Config)
+    _check_expert_parallel(config.block.feed_forward.num_experts, parallelism.expert_parallel_degree)
+    if parallelism.context_parallel_degree > 1:
+        raise ValueError(
+            f"context_parallel_degree={parallelism.context_parallel_degree}: must be 1 for a model with "
+            "experts, whose tokens are counted on ranks that see whole micro-batches"
+        )
+
+
+def _check_expert_parallel(num_experts: int, degree: int) -> None:
     if num_experts % degree:
         raise ValueError(f"expert_parallel_degree={degree} does not divide num_experts={num_experts}")
 
@@ -102,7 +116,8 @@ def _distribute(
 
 def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
     # Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
-    return nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None))
+    sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 class _GatherTokens:

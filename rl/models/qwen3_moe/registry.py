@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl.models.qwen3.model import Attention, Qwen3, RoPE, TransformerBlock
 from rl.models.qwen3_moe.model import MoE
-from rl.models.qwen3_moe.parallelize import parallelize_qwen3_moe
+from rl.models.qwen3_moe.parallelize import check_qwen3_moe_layout, parallelize_qwen3_moe
 from rl.models.qwen3_moe.parallelize_generator import parallelize_qwen3_moe_generator
 from rl.models.qwen3_moe.state_dict_adapter import Qwen3MoeStateDictAdapter, config_from_hf
 from rl.models.spec import ModelSpec
@@ -49,6 +49,7 @@ def model_registry(flavor: str) -> ModelSpec:
         flavor=flavor,
         model=flavors[flavor],
         parallelize=parallelize_qwen3_moe,
+        check_layout=check_qwen3_moe_layout,
         parallelize_generator=parallelize_qwen3_moe_generator,
         adapter=Qwen3MoeStateDictAdapter,
         from_hf_config=config_from_hf,

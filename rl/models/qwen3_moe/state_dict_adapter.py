@@ -17,6 +17,7 @@ from torch import Tensor
 from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3.state_dict_adapter import (
     Qwen3StateDictAdapter,
+    boolean,
     check_architecture,
     positive_int,
     refuse_other_values,
@@ -132,6 +133,6 @@ def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
         num_experts=positive_int(named, next(iter(named), "num_experts")),
         num_experts_per_token=positive_int(hf, "num_experts_per_tok"),
         hidden_dim=positive_int(hf, "moe_intermediate_size"),
-        normalize_weights=bool(hf.get("norm_topk_prob", False)),
+        normalize_weights=boolean({"norm_topk_prob": False} | hf, "norm_topk_prob"),
     )
     return trunk_from_hf(hf, feed_forward=config)

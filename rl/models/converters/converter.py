@@ -1,0 +1,126 @@
+"""Changes to a model between its construction and its layout: low-rank adapters, float8, a user's own.
+
+    config.trainer.converters = (Float8.Config(), LoRA.Config(rank=16))
+
+They are applied in this order, to a model that is still whole and on the meta device; sharding,
+compilation and weights come after. What a generator or a Hugging Face folder gets is the model as it
+was before, so no converter is known outside the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl.config.configurable import Configurable
+from rl.models.spec import ModelSpec
+
+
+class ModelConverter(Configurable):
+    """Base of all converters; `convert` is the one method that each must have.
+
+    A converter may swap modules, freeze parameters and add some. Every parameter that it finds keeps
+    its name, shape and dtype.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    token_multiple: int = 1
+    """The number of tokens of every forward is made a multiple of it, with padding."""
+
+    def __init__(
+        self, *, config: Config, spec: ModelSpec, mesh: DeviceMesh | None, device: torch.device
+    ) -> None:
+        """`mesh` is the trainer's, None for a single process; `device` is where the model will be.
+
+        Raises:
+            ValueError: what is asked for cannot work here.
+        """
+        self.config = config
+        self.spec = spec
+        self.mesh = mesh
+        self.device = device
+
+    def convert(self, model: nn.Module) -> None:
+        """Change `model` in place; it is whole and on the meta device.
+
+        Raises:
+            ValueError: the model lacks what the config names.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} has no convert()")
+
+    def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
+        """The weights of the sharded model were just set.
+
+        Args:
+            fresh: those of the plain model were, read or drawn, and what this converter added is to
+                be set now. Otherwise a checkpoint restored both.
+        """
+
+    def post_optimizer_hook(self, model: nn.Module) -> None:
+        """Called on every rank after each step of the optimizer."""
+
+    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """What the parameter `name` is in the plain model, in the layout of `tensor`; every rank calls it
+        for the same names in the same order."""
+        return tensor
+
+
+class ModelConverters:
+    """Several converters as one, applied in order and undone in the opposite one."""
+
+    def __init__(
+        self,
+        configs: Sequence[ModelConverter.Config],
+        *,
+        spec: ModelSpec,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        self.members: list[ModelConverter] = [c.build(spec=spec, mesh=mesh, device=device) for c in configs]
+        self.plain_names: tuple[str, ...] = ()
+        """Parameters of the model as it was before `convert`, in order."""
+
+    @property
+    def token_multiple(self) -> int:
+        return math.lcm(*(member.token_multiple for member in self.members))
+
+    def convert(self, model: nn.Module) -> None:
+        """Raises ValueError where a converter does, and for one that lost a parameter."""
+        before = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.plain_names = tuple(before)
+        for member in self.members:
+            member.convert(model)
+            after = {name: parameter.shape for name, parameter in model.named_parameters()}
+            for name, shape in before.items():
+                if after.get(name) != shape:
+                    raise ValueError(
+                        f"converters: {type(member).__qualname__} changed parameter {name} of shape "
+                        f"{list(shape)}: a converter keeps the parameters that it finds and may add others"
+                    )
+
+    def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
+        for member in self.members:
+            member.weights_loaded(model, fresh=fresh)
+
+    def post_optimizer_hook(self, model: nn.Module) -> None:
+        for member in self.members:
+            member.post_optimizer_hook(model)
+
+    def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
+        """The plain model's parameters, one at a time, in the layout of the converted one.
+
+        Lazily; every rank goes through all of them.
+        """
+        for name in self.plain_names:
+            tensor = parameters[name].detach()
+            for member in reversed(self.members):
+                tensor = member.plain_tensor(name, tensor)
+            yield name, tensor
