@@ -68,7 +68,7 @@ class ExpertBalance(Configurable):
         """What the routers chose in the forward that was just made with a graph.
 
         Args:
-            real_T: [T] bool, which of its tokens are no padding.
+            real_T: [T] bool, which of its tokens are no padding, before tensor parallelism splits them.
         """
         if not self.routers:
             return

@@ -138,8 +138,11 @@ class Policy:
         )
 
     def real_tokens(self, batch: PackedBatch) -> Tensor:
-        """[T] bool: which tokens of this rank's `forward` are no padding."""
-        return batch.sequence_ids < batch.num_sequences
+        """[t] bool: which of the tokens that this rank takes through the model are no padding."""
+        real_T = batch.sequence_ids < batch.num_sequences
+        if self.context is None:
+            return real_T
+        return real_T[self.context.token_indices(real_T.numel()).to(self.device)]
 
     def release(self) -> None:
         """Free what a forward without a backward has left gathered."""
