@@ -51,9 +51,6 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
     check_experts(
         model_spec.model,  # type: ignore[arg-type]
         balance=fleet.trainer.experts,
-        activation_checkpoint=fleet.trainer.activation_checkpoint,
-        compile=fleet.trainer.compile,
-        training=fleet.trainer.training,
         converters=fleet.trainer.converters,
     )
     fleet.generator.check_model(model_spec.model)

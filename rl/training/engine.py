@@ -131,9 +131,6 @@ class TrainingEngine(Configurable):
         check_experts(
             model_spec.model,  # type: ignore[arg-type]
             balance=config.experts,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            training=config.training,
             converters=config.converters,
         )
         if config.parallelism.async_tensor_parallel:

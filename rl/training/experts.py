@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import Configurable
-from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import TP
 from rl.models.converters.converter import ModelConverter
+from rl.models.converters.float8 import Float8
 from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3_moe.model import MoE, Router
-from rl.training.config import TrainingConfig
 from rl.types import ExpertLoad
 
 
@@ -125,16 +123,12 @@ def check_experts(
     model: Qwen3.Config,
     *,
     balance: ExpertBalance.Config,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compile: CompileConfig,
-    training: TrainingConfig,
     converters: Sequence[ModelConverter.Config],
 ) -> None:
     """Whether what is asked of the experts can be done; the degrees are checked by the model's spec.
 
     Raises:
-        ValueError: names the field; for a model without experts, every one of `experts` that is set, with
-            experts, what is not known to leave their gradients right.
+        ValueError: names the field: whatever is set for a model without experts, and Float8 for one with.
     """
     balance.__post_init__()  # A field may have been edited since.
     if not isinstance(model.block.feed_forward, MoE.Config):
@@ -145,15 +139,8 @@ def check_experts(
             if value != off:
                 raise ValueError(f"experts.{name}={value}: must be {off} for a model without experts")
         return
-    untested: tuple[tuple[str, object, object], ...] = (
-        ("activation_checkpoint.mode", activation_checkpoint.mode, "none"),
-        ("compile.enable", compile.enable, False),
-        ("training.cpu_offload", training.cpu_offload, False),
-        ("converters", tuple(type(c).__qualname__ for c in converters), ()),
-    )
-    for name, value, off in untested:
-        if value != off:
-            raise ValueError(
-                f"{name}={value!r}: must be {off!r} for a model with experts, whose gradients are tested "
-                "without it alone"
-            )
+    if any(isinstance(converter, Float8.Config) for converter in converters):
+        raise ValueError(
+            "converters has Float8: must not for a model with experts, whose grouped products, most of its "
+            "arithmetic, it would leave as they are"
+        )

@@ -5,16 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from rl.distributed.mesh import Degrees
+from rl.models.buffers import persistent_buffers
+from rl.models.converters.float8 import Float8
+from rl.models.converters.lora import LoRA
 from rl.models.hf import HFFolder
 from rl.models.qwen3_moe.model import MoE, Router
 from rl.training.experts import ExpertBalance, check_experts
-from rl.training.policy import Policy
 from rl.types import ExpertLoad
 from tests.training.moe_layouts import make_moe_engine, moe_spec, write_moe_assets
 from tests.training.parts import engine_config, make_sample, make_samples, small_spec
-
-ONE = Degrees(dp_replicate=1, dp_shard=1, tp=1)
 
 
 def balance(*, num_layers=1, **settings):
@@ -112,7 +111,8 @@ def test_forced_balance_loads_every_expert_alike(assets):
 def test_a_bias_of_zero_is_not_exported_and_its_absence_is_read_as_zero(assets, tmp_path):
     engine = make_moe_engine(assets, engine_config().parallelism)
     engine.export_hf(str(tmp_path / "biased"))
-    for bias in engine.policy.buffers.values():
+    buffers = persistent_buffers(engine.policy.model)
+    for bias in buffers.values():
         assert bias.any()
         bias.zero_()
     engine.export_hf(str(tmp_path / "plain"))
@@ -122,9 +122,9 @@ def test_a_bias_of_zero_is_not_exported_and_its_absence_is_read_as_zero(assets, 
     ]
     assert [len(names) for names in biases] == [2, 0]
     engine.load_checkpoint(str(tmp_path / "biased"))
-    assert all(bias.any() for bias in engine.policy.buffers.values())
+    assert all(bias.any() for bias in buffers.values())
     engine.load_checkpoint(str(tmp_path / "plain"))
-    assert not any(bias.any() for bias in engine.policy.buffers.values())
+    assert not any(bias.any() for bias in buffers.values())
 
 
 def test_a_bias_of_another_size_is_refused_by_name(assets):
@@ -136,34 +136,23 @@ def test_a_bias_of_another_size_is_refused_by_name(assets):
         HFFolder(assets).check(model, spec.adapter(spec.model))
 
 
-def test_weights_come_with_the_bias_under_its_name(assets):
-    engine = make_moe_engine(assets, engine_config().parallelism)
-    state = engine.model_state_dict()
-    assert isinstance(engine.policy, Policy)
-    assert state.keys() == engine.policy.parameters.keys() | engine.policy.buffers.keys()
-    name = "layers.1.feed_forward.router.load_balance_bias"
-    assert torch.equal(state[name], engine.policy.buffers[name])
-
-
 @pytest.mark.parametrize(
-    ("degrees", "settings", "named"),
+    ("settings", "named"),
     [
-        ({"ep": 2}, {}, "parallelism.expert_parallel_degree=2: must be 1 for a model without experts"),
-        ({"etp": 2}, {}, "parallelism.expert_tensor_parallel_degree=2: must be 1"),
-        ({}, {"load_balance_rate": 0.1}, "experts.load_balance_rate=0.1: must be 0.0"),
-        ({}, {"force_load_balance": True}, "experts.force_load_balance=True: must be False"),
+        ({"load_balance_rate": 0.1}, r"experts.load_balance_rate=0.1: must be 0.0 for a model without"),
+        ({"force_load_balance": True}, r"experts.force_load_balance=True: must be False for a model without"),
     ],
 )
-def test_what_is_asked_of_experts_that_are_not_there_is_refused_by_name(degrees, settings, named):
+def test_what_is_asked_of_experts_that_are_not_there_is_refused_by_name(settings, named):
+    check_experts(small_spec().model, balance=ExpertBalance.Config(), converters=[Float8.Config()])
     with pytest.raises(ValueError, match=named):
-        check_experts(
-            small_spec().model, degrees=replace(ONE, **degrees), balance=ExpertBalance.Config(**settings)
-        )
+        check_experts(small_spec().model, balance=ExpertBalance.Config(**settings), converters=[])
 
 
-def test_a_degree_that_does_not_divide_the_experts_is_refused():
-    with pytest.raises(ValueError, match="expert_parallel_degree=4 does not divide num_experts=6"):
-        check_experts(moe_spec().model, degrees=replace(ONE, ep=4), balance=ExpertBalance.Config())
+def test_float8_is_refused_for_a_mixture():
+    check_experts(moe_spec().model, balance=ExpertBalance.Config(), converters=[LoRA.Config()])
+    with pytest.raises(ValueError, match="converters has Float8: must not for a model with experts"):
+        check_experts(moe_spec().model, balance=ExpertBalance.Config(), converters=[Float8.Config()])
 
 
 @pytest.mark.parametrize(
