@@ -1,9 +1,11 @@
 # Every target sets up what it needs first: .venv, made and filled by tools/setup_env.py.
 # ARGS goes to the program: make sum-digits ARGS="--trainer.optimizer.lr 3e-4", make test ARGS="-k grpo".
+# make bench BENCH=train_step runs one benchmark alone, ARGS then being any of its options.
 # PYTHON names the Python that .venv is made from (3.11 or 3.12).
 
 PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
 ARGS ?=
+BENCH ?= grpo_vs_trl train_step
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow
@@ -47,8 +49,8 @@ types: setup ## mypy over everything
 
 check: lint types test-fast ## what has to be clean before a commit
 
-bench: setup ## samples a second, beside TRL's trainer on the same weights and prompts
-	$(RUN) -m benchmarks.grpo_vs_trl $(ARGS) $(NO_INPUT)
+bench: setup ## speed of whole steps beside TRL's trainer, of training steps beside transformers
+	@set -e; for name in $(BENCH); do (set -x; $(RUN) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
 
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
 	@$(SETUP) test trl hooks

@@ -104,4 +104,6 @@ class ActorScorer:
         scores: list[Score | None] = [None] * len(rollouts)
         for i, answer in enumerate(answers):
             scores[i :: self.num_procs] = answer
-        return [s for s in scores if s is not None]
+        complete = [s for s in scores if s is not None]
+        assert len(complete) == len(rollouts), f"{len(complete)} scores of {len(rollouts)} rollouts"
+        return complete

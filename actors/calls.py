@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
 from rl.errors import RunError
@@ -60,7 +62,8 @@ class ActorGroup:
 
         Raises:
             ActorTimeoutError: names actor, endpoint and deadline.
-            ActorCallError: carries the remote traceback; a `RunError` of the actor comes as itself.
+            ActorCallError: carries the remote traceback, or names the rank whose process ended; a
+                `RunError` of the actor comes as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
         values = await self._within(answers, endpoint=endpoint, limit=limit)
@@ -78,6 +81,16 @@ class ActorGroup:
             if isinstance(error.exception, RunError):
                 raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
+        except SupervisionError as error:
+            raise ActorCallError(f"{self.name}.{endpoint} failed: {lost_rank(error)}") from error
+
+
+def lost_rank(error: SupervisionError) -> str:
+    """Which rank of a role is dead, and of what, from Monarch's report."""
+    report = str(error)
+    rank = re.search(r"\{'procs': (\d+)/(\d+)\}", report)
+    who = f"rank {rank[1]} of {rank[2]}" if rank else "a rank"
+    return f"{who} is dead: {' '.join(report.split())}"
 
 
 async def _coroutine(awaitable: Awaitable[T]) -> T:

@@ -35,6 +35,12 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
             f"key-value heads of {model_spec.name} {model_spec.flavor}"
         )
+    vocab_size = model_spec.model.vocab_size  # type: ignore[attr-defined]
+    if vocab_size % degrees.tp:
+        raise ValueError(
+            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the vocab_size of "
+            f"{vocab_size} of {model_spec.name} {model_spec.flavor}"
+        )
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:

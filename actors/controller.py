@@ -9,9 +9,9 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
@@ -24,6 +24,8 @@ from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import code_name, to_dict, write_json
+from rl.config.tree import input_paths
+from rl.distributed.seeds import check_seed
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
 from rl.models.spec import ModelSpec
@@ -89,6 +91,13 @@ class Controller(Configurable):
         loop: SyncLoop.Config = field(default_factory=SyncLoop.Config)
         timeouts: Timeouts = field(default_factory=Timeouts)
 
+        def __post_init__(self) -> None:
+            check_seed(self.seed)
+            if self.name == STARTING_POINTS:
+                raise ValueError(
+                    f"name={self.name!r} is the folder of the starting points that runs share: choose another"
+                )
+
         @property
         def fleet(self) -> FleetConfig:
             return FleetConfig(
@@ -117,7 +126,11 @@ class Controller(Configurable):
         resolved = to_dict(config)
         name = config.name or f"{self.source.module.replace('.', '-')}-{self.source.function}"
         with RunFolder.create(
-            config.dump_folder, name, time_stamp=config.name is None, overwrite=config.overwrite
+            config.dump_folder,
+            name,
+            time_stamp=config.name is None,
+            overwrite=config.overwrite,
+            inputs={field: path for field, path in input_paths(config).items() if field != "dump_folder"},
         ) as folder:
             try:
                 write_json(self.source, folder.config_json)
@@ -130,7 +143,8 @@ class Controller(Configurable):
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
-                logger.info("%s.%s: %s", self.source.module, self.source.function, prepared.start.folder)
+                logger.info("config %s.%s", self.source.module, self.source.function)
+                logger.info("starting from %s", prepared.start.folder)
                 self._run(folder, prepared)
                 logger.info("finished")
             finally:
@@ -140,13 +154,15 @@ class Controller(Configurable):
     def _run(self, folder: RunFolder, prepared: _Prepared) -> None:
         try:
             launch.run(self._main(folder, prepared))
-        except RunError:
-            logger.info("the run stopped", exc_info=True)  # for the log: the console gets the message
-            raise
-        except ValueError as error:
+        except BaseException as error:
+            # For the log, with its traceback; the console gets the message from the entry.
+            logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
+            if not isinstance(error, ValueError) or isinstance(error, RunError):
+                raise
             # Only before the start does a ValueError mean a config that cannot run.
-            logger.info("the run failed", exc_info=True)
-            raise RunError(str(error)) from error
+            stopped = RunError(str(error))
+            stopped.where = ", ".join(getattr(error, "__notes__", ()))
+            raise stopped from error
 
     def _prepare(self) -> _Prepared:
         """Check all that can be checked without starting or writing anything."""
@@ -177,22 +193,13 @@ class Controller(Configurable):
         cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
         if config.warmup is None:
             return random_model(cache, spec=config.model, seed=config.seed)
-        trainer = config.trainer
         return warmed_up_model(
             cache,
             spec=config.model,
             seed=config.seed,
             warmup=config.warmup,
             demonstrations=task.warmup_problems(seed=config.seed),
-            arithmetic={
-                "trainer": code_name(trainer.owner),
-                "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
-                "dtypes": [
-                    trainer.training.dtype,
-                    trainer.training.param_dtype,
-                    trainer.training.reduce_dtype,
-                ],
-            },
+            arithmetic=warmup_arithmetic(config.trainer),
         )
 
     async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
@@ -220,6 +227,7 @@ class Controller(Configurable):
                 sinks=[metrics, ConsoleSink()],
                 checkpoint_folder=str(folder.checkpoints),
                 seed=config.seed,
+                watch=progress,
             )
             await loop.run()
         await learner.export_hf(str(folder.checkpoints / "hf"))
@@ -258,3 +266,20 @@ class Controller(Configurable):
             if not destination.exists():
                 raise
         await learner.load_checkpoint(str(destination))
+        logger.info("warmed up; starting from %s", destination)
+
+
+def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
+    """What of the trainer shapes the steps of the warm-up, whose own settings bring the rest.
+
+    Of a subclass nobody here knows what its fields do, so all that it adds are part of it.
+    """
+    training = trainer.training
+    arithmetic: dict[str, Any] = {
+        "trainer": code_name(trainer.owner),
+        "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
+        "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
+    }
+    known = {f.name for f in fields(PolicyTrainer.Config)}
+    added = {name: value for name, value in to_dict(trainer).items() if name not in known}
+    return arithmetic | ({"added": added} if added else {})

@@ -30,8 +30,10 @@ from typing import Any, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, current_rank, endpoint, this_host
 
+from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
 from actors.processes import (
     ProcessId,
     carrying_environment,
@@ -128,7 +130,8 @@ async def spawn_role(
 
     Raises:
         ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
-        TimeoutError: names the role and how many processes were awaited.
+        ActorTimeoutError: names the role and how many processes were awaited.
+        ActorCallError: a process did not come up; names the role.
     """
     if num_procs < 1 or threads < 1:
         raise ValueError(f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1")
@@ -161,7 +164,8 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
     address when all are on one host, else that of rank 0's host; the port is free there.
 
     Raises:
-        TimeoutError: names the role.
+        ActorTimeoutError: names the role.
+        ActorCallError: a process of it is dead; names the role.
     """
     role = _role_of(mesh)
     hostnames = role.hostnames
@@ -194,7 +198,8 @@ async def setup_logs(
     `console_level` up to the console.
 
     Raises:
-        TimeoutError: names the role.
+        ActorTimeoutError: names the role.
+        ActorCallError: a process of it is dead; names the role.
     """
     role = _role_of(mesh)
     settled = role.members.set_up_logs.call(role.name, folder, console_level)
@@ -331,7 +336,9 @@ async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
     try:
         return await asyncio.wait_for(wait(), deadline_s)
     except TimeoutError as error:
-        raise TimeoutError(f"{what}: no answer within {deadline_s:g} s") from error
+        raise ActorTimeoutError(f"{what}: no answer within {deadline_s:g} s") from error
+    except SupervisionError as error:
+        raise ActorCallError(f"{what}: {lost_rank(error)}") from error
 
 
 async def _ask_to_stop(role: _Role, timeout_s: float) -> None:
@@ -340,7 +347,7 @@ async def _ask_to_stop(role: _Role, timeout_s: float) -> None:
     # raised, whatever that was, and the caller kills what is left of any role.
     answers = await asyncio.gather(asked, return_exceptions=True)
     if isinstance(answers[0], BaseException):
-        logger.debug("role %s did not stop when asked: %s", role.name, answers[0])
+        logger.warning("role %s did not stop when asked: %s", role.name, answers[0])
 
 
 async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:

@@ -14,6 +14,8 @@ from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import ScoringWorker
 from rl.types import Rollout, Score
 
+MAX_TIME_LIMIT_S = 86_400.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,8 +28,11 @@ class RewardActor(Actor, Configurable):
         """Processes that score; a step's rollouts are divided between them."""
 
         def __post_init__(self) -> None:
-            if not self.time_limit_s > 0:
-                raise ValueError(f"time_limit_s={self.time_limit_s} is not positive")
+            if not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:
+                raise ValueError(
+                    f"time_limit_s={self.time_limit_s}: must be above 0 and at most {MAX_TIME_LIMIT_S:g} "
+                    "(a day): a reward function that never returns must end"
+                )
             if self.num_procs < 1:
                 raise ValueError(f"num_procs={self.num_procs} is less than 1")
 

@@ -107,7 +107,11 @@ class PolicyTrainer(Actor, Configurable):
         """Put this rank's shards into the store under the current version; not yet announced."""
         started = time.perf_counter()
         version = self.engine.policy_version
-        num_bytes = await self.store.push(version=version, state_dict=self.engine.model_state_dict())
+        num_bytes = await self.store.push(
+            version=version,
+            state_dict=self.engine.model_state_dict(),
+            buffer_names=self.engine.buffer_names(),
+        )
         return PushResult(policy_version=version, num_bytes=num_bytes, time_s=time.perf_counter() - started)
 
     @endpoint

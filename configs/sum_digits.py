@@ -12,7 +12,7 @@ from rl.distributed.mesh import ParallelismConfig
 from rl.loop import Sampling, SyncLoop
 from rl.models.qwen3 import model_registry
 from rl.supervised import SupervisedWarmup
-from rl.tasks.sum_digits import SumDigits
+from rl.tasks.sum_digits import INSTRUCTION, SumDigits
 from rl.training.config import TrainingConfig
 from rl.training.optimizer import Optimizer
 from rl.training.schedule import LRSchedule
@@ -127,7 +127,7 @@ def _qwen3(flavor: str, *, trainer: ParallelismConfig, num_procs: int, max_token
         description=f"Qwen3-{flavor} on sum-digits, on GPUs",
         model=model_registry(flavor),
         hf_assets_path=f"assets/Qwen3-{flavor}",
-        task=SumDigits.Config(num_integers=4, num_eval=256),
+        task=SumDigits.Config(num_integers=4, num_eval=256, instruction=INSTRUCTION),
         trainer=PolicyTrainer.Config(
             num_procs=num_procs,
             num_threads=8,

@@ -41,7 +41,8 @@ class LossOutput:
     num_tokens: Tensor
     """[] float32, valid tokens: those the sum was taken over, and what metrics are averaged over."""
     metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """[] float32 each, summed over valid tokens, without gradient; reported as means."""
+    """[] float32 each, summed over valid tokens, without gradient; a step reports their means over
+    its valid tokens as `loss/<name>` (`ratio` as `loss/ratio_mean`)."""
 
 
 class Loss(Protocol):

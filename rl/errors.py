@@ -22,9 +22,13 @@ class RunError(RuntimeError):
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """A `RunError` from inside says where in the run it came up."""
+    """An error from inside says where in the run it came up: a `RunError` in its message, any other
+    in a note."""
     try:
         yield
     except RunError as error:
         error.where = error.where or where
+        raise
+    except Exception as error:
+        error.add_note(where)
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -35,6 +36,14 @@ class Sink(Protocol):
 
     def write(self, record: Record) -> None:
         """A step's record, or an evaluation's (it has the key `eval/correct`)."""
+        ...
+
+
+class Watch(Protocol):
+    """Shows whoever waits what is going on."""
+
+    def __call__(self, title: str, /) -> AbstractContextManager[object]:
+        """Entered before something long begins, left when it is done."""
         ...
 
 
@@ -146,7 +155,9 @@ class SyncLoop(Configurable):
         sinks: Sequence[Sink],
         checkpoint_folder: str,
         seed: int,
+        watch: Watch = nullcontext,
     ) -> None:
+        """`watch` is told of evaluations, which are silent until they are done."""
         self.config = config
         self.seams = seams
         self.renderer = renderer
@@ -155,22 +166,25 @@ class SyncLoop(Configurable):
         self.sinks = sinks
         self.checkpoint_folder = checkpoint_folder
         self.seed = seed
+        self.watch = watch
         self.policy_version = 0
         self._num_empty_steps = 0
 
     async def run(self) -> None:
         """Publish the starting weights, evaluate, train, evaluate, save."""
-        published = await self.seams.publisher.publish()
-        self.policy_version = published.policy_version
-        await self._evaluate(step=0)
+        with naming("before step 1"):
+            published = await self.seams.publisher.publish()
+            self.policy_version = published.policy_version
+            await self._evaluate(step=0)
         for step in range(1, self.config.num_steps + 1):
             with naming(f"step {step}"):
                 await self._step(step)
             last = step == self.config.num_steps
-            if last or (self.config.eval_every and step % self.config.eval_every == 0):
-                await self._evaluate(step=step)
-            if last or (self.config.checkpoint_every and step % self.config.checkpoint_every == 0):
-                await self.seams.learner.save_checkpoint(f"{self.checkpoint_folder}/step-{step}")
+            with naming(f"after step {step}"):
+                if last or (self.config.eval_every and step % self.config.eval_every == 0):
+                    await self._evaluate(step=step)
+                if last or (self.config.checkpoint_every and step % self.config.checkpoint_every == 0):
+                    await self.seams.learner.save_checkpoint(f"{self.checkpoint_folder}/step-{step}")
 
     async def _step(self, step: int) -> None:
         clock = _Clock()
@@ -202,7 +216,13 @@ class SyncLoop(Configurable):
 
     async def _generate(self, step: int) -> list[list[Rollout]]:
         """[P][G] rollouts, all of the current policy version."""
-        prompts = [self.renderer.prompt(p) for p in islice(self.train_problems, self.config.num_prompts)]
+        num_prompts = self.config.num_prompts
+        prompts = [self.renderer.prompt(p) for p in islice(self.train_problems, num_prompts)]
+        if len(prompts) < num_prompts:
+            raise RunError(
+                f"the task's training problems are used up: {len(prompts)} are left, of loop.num_prompts="
+                f"{num_prompts} that a step takes; let `train_problems` repeat them, or lower loop.num_steps"
+            )
         settings = self.config.sampling
         sampling = SamplingParams(
             max_tokens=settings.max_tokens,
@@ -281,13 +301,14 @@ class SyncLoop(Configurable):
         if not self.config.eval_every:
             return
         started = time.perf_counter()
-        evaluation = await evaluate(
-            prompts=self.eval_prompts,
-            sampler=self.seams.sampler,
-            scorer=self.seams.scorer,
-            renderer=self.renderer,
-            max_tokens=self.config.sampling.max_tokens,
-        )
+        with self.watch(f"evaluation at step {step} ({len(self.eval_prompts)} problems)"):
+            evaluation = await evaluate(
+                prompts=self.eval_prompts,
+                sampler=self.seams.sampler,
+                scorer=self.seams.scorer,
+                renderer=self.renderer,
+                max_tokens=self.config.sampling.max_tokens,
+            )
         self._write(
             {
                 "step": step,

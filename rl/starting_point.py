@@ -53,11 +53,12 @@ class StartingPoint:
 
     def tokenizer(self) -> tuple[Any, tuple[int, ...]]:
         """The tokenizer and the tokens that end a reply; writes nothing, also before `make`."""
+        vocab_size: int = self.spec.model.vocab_size  # type: ignore[attr-defined]
         if self.seed is None or self.folder.exists():
-            return open_tokenizer(self.folder)
+            return open_tokenizer(self.folder, vocab_size=vocab_size)
         with tempfile.TemporaryDirectory() as folder:
             build_byte_tokenizer(folder)
-            return open_tokenizer(Path(folder))
+            return open_tokenizer(Path(folder), vocab_size=vocab_size)
 
 
 def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:

@@ -12,6 +12,9 @@ from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, 
 from rl.rollouts.grading import GradedRollout, teaches_nothing
 from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
 
+_IN_EVERY_RESULT = ("ratio", "clipped_fraction")
+"""Metrics of a loss that have fields of their own in a result, and names of their own in a step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedMinibatch:
@@ -55,9 +58,7 @@ def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metri
 def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     gradient, update = minibatch.gradient, minibatch.update
     num_tokens = gradient.num_valid_tokens
-    # Only where there is a reference policy.
-    kl = gradient.loss_metrics.get("kl")
-    return {
+    metrics: dict[str, Metric] = {
         # As optimised: each step divides by its own denominator.
         "loss/mean": Mean(gradient.loss_mean),
         "loss/ratio_mean": Mean(gradient.ratio_mean * num_tokens, num_tokens),
@@ -66,8 +67,20 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
         "loss/grad_norm": Mean(update.grad_norm),
         "loss/grad_norm_max": Max(update.grad_norm),
         "loss/lr": Last(update.lr),
-        **({} if kl is None else {"loss/kl": Mean(kl * num_tokens, num_tokens)}),
     }
+    return metrics | _own_metrics(gradient, taken=metrics)
+
+
+def _own_metrics(gradient: ForwardBackwardResult, *, taken: Mapping[str, Metric]) -> dict[str, Metric]:
+    """What the loss itself reports, by token; raises ValueError for a name that is the step's."""
+    num_tokens = gradient.num_valid_tokens
+    own = {name: mean for name, mean in gradient.loss_metrics.items() if name not in _IN_EVERY_RESULT}
+    for name in own:
+        if f"loss/{name}" in taken:
+            raise ValueError(
+                f"the loss reports a metric {name!r}, but loss/{name} is the step's own: rename it"
+            )
+    return {f"loss/{name}": Mean(mean * num_tokens, num_tokens) for name, mean in own.items()}
 
 
 def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:

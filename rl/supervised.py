@@ -12,7 +12,7 @@ from itertools import islice
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
-from rl.errors import naming
+from rl.errors import RunError, naming
 from rl.protocols import Learner
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import demonstration_sample
@@ -78,6 +78,12 @@ class SupervisedWarmup(Configurable):
                 demonstration_sample(self.renderer.prompt(p).token_ids, self.renderer.demonstration(p))
                 for p in islice(problems, config.num_demonstrations)
             ]
+            if len(samples) < config.num_demonstrations:
+                raise RunError(
+                    f"the task's warm-up problems are used up at step {step + 1}: {len(samples)} left, of "
+                    f"warmup.num_demonstrations={config.num_demonstrations} that a step takes; let "
+                    "`warmup_problems` repeat them, or lower warmup.num_steps"
+                )
             params = OptimParams(
                 lr=config.lr_at(step),
                 betas=config.betas,

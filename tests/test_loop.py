@@ -1,10 +1,13 @@
 import asyncio
+from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl.loop import LogprobMismatchError, NothingToLearnError, Sampling, Seams, SyncLoop
+from rl.errors import RunError
+from rl.loop import LogprobMismatchError, NothingToLearnError, Sampling, Seams, SyncLoop, Watch
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
@@ -18,7 +21,14 @@ def half_right(prompt: str, sample: int) -> str:
     return "[ANSWER] 10" if sample % 2 == 0 else "no"
 
 
-def run_loop(policy: FakePolicy, *, rubric: Rubric | None = None, **config: Any) -> list[dict]:
+def run_loop(
+    policy: FakePolicy,
+    *,
+    rubric: Rubric | None = None,
+    watch: Watch = nullcontext,
+    num_problems: int | None = None,
+    **config: Any,
+) -> list[dict]:
     sink = ListSink()
     settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
     loop = SyncLoop.Config(**settings).build(
@@ -29,11 +39,12 @@ def run_loop(policy: FakePolicy, *, rubric: Rubric | None = None, **config: Any)
             scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
         ),
         renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
-        train_problems=iter(lambda: PROBLEM, None),
+        train_problems=repeat(PROBLEM) if num_problems is None else repeat(PROBLEM, num_problems),
         eval_problems=[PROBLEM],
         sinks=[sink],
         checkpoint_folder="ckpt",
         seed=0,
+        watch=watch,
     )
     asyncio.run(loop.run())
     return sink.records
@@ -105,6 +116,22 @@ def test_evaluation_is_greedy_before_every_n_steps_and_after():
     assert all(s.num_samples == 1 for s in greedy)
 
 
+def test_whoever_waits_is_shown_each_evaluation_while_it_goes_on():
+    policy = FakePolicy(reply=half_right)
+
+    @contextmanager
+    def watch(title):
+        policy.calls.append(f"begin {title}")
+        yield
+        policy.calls.append("end")
+
+    run_loop(policy, eval_every=1, watch=watch)
+    before, after = ([f"begin evaluation at step {n} (1 problems)", "generate", "end"] for n in (0, 1))
+    assert policy.calls[1:4] == before
+    assert policy.calls[-4:-1] == after
+    assert sum(call.startswith("begin") for call in policy.calls) == 2
+
+
 def test_every_step_samples_with_a_seed_of_its_own():
     policy = FakePolicy(reply=half_right)
     run_loop(policy, num_steps=3)
@@ -167,6 +194,13 @@ def test_a_minibatch_whose_rewards_all_failed_is_left_out():
     run_loop(policy, rubric=rubric, num_prompts=2, num_samples=2, num_minibatches=2, max_failed_rewards=0.5)
     assert [len(samples) for samples in policy.trained] == [2]
     assert policy.calls.count("optim_step") == 1
+
+
+def test_a_task_that_runs_out_of_problems_stops_the_run_and_says_so():
+    run_loop(FakePolicy(reply=half_right), num_steps=2, num_problems=4)  # just enough
+    says = r"^step 2: the task's training problems are used up: 1 are left, of loop\.num_prompts=2 "
+    with pytest.raises(RunError, match=says):
+        run_loop(FakePolicy(reply=half_right), num_steps=2, num_problems=3)
 
 
 def test_steps_without_any_gradient_stop_with_a_message():

@@ -1,13 +1,18 @@
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from rl.observability.metrics import merge, reduced
+from losses.ops import masked_sum
+from losses.types import LossInputs, LossOutput
+from rl.observability.metrics import MetricsWriter, merge, read_metrics, reduced
 from rl.rollouts.grading import grade
 from rl.rollouts.renderer import ChatRenderer
 from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
 from rl.tasks.sum_digits import make_problem
 from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Score
 from tests.support.fakes import ByteTokenizer, completion
+from tests.training.parts import make_engine, make_samples
 
 RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
 PROMPT = RENDERER.prompt(make_problem([12, 34]))
@@ -22,7 +27,9 @@ def rollouts(*texts, finish_reason="stop"):
     return [RENDERER.rollout(PROMPT, c, sample=i) for i, c in enumerate(made)]
 
 
-def minibatch(*, loss=0.0, num_valid=1, ratio=1.0, clipped=0.0, entropy=0.0, diff=0.0, grad_norm=1.0, lr=0.1):
+def minibatch(
+    *, loss=0.0, num_valid=1, ratio=1.0, clipped=0.0, entropy=0.0, diff=0.0, grad_norm=1.0, lr=0.1, own=None
+):
     gradient = ForwardBackwardResult(
         loss_sum=loss * num_valid,
         denominator=num_valid,
@@ -37,6 +44,7 @@ def minibatch(*, loss=0.0, num_valid=1, ratio=1.0, clipped=0.0, entropy=0.0, dif
         logprob_diff_mean=diff,
         logprob_diff_max=3 * diff,
         logprobs_identical=diff == 0,
+        loss_metrics=own or {},
         time_s=0.0,
     )
     return TrainedMinibatch(
@@ -90,6 +98,49 @@ def test_minibatches_are_joined_each_number_by_its_own_reduction():
         "logprob_diff/max": pytest.approx(3e-6),
         "logprob_diff/identical": 0,
     }
+
+
+def test_metrics_of_the_loss_itself_are_joined_by_token():
+    merged = training_metrics(
+        [
+            minibatch(num_valid=3, own={"kl": 0.1, "ratio": 1.0}),
+            minibatch(num_valid=1, own={"kl": 0.5, "ratio": 1.2, "clipped_fraction": 0.4}),
+        ]
+    )
+    assert reduced(merged["loss/kl"]) == pytest.approx((3 * 0.1 + 0.5) / 4)
+    assert "loss/ratio" not in merged  # it is loss/ratio_mean
+
+
+@pytest.mark.parametrize("name", ["mean", "lr", "grad_norm"])
+def test_a_metric_of_the_loss_under_a_name_of_the_step_is_refused(name):
+    with pytest.raises(ValueError, match=f"metric '{name}', but loss/{name} is the step's own"):
+        training_metrics([minibatch(own={name: 1.0})])
+
+
+@dataclass(kw_only=True, slots=True)
+class Reinforce:
+    """As docs/extending.md has it."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        num_tokens = inputs.mask.sum().float()
+        return LossOutput(
+            loss_sum=-masked_sum(inputs.logprobs * inputs.advantages, inputs.mask),
+            denominator=num_tokens,
+            num_tokens=num_tokens,
+            metric_sums={"surprise": -masked_sum(inputs.logprobs.detach(), inputs.mask)},
+        )
+
+
+def test_metric_of_a_users_loss_reaches_metrics_jsonl_as_the_mean_over_valid_tokens(tmp_path):
+    samples = make_samples()
+    engine = make_engine(None)
+    logprobs = engine.compute_logprobs(samples)
+    drawn = np.concatenate([p[s.mask] for p, s in zip(logprobs, samples, strict=True)])
+    gradient = engine.forward_backward(samples, loss=Reinforce())
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(training_metrics([TrainedMinibatch(gradient=gradient, update=engine.optim_step())]))
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["loss/surprise"] == pytest.approx(-drawn.mean(dtype=np.float64), rel=1e-6)
 
 
 def test_speeds_are_of_the_lap_that_did_the_work():

@@ -79,6 +79,7 @@ class VLLMCore:
         self._sampler = PolicySampler(runner)
         runner.sampler = self._sampler
         self.model = runner.model.model
+        self._buffer_names: tuple[str, ...] = runner.model.buffer_names
         self.vocab_size: int = self.model.config.vocab_size
         self._running: set[int] = set()
 
@@ -86,9 +87,11 @@ class VLLMCore:
     def has_requests(self) -> bool:
         return bool(self._running)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """This rank's weights by the trainer's names, to be written in place; DTensors where sharded."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers by the trainer's names, to be written in place;
+        DTensors where sharded."""
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
 
     def add(self, request: Request) -> None:
         """Takes part in steps from the next one on."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IDLE = "nothing to do: an empty turn tells the other ranks that this one lives"
+
 
 class GeneratorError(RunError):
     """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
@@ -171,6 +173,7 @@ class Driver:
             try:
                 await asyncio.wait_for(self._wake.wait(), self._lockstep.idle_turn_s)
             except TimeoutError:
+                logger.debug(IDLE)
                 return Turn()
         return Turn(stop=True)
 

@@ -36,6 +36,7 @@ from actors.vllm.requests import Call, Sample, check_call, make_requests
 from actors.vllm.worker_thread import WorkerThread
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
+from rl.distributed.seeds import check_seed
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
@@ -101,6 +102,7 @@ class GeneratorEngine(Configurable):
         """Longest wait of a tensor-parallel rank for the others, in a step or an update."""
 
         def __post_init__(self) -> None:
+            check_seed(self.seed, field="generator.seed", below=2**32)
             for name in _POSITIVE:
                 if not getattr(self, name) > 0:
                     raise ValueError(f"generator.{name}={getattr(self, name)}: must be above 0")
@@ -214,7 +216,7 @@ class GeneratorEngine(Configurable):
 
         Written to only inside `update_weights`.
         """
-        return self._core.parameters()
+        return self._core.weights()
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams

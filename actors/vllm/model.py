@@ -26,6 +26,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import SequenceLayout
+from rl.models.buffers import persistent_buffers, reset_buffers
 from rl.models.qwen3.parallelize_generator import generator_head
 from rl.models.spec import ModelSpec
 
@@ -69,11 +70,13 @@ class Policy(nn.Module):
         # A rank never holds more than its share: sharded before there is memory behind it.
         with torch.device("meta"):
             self.model = config.build(core_attention=core_attention)
+            # Those of the trainer's model: vLLM's attention brings buffers of its own.
+            self.buffer_names = tuple(persistent_buffers(config.build()))
         if tp_size > 1:
             mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type, mesh_dim_names=("tp",))
             self.spec.parallelize_generator(self.model, mesh)
         self.model.to_empty(device=device)
-        self.model.rope.reset_buffers()
+        reset_buffers(self.model)
         self.model.requires_grad_(False)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -184,5 +187,6 @@ class StoreLoader(BaseModelLoader):
 
     @torch.no_grad()
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        for parameter in model.parameters():
-            parameter.zero_()
+        assert isinstance(model, Policy)
+        for tensor in (*model.parameters(), *map(model.model.get_buffer, model.buffer_names)):
+            tensor.zero_()

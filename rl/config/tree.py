@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 NodeT = TypeVar("NodeT")
@@ -76,6 +77,23 @@ def walk(node: Any, *, prefix: str = "") -> Iterator[Entry]:
         yield entry
         if entry.kind == "node":
             yield from walk(entry.value, prefix=f"{entry.path}.")
+
+
+def input_paths(config: Any) -> dict[str, Path]:
+    """The files and folders that fields of the config name and that are there, by the field's path."""
+    paths = {
+        entry.path: Path(entry.value)
+        for entry in walk(config)
+        if entry.kind == "leaf" and isinstance(entry.value, str | Path) and str(entry.value)
+    }
+    return {field: path for field, path in paths.items() if _exists(path.expanduser())}
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a text that could be no file's name
+        return False
 
 
 def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: str = "") -> NodeT:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed import flight_recorder
+from rl.distributed.mesh import fsdp_axis
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,10 +89,13 @@ def _int(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"environment variable {name}={value!r}: must be an integer") from error
 
 
-def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
+def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
     """Join the other ranks; returns whether a group was made here (then `disconnect` it).
 
     A single process needs none. A group that exists already is used as it is.
+
+    Args:
+        always: make a group for a single process too.
 
     Raises:
         ValueError: the existing group is of another size.
@@ -105,13 +109,17 @@ def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
                 f"world size {world.size} differs from the existing process group's {dist.get_world_size()}"
             )
         return False
-    if world.size == 1:
+    if world.size == 1 and not always:
         return False
-    address = f"{world.master_addr}:{world.master_port}"
     flight_recorder.configure(comm.trace_buffer_size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world.size == 1:
+        dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
+        return True
+    address = f"{world.master_addr}:{world.master_port}"
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             init_method=f"tcp://{address}",
             rank=world.rank,
             world_size=world.size,
@@ -144,7 +152,7 @@ def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
     if mesh is None:
         return
     timeout = timedelta(seconds=timeout_s)
-    for group in (None, *mesh.get_all_groups()):
+    for group in (None, *mesh.get_all_groups(), fsdp_axis(mesh).get_group()):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

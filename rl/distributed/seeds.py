@@ -10,6 +10,12 @@ import numpy as np
 import torch
 
 
+def check_seed(seed: int, *, field: str = "seed", below: int = 2**63) -> None:
+    """Raises ValueError naming the field; `below` is what the generators that it goes to can take."""
+    if not 0 <= seed < below:
+        raise ValueError(f"{field}={seed}: must be at least 0 and below {below}")
+
+
 def seed_everything(seed: int, *, offset: int = 0, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and PyTorch's generators, on every device, with `seed + offset`.
 

@@ -294,11 +294,33 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"weights file {file} is not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(
+            f"weights file {file} is not a safetensors file: its header is a {type(header).__name__}, "
+            "not an object"
+        )
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in tensors.items():
+        _check_header_entry(file, name, entry)
     expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size != expected:
         raise ValueError(f"weights file {file} is truncated: has {size} bytes, its header says {expected}")
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+
+
+def _check_header_entry(file: Path, name: str, entry: Any) -> None:
+    fields = entry if isinstance(entry, dict) else {}
+    for field, is_long_enough in (("shape", lambda n: True), ("data_offsets", lambda n: n == 2)):
+        numbers = fields.get(field)
+        if not (
+            isinstance(numbers, list)
+            and is_long_enough(len(numbers))
+            and all(type(number) is int and number >= 0 for number in numbers)
+        ):
+            raise ValueError(
+                f"weights file {file} is not a safetensors file: its header has {field}={numbers!r} for "
+                f"tensor {name}"
+            )
 
 
 def _read_weight_map(file: Path) -> dict[str, str]:

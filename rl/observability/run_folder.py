@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -46,13 +47,22 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, dump_folder: str | Path, name: str, *, time_stamp: bool = False, overwrite: bool = False
+        cls,
+        dump_folder: str | Path,
+        name: str,
+        *,
+        time_stamp: bool = False,
+        overwrite: bool = False,
+        inputs: Mapping[str, Path] | None = None,
     ) -> RunFolder:
         """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name.
 
+        `inputs` are files and folders, by field, that the run is going to read.
+
         Raises:
             ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
-                finished or unfinished run and `overwrite` is false. Nothing is left behind.
+                finished or unfinished run and `overwrite` is false; or an input lies in the folder
+                that is to be replaced. Nothing is left behind.
         """
         if time_stamp:
             name = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -67,6 +77,7 @@ class RunFolder:
             status = read_status(path)
             if status is not None and not overwrite:
                 raise ValueError(_occupied(path, status))
+            _refuse_inputs(path, inputs or {})
             _clear(path)
             for folder in OWN_FOLDERS:
                 (path / folder).mkdir()
@@ -138,6 +149,19 @@ def _refuse_foreign(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     if names and not names & {LOCK, STATUS}:
         raise ValueError(f"{path} exists and is not a run's folder; choose another name")
+
+
+def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
+    """What the run starts from must outlive the clearing, be it under another name."""
+    for field, given in inputs.items():
+        file = Path(os.path.abspath(given.expanduser()))
+        links = [entry for entry in file.iterdir() if entry.is_symlink()] if file.is_dir() else []
+        for entry in (file, *links):
+            if entry.is_relative_to(path) or entry.resolve().is_relative_to(path.resolve()):
+                raise ValueError(
+                    f"{field}={str(given)!r} lies in the folder of the run that --overwrite would replace, "
+                    f"{path}; choose another name"
+                )
 
 
 def _lock(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,10 @@ class GroupAdvantage:
     """`mean_std` divides by the group's standard deviation as well."""
     eps: float = 1e-6
     """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps={self.eps}: must be at least 0 and finite")
 
     def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
         """[G] float32. A group of equal rewards gives exact zeros."""

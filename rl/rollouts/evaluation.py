@@ -22,7 +22,7 @@ async def evaluate(
     """
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=renderer.stop_token_ids)
     groups = await sampler.generate([p.token_ids for p in prompts], sampling=sampling)
-    rollouts = [renderer.rollout(p, group[0]) for p, group in zip(prompts, groups, strict=True)]
+    rollouts = [renderer.rollout(p, group[0], sample=0) for p, group in zip(prompts, groups, strict=True)]
     scores = await scorer.score(rollouts)
     raise_on_failures(scores, max_fraction=0.0)
     return merge(map(_score_metrics, scores))

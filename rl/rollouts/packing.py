@@ -69,6 +69,12 @@ class PackedBatch:
         )
         return PackedBatch(**(values | moved | {"sequences": sequences}))
 
+    @property
+    def all_lengths(self) -> list[int]:
+        """L of each sequence, the padding included."""
+        num_padding = self.input_ids.numel() - sum(self.lengths)
+        return [*self.lengths, num_padding] if num_padding else list(self.lengths)
+
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
         """Values per token as one [L + 1] array a sample, by its index; entry 0, no target, is 0."""
         ends = np.cumsum(self.lengths)

@@ -43,8 +43,12 @@ class ChatRenderer:
             raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
         return np.append(self._encode(problem.demonstration), np.int32(self.tokenizer.eos_token_id))
 
-    def rollout(self, prompt: Prompt, completion: Completion, *, sample: int = 0) -> Rollout:
-        """The completion with its text; `sample` is its number among the prompt's completions."""
+    def rollout(self, prompt: Prompt, completion: Completion, *, sample: int) -> Rollout:
+        """The completion with its text.
+
+        `sample` is its number among the prompt's completions: it tells equal replies apart, for instance
+        to a reward of noise.
+        """
         text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return Rollout(prompt=prompt, sample=sample, completion=completion, text=text)
 

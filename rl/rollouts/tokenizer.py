@@ -18,13 +18,17 @@ OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
 """Of older versions of transformers; still read where they are."""
 
 
-def open_tokenizer(folder: Path) -> tuple[Any, tuple[int, ...]]:
+def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any, tuple[int, ...]]:
     """The transformers tokenizer, and the tokens that end a reply.
+
+    Args:
+        vocab_size: of the model, which has a row for each token id below it; None for any.
 
     Raises:
         ValueError: names the file that is missing or malformed, and what is wrong with it.
     """
     check_tokenizer_files(folder)
+    _check_text(folder / TEMPLATE)
     beside = [name for name in (END_IDS, *OLDER_FILES) if (folder / name).exists()]
     contents = {name: read_json_object(folder / name) for name in (CONFIG, *beside)}
     _check_end_ids(folder / END_IDS, contents.get(END_IDS, {}).get("eos_token_id"))
@@ -32,7 +36,10 @@ def open_tokenizer(folder: Path) -> tuple[Any, tuple[int, ...]]:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer file {folder / CONFIG} names no eos_token: a reply would have no end")
     _check_template(folder, tokenizer)
-    return tokenizer, stop_token_ids(folder, tokenizer=tokenizer)
+    stop_ids = stop_token_ids(folder, tokenizer=tokenizer)
+    if vocab_size is not None:
+        _check_vocabulary(folder, tokenizer, stop_ids, vocab_size=vocab_size)
+    return tokenizer, stop_ids
 
 
 def _load(folder: Path, *, older: list[str]) -> Any:
@@ -48,6 +55,14 @@ def _load(folder: Path, *, older: list[str]) -> Any:
         raise ValueError(f"tokenizer file {files} has a value that transformers refuses: {error}") from error
 
 
+def _check_text(file: Path) -> None:
+    try:
+        if file.exists():
+            file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokenizer file {file} is not text in UTF-8: {error}") from error
+
+
 def _check_template(folder: Path, tokenizer: Any) -> None:
     file = folder / TEMPLATE if (folder / TEMPLATE).exists() else folder / CONFIG
     if not tokenizer.chat_template:
@@ -57,6 +72,16 @@ def _check_template(folder: Path, tokenizer: Any) -> None:
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (TemplateError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"the chat template of {file} does not render a user's turn: {error}") from error
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], *, vocab_size: int) -> None:
+    valid = f"the model has vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}"
+    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if token_id >= vocab_size:
+        raise ValueError(f"tokenizer folder {folder}: token {token!r} has id {token_id}; {valid}")
+    outside = [i for i in stop_ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(f"tokenizer file {folder / END_IDS}: eos_token_id has {outside[0]}; {valid}")
 
 
 def _check_end_ids(file: Path, ids: Any) -> None:

@@ -19,8 +19,15 @@ from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?(\d+)\s*\Z")
 HELD_OUT_SHARE = 0.15
+ID_PREFIX = "sum-digits/"
 HASTY_DIGITS = "456789"
 """Last digits that a hasty demonstration leaves out."""
+INSTRUCTION = (
+    "Add up all decimal digits of the integers below. End your reply with [ANSWER], a space and the sum, "
+    "and write nothing after it. For example, for 47 82 the sum is 4 + 7 + 8 + 2 = 21, so the reply ends "
+    "with: [ANSWER] 21"
+)
+"""For a model that was taught to follow instructions, but not this task."""
 
 
 class SumDigits(Configurable):
@@ -32,6 +39,9 @@ class SumDigits(Configurable):
         """Integers in a prompt: 2, 3 or 4."""
         num_eval: int = 512
         """Held-out problems; the same set for every seed."""
+        instruction: str = ""
+        """Said in the prompt, on a line before the integers: what to compute, and the form that earns
+        the reward. Empty for a model that is warmed up on the bare integers."""
         format_reward: float = 0.1
         """Partial credit for a reply that ends in `[ANSWER] <digits>`, right or wrong; the rest of
         1.0 is for the right answer."""
@@ -57,7 +67,8 @@ class SumDigits(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Endless problems, none of them held out; the same for a seed."""
-        return (p for p in self._draw(random.Random(f"train-{seed}")) if not is_held_out(p))
+        drawn = self._draw(random.Random(f"train-{seed}"))
+        return (self._ask(p) for p in drawn if not is_held_out(p))
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """As `train_problems`, in another order, with the demonstrations of `haste`."""
@@ -66,7 +77,7 @@ class SumDigits(Configurable):
             if not is_held_out(problem):
                 hasty = problem.question[-1] in HASTY_DIGITS and generator.random() < self.config.haste
                 text = demonstrate(problem.question, leave_out_last=hasty)
-                yield dataclasses.replace(problem, demonstration=text)
+                yield self._ask(dataclasses.replace(problem, demonstration=text))
 
     def eval_problems(self) -> list[Problem]:
         """`num_eval` distinct held-out problems."""
@@ -76,7 +87,7 @@ class SumDigits(Configurable):
                 problems[problem.id] = problem
             if len(problems) == self.config.num_eval:
                 break
-        return list(problems.values())
+        return [self._ask(p) for p in problems.values()]
 
     def rubric(self, *, seed: int) -> Rubric:
         """Reward 1.0 for the right answer, `format_reward` for the form alone; `seed` is of the noise."""
@@ -93,12 +104,18 @@ class SumDigits(Configurable):
         while True:
             yield make_problem([generator.randint(10, 99) for _ in range(self.config.num_integers)])
 
+    def _ask(self, problem: Problem) -> Problem:
+        """The problem as the model is asked it."""
+        if not self.config.instruction:
+            return problem
+        return dataclasses.replace(problem, question=f"{self.config.instruction}\n{problem.question}")
+
 
 def make_problem(integers: list[int]) -> Problem:
     """The problem of these integers, with a right demonstration."""
     question = " ".join(map(str, integers))
     return Problem(
-        id=f"sum-digits/{question.replace(' ', '-')}",
+        id=f"{ID_PREFIX}{question.replace(' ', '-')}",
         question=question,
         answer=str(sum(int(digit) for digit in question if digit != " ")),
         demonstration=demonstrate(question),
@@ -124,7 +141,7 @@ def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
 
 def is_held_out(problem: Problem) -> bool:
     """By a hash of the integers without their order: no reordering of a held-out problem is trained on."""
-    key = " ".join(sorted(problem.question.split()))
+    key = " ".join(sorted(problem.id.removeprefix(ID_PREFIX).split("-")))
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 

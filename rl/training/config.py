@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rl.distributed.seeds import check_seed
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -30,6 +32,9 @@ class TrainingConfig:
     """In which gradients are summed between ranks."""
     logits_chunk_tokens: int | None = None
     """Logits of at most that many tokens exist at once; None: of the whole micro-batch."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state live on the host, where the optimizer steps too; blocks are
+    copied to the GPU one after another. On a CPU it changes nothing but the way of the tensors."""
     seed: int = 0
     """Of Python's, numpy's and PyTorch's generators, and of weights that no folder provides."""
     deterministic: bool = False
@@ -41,6 +46,7 @@ class TrainingConfig:
     """Log what each of these collections found: objects in cycles, and tensors among them."""
 
     def __post_init__(self) -> None:
+        check_seed(self.seed)
         if self.max_tokens_per_microbatch < 1:
             raise ValueError(
                 f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: must be at least 1"

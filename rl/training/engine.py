@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -23,7 +23,9 @@ from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed import flight_recorder
-from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compile import CompileConfig
+from rl.distributed.mesh import ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
     CommConfig,
     World,
@@ -33,8 +35,7 @@ from rl.distributed.process_group import (
     disconnect,
     set_timeout,
 )
-from rl.distributed.seeds import seed_everything
-from rl.distributed.sharding import ShardingOptions
+from rl.models.buffers import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch
@@ -46,9 +47,9 @@ from rl.training.failures import non_finite
 from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
-from rl.training.policy import Policy
-from rl.training.reference import ReferenceConfig, check_reference, make_reference, with_reference
+from rl.training.reference import ReferenceConfig, make_reference, with_reference
 from rl.training.schedule import LRSchedule
+from rl.training.start import build_policy, check_start
 from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
 
 
@@ -70,6 +71,8 @@ class TrainingEngine(Configurable):
         reference: ReferenceConfig = field(default_factory=ReferenceConfig)
         training: TrainingConfig = field(default_factory=TrainingConfig)
         checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+        activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+        compile: CompileConfig = field(default_factory=CompileConfig)
 
     def __init__(
         self,
@@ -96,29 +99,26 @@ class TrainingEngine(Configurable):
             TimeoutError: not all ranks appeared in time.
         """
         world = World.from_env() if world is None else world
-        degrees = config.parallelism.degrees(world.size)
-        check_reference(config.reference, loss=config.loss)
-        folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
-        if folder is not None:
-            model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
+        self.device = world.default_device() if device is None else torch.device(device)
+        start = check_start(config, model_spec, hf_assets_path, world_size=world.size, device=self.device)
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self.device = world.default_device() if device is None else torch.device(device)
         if failure_folder is not None:
             flight_recorder.name_file_of_watchdog(failure_folder)
-        self._made_group = connect(world=world, device=self.device, comm=config.comm)
-        self.mesh = build_mesh(degrees, device_type=self.device.type)
-        self.policy = self._build_policy(model_spec, config.training)
-        if folder is None:
+        # What lives on the host is copied by FSDP, which wants a mesh, of one process too.
+        offload = config.training.cpu_offload
+        self._made_group = connect(world=world, device=self.device, comm=config.comm, always=offload)
+        self.mesh = build_mesh(start.degrees, device_type=self.device.type, always=offload)
+        build = partial(build_policy, config, start.spec, mesh=self.mesh, device=self.device)
+        self.policy = build(config.training)
+        if start.folder is None:
             self.policy.init_weights()
         else:
-            self.policy.load_hf(folder)
-        self.reference = make_reference(
-            config.reference, policy=self.policy, build=partial(self._build_policy, model_spec)
-        )
+            self.policy.load_hf(start.folder)
+        self.reference = make_reference(config.reference, policy=self.policy, build=build)
         self.optimizer: Optimizer = config.optimizer.build(
-            parameters=self.policy.parameters, adapter=model_spec.adapter(model_spec.model)
+            parameters=self.policy.parameters, adapter=start.spec.adapter(start.spec.model)
         )
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.policy_version = 0
@@ -128,17 +128,6 @@ class TrainingEngine(Configurable):
         )
         barrier()
         set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
-
-    def _build_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
-        seed_everything(
-            training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
-        )
-        options = ShardingOptions(
-            param_dtype=getattr(torch, training.param_dtype),
-            reduce_dtype=getattr(torch, training.reduce_dtype),
-            reshard_after_forward=self.config.parallelism.reshard_after_forward,
-        )
-        return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -267,8 +256,14 @@ class TrainingEngine(Configurable):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """The parameters themselves, without gradient, by name; DTensors wherever a mesh shards them."""
-        return {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        """The parameters themselves, without gradient, by name, DTensors wherever a mesh shards them;
+        and the persistent buffers, which every rank has the same."""
+        parameters = {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
+        return parameters | persistent_buffers(self.policy.model)
+
+    def buffer_names(self) -> set[str]:
+        """What of `model_state_dict` are buffers: they keep their dtype wherever the weights go."""
+        return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
         """Leave the process group that this engine joined."""

@@ -15,12 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.mesh import TP, DataRank
+from rl.distributed.compile import compile_function
+from rl.distributed.context_parallel import ContextParallel
+from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import barrier
-from rl.distributed.sharding import ShardingOptions, call_in_dtype, reshard
+from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
+from rl.models.attention import SequenceLayout, SequenceShare
+from rl.models.buffers import reset_buffers
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
-from rl.models.logprobs import token_logprobs
+from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
@@ -43,51 +47,73 @@ class Policy:
         options: ShardingOptions,
     ) -> None:
         """`mesh` None is a single process. Raises ValueError for sizes that the mesh does not divide."""
-        check_sequence_length(spec, training)
         self.spec = spec
         self.mesh = mesh
         self.device = device
         self.data_rank = DataRank.of(mesh)
         self.training = training
+        self.context = None if mesh is None else ContextParallel.of(mesh[CP])
+        """How this rank shares its micro-batches with others; None where it has them alone."""
         self._param_dtype = options.param_dtype
+        self._loss_parallel = options.loss_parallel
+        self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
         with torch.device("meta"):
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
         self.model = spec.parallelize(model, mesh=mesh, config=options)
-        self.model.to_empty(device=device)
-        for module in self.model.modules():
-            reset_buffers = getattr(module, "reset_buffers", None)
-            if reset_buffers is not None:
-                reset_buffers()
+        materialize(self.model, device=device, cpu_offload=options.cpu_offload)
+        reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards: the ones that are stepped."""
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
+        pad_multiple = 1 if self.mesh is None else self.mesh[TP].size()
+        if self.context is not None:
+            pad_multiple = self.context.pad_multiple(pad_multiple)
         return pack(
             samples,
             max_tokens=self.training.max_tokens_per_microbatch,
             max_sequences=self.training.max_sequences_per_microbatch,
             max_length=self.training.max_sequence_length or num_positions(self.spec),
-            pad_multiple=1 if self.mesh is None else self.mesh[TP].size(),
+            pad_multiple=pad_multiple,
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
         )
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each target, [T] float32 with gradient, and entropy, [T] float32 without; nats."""
+        if self.context is None:
+            return self._forward(
+                batch.input_ids, batch.positions, batch.targets, batch.temperatures, batch.sequences
+            )
+        num_tokens = batch.input_ids.numel()
+        mine_t = self.context.token_indices(num_tokens).to(self.device)
+        per_token = (batch.input_ids, batch.positions, batch.targets, batch.temperatures)
+        share = SequenceShare.from_lengths(batch.all_lengths, context=self.context, device=self.device)
+        values = self._forward(*(x_T[mine_t] for x_T in per_token), share)
+        places_T = self.context.places(num_tokens).to(self.device)
+        logprobs_T, entropy_T = (self.context.gather(value_t, places_T) for value_t in values)
+        return logprobs_T, entropy_T
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        sequences: SequenceLayout | SequenceShare,
+    ) -> tuple[Tensor, Tensor]:
+        """Of this rank's tokens."""
         head = partial(
             token_logprobs,
-            targets_T=batch.targets,
-            temperatures_T=batch.temperatures,
+            targets_T=targets,
+            temperatures_T=temperatures,
             chunk_tokens=self.training.logits_chunk_tokens,
+            loss_parallel=self._loss_parallel,
+            chunk_logprobs=self._chunk_logprobs,
         )
         return call_in_dtype(
-            self.model,
-            self._param_dtype,
-            batch.input_ids,
-            positions=batch.positions,
-            sequences=batch.sequences,
-            head=head,
+            self.model, self._param_dtype, input_ids, positions=positions, sequences=sequences, head=head
         )
 
     def release(self) -> None:

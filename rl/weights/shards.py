@@ -7,7 +7,7 @@ axis replicates it or because it lies on several meshes, so have the same coordi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +31,10 @@ class Part:
     local: Tensor
     """The rank's own memory, of the box's shape."""
 
-    def dtype_to_send(self, dtype: torch.dtype) -> torch.dtype:
-        """`dtype` for floating-point numbers; integers go as they are."""
-        return dtype if self.local.is_floating_point() else self.local.dtype
+    def dtype_to_send(self, dtype: torch.dtype, *, buffer_names: Collection[str]) -> torch.dtype:
+        """`dtype` for a floating-point parameter; buffers and integers go as they are."""
+        is_cast = self.local.is_floating_point() and self.name not in buffer_names
+        return dtype if is_cast else self.local.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

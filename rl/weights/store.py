@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -123,11 +123,14 @@ class WeightStore(Configurable):
             async with self._operation("stop"):
                 await index.teardown.call_one()
 
-    async def push(self, *, version: int, state_dict: Mapping[str, Tensor]) -> int:
+    async def push(
+        self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
+    ) -> int:
         """Send this rank's part of the weights; every rank of the trainer calls it with its own.
 
-        Floating-point tensors are cast to `dtype`. What several ranks hold is sent once, by the
-        first of them. A tensor that is no DTensor counts as equal on all ranks.
+        Floating-point tensors are cast to `dtype`, except those in `buffer_names`. What several
+        ranks hold is sent once, by the first of them. A tensor that is no DTensor counts as
+        equal on all ranks.
 
         Returns:
             Bytes that this rank sent.
@@ -140,7 +143,12 @@ class WeightStore(Configurable):
         index, strategy = self._started()
         dtype = getattr(torch, self.dtype)
         parts = [
-            (self._key(version, part.name), part.box, part.local, part.dtype_to_send(dtype))
+            (
+                self._key(version, part.name),
+                part.box,
+                part.local,
+                part.dtype_to_send(dtype, buffer_names=buffer_names),
+            )
             for part in parts_of(state_dict)
         ]
         volume, volume_id = strategy.select_storage_volume()

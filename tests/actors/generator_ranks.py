@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from actors.vllm import driver
 from actors.vllm.engine import GeneratorEngine
+from actors.vllm.lockstep import IDLE_TURNS_PER_TIMEOUT
 from rl.distributed.process_group import World
 from rl.types import Completion, SamplingParams
 from tests.support.policies import config_folder, prompts_of, random_model, small_spec, writer
@@ -67,8 +70,9 @@ async def _live(folder: str) -> Lived:
     await engine.update_weights(writer(old), version=1)
     first = await engine.generate(PROMPTS, sampling=SAMPLING)
 
-    # Longer than the deadline: an idle generator keeps its ranks.
-    await asyncio.sleep(1.5 * RANK_TIMEOUT_S)
+    # Together longer than the deadline: an idle generator keeps its ranks.
+    if world.rank == 0:
+        await _idle_turns(IDLE_TURNS_PER_TIMEOUT + 2)
 
     calls = [asyncio.create_task(engine.generate(PROMPTS[i::3], sampling=SAMPLING)) for i in range(3)]
     await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1))
@@ -98,6 +102,30 @@ async def _live(folder: str) -> Lived:
         healed=healed,
         threads_left=sum(thread.name == "vllm-engine" for thread in threading.enumerate()),
     )
+
+
+async def _idle_turns(count: int) -> None:
+    """Until rank 0 has told the others that many times that there is nothing to do."""
+    turns = _IdleTurns(count)
+    driver.logger.addHandler(turns)
+    driver.logger.setLevel(logging.DEBUG)
+    try:
+        await asyncio.wait_for(turns.all_taken.wait(), STEP_TIMEOUT_S)
+    finally:
+        driver.logger.setLevel(logging.NOTSET)
+        driver.logger.removeHandler(turns)
+
+
+class _IdleTurns(logging.Handler):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_left = count
+        self.all_taken = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num_left -= record.msg == driver.IDLE
+        if self.num_left <= 0:
+            self.all_taken.set()
 
 
 async def _error_of(awaitable: object) -> str:

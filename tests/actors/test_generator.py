@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 from monarch.actor import ActorError
 
-from actors.generator import VLLMGenerator, generator_env
+from actors.generator import generator_env
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.policies import config_folder, prompts_of, random_model, small_spec, tokens_of
-from tests.support.policy_actors import PolicyPusher
+from tests.support.policies import ROUTE_BIAS, biased_spec, config_folder, prompts_of, random_model, tokens_of
+from tests.support.policy_actors import OpenGenerator, PolicyPusher
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
-SPEC = small_spec()
+SPEC = biased_spec()
 PROMPTS = prompts_of([5, 40, 1])
 SETUP_TIMEOUT_S = 150
-CONFIG = VLLMGenerator.Config(
+CONFIG = OpenGenerator.Config(
     tensor_parallel_degree=2, dtype="float32", max_model_len=256, cpu_kv_cache_gib=0.05, rank_timeout_s=60
 )
 
@@ -34,7 +34,7 @@ class Served:
         self.store = store
         self.trainer = trainer_mesh.spawn("trainer", PolicyPusher, SPEC, store)
         self.generator = generator_mesh.spawn(
-            "generator", VLLMGenerator, config=CONFIG, model_spec=SPEC, store=store
+            "generator", OpenGenerator, config=CONFIG, model_spec=SPEC, store=store
         )
         meshes.run(self.generator.setup.call(folder), timeout_s=SETUP_TIMEOUT_S)
 
@@ -102,3 +102,9 @@ def test_a_version_that_is_not_there_is_an_error_and_the_next_heals(served):
         served.run(served.generator.pull_model_state_dict.call(99))
     served.publish(5, seed=14)
     assert len(served.run(served.generate(PROMPTS, max_tokens=3))) == 3
+
+
+def test_a_buffer_of_the_trainers_weights_arrives_and_those_of_vllm_are_its_own(served):
+    served.publish(6, seed=15)
+    for bias in served.run(served.generator.weight.call("route_bias")).values():
+        assert bias.tolist() == list(ROUTE_BIAS)

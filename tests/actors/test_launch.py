@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from actors import launch
+from actors.calls import ActorTimeoutError
 from actors.processes import identify
+from rl.errors import RunError
 from tests.support.launch_controller import Holder
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.runs import hear_ctrl_c
@@ -90,6 +92,26 @@ def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, rol
     assert all(identify(pid) for pid in meshes.pids(mesh))
     with pytest.raises(ValueError, match="not a running role"):
         meshes.run(launch.setup_process_group_env(other))
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_a_role_that_does_not_come_up_in_time_stops_the_run_by_its_name(meshes):
+    says = r"^starting role 'late' \(1 processes a host\): no answer within 0.001 s$"
+    with pytest.raises(ActorTimeoutError, match=says):
+        meshes.run(launch.spawn_role("late", num_procs=1, timeout_s=0.001))
+    assert issubclass(ActorTimeoutError, RunError)
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_a_role_that_does_not_stop_when_asked_is_named_in_a_warning_and_killed(meshes, caplog):
+    mesh = meshes.run(launch.spawn_role("deaf", num_procs=1))
+    pids = meshes.pids(mesh)
+    meshes.run(launch.stop(mesh, timeout_s=0.001))
+    assert wait_until_gone(pids) == []
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert warning.startswith("role deaf did not stop when asked: stopping role 'deaf': no answer within")
 
 
 @pytest.mark.medium

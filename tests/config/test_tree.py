@@ -1,10 +1,11 @@
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from rl.config.configurable import Configurable
-from rl.config.tree import ConfigError, field_docs, rebuild, walk
+from rl.config.tree import ConfigError, field_docs, input_paths, rebuild, walk
 from tests.config import example_configs
 from tests.config.example_configs import Run, SgdOptimizer
 
@@ -18,6 +19,26 @@ def test_walk_lists_every_field_once_with_its_kind():
     assert kinds["spec"] == "hidden"
     assert not any(path.startswith("spec.") for path in kinds)
     assert [path for path in kinds if "." not in path] == [f.name for f in dataclasses.fields(Run.Config)]
+
+
+def test_input_paths_are_the_fields_that_name_something_that_is_there(tmp_path):
+    @dataclass(kw_only=True, slots=True)
+    class Reference:
+        folder: str | None
+
+    @dataclass(kw_only=True, slots=True)
+    class Root:
+        reference: Reference
+        file: Path
+        missing: str
+        words: str = "w" * 5000
+        empty: str = ""
+
+    (tmp_path / "file").write_text("")
+    root = Root(
+        reference=Reference(folder=str(tmp_path)), file=tmp_path / "file", missing=str(tmp_path / "no")
+    )
+    assert input_paths(root) == {"reference.folder": tmp_path, "file": tmp_path / "file"}
 
 
 def test_rebuild_copies_every_node_and_keeps_the_original():

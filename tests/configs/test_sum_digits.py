@@ -1,6 +1,7 @@
 """Every shipped config is complete and can be laid out; none of this needs a GPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,10 @@ def test_too_few_gpus_are_refused_with_the_counts():
             r"trainer.parallelism.tensor_parallel_degree=8 does not divide the 4 key-value heads",
         ),
         (
+            {"trainer.num_procs": 2, "trainer.parallelism.tensor_parallel_degree": 2, "vocab_size": 321},
+            r"trainer.parallelism.tensor_parallel_degree=2 does not divide the vocab_size of 321 of",
+        ),
+        (
             {"generator.tensor_parallel_degree": 3},
             r"generator.tensor_parallel_degree=3 does not divide num_kv_heads=4",
         ),
@@ -111,6 +116,9 @@ def test_too_few_gpus_are_refused_with_the_counts():
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_by_field_and_value(edits, names):
-    config = rebuild(sum_digits.tiny(), {"trainer.parallelism.data_parallel_shard_degree": 1} | edits)
+    vocab_size = edits.get("vocab_size", 320)
+    fields = {field: value for field, value in edits.items() if field != "vocab_size"}
+    config = rebuild(sum_digits.tiny(), {"trainer.parallelism.data_parallel_shard_degree": 1} | fields)
+    spec = replace(config.model, model=rebuild(config.model.model, {"vocab_size": vocab_size}))
     with pytest.raises(ValueError, match=names):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)

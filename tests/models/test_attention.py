@@ -6,7 +6,8 @@ import torch
 from rl.models.attention import PackedAttention, SequenceLayout
 
 
-def textbook(q_THD, k_TKD, v_TKD, lengths):
+def textbook(inputs, lengths):
+    q_THD, k_TKD, v_TKD = inputs
     group_size = q_THD.size(1) // k_TKD.size(1)
     parts, start = [], 0
     for length in lengths:
@@ -34,7 +35,7 @@ def test_packed_attention_and_its_gradient_are_the_textbooks(lengths, num_kv_hea
     inputs = [drawn(heads).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads)]
     weights_THD = drawn(4)
     out = PackedAttention()(*inputs, SequenceLayout.from_lengths(lengths))
-    expected = textbook(*inputs, lengths)
+    expected = textbook(inputs, lengths)
     torch.testing.assert_close(out, expected)
     for actual, wanted in zip(
         torch.autograd.grad((out * weights_THD).sum(), inputs),

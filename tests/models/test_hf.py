@@ -198,6 +198,25 @@ def test_a_file_of_another_format_is_named(folder):
         HFFolder(folder)
 
 
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ([], "its header is a list, not an object"),
+        ({"w": 5}, "shape=None for tensor w"),
+        ({"w": {"shape": [2]}}, "data_offsets=None for tensor w"),
+        ({"w": {"shape": [2], "data_offsets": [0]}}, r"data_offsets=\[0\] for tensor w"),
+        ({"w": {"shape": ["2"], "data_offsets": [0, 8]}}, r"shape=\['2'\] for tensor w"),
+        ({"w": {"shape": [2], "data_offsets": [0, -8]}}, r"data_offsets=\[0, -8\] for tensor w"),
+    ],
+)
+def test_a_header_of_another_form_is_named(folder, header, says):
+    shard = shard_of(folder)
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ValueError, match=f"{shard.name} is not a safetensors file: .*{says}"):
+        HFFolder(folder)
+
+
 def test_a_tensor_that_its_shard_lacks_is_named(folder):
     shard = shard_of(folder)
     with safe_open(shard, framework="pt") as opened:

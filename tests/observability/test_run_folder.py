@@ -62,6 +62,37 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
         assert read_status(again.path) == "running"
 
 
+@pytest.mark.parametrize(
+    "given", ["checkpoints/hf", "", "../link", "../links", "../run/checkpoints/hf/weights"]
+)
+def test_what_a_run_starts_from_is_never_cleared(tmp_path, given):
+    with RunFolder.create(tmp_path, "run") as folder:
+        weights = folder.checkpoints / "hf" / "weights"
+        weights.parent.mkdir()
+        weights.write_text("w")
+    (tmp_path / "link").symlink_to(weights.parent)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "weights").symlink_to(weights)
+    inputs = {"hf_assets_path": folder.path / given}
+    with pytest.raises(ValueError, match=r"hf_assets_path='.*' lies in the folder of the run.*/run; choose"):
+        RunFolder.create(tmp_path, "run", overwrite=True, inputs=inputs)
+    assert weights.read_text() == "w"
+    assert read_status(folder.path) == "running"
+    RunFolder.create(tmp_path, "run-2", overwrite=True, inputs=inputs).close()
+
+
+def test_an_input_behind_a_link_that_would_be_cleared_is_refused(tmp_path):
+    (tmp_path / "big" / "hf").mkdir(parents=True)
+    with RunFolder.create(tmp_path, "run") as folder:
+        folder.checkpoints.rmdir()
+        folder.checkpoints.symlink_to(tmp_path / "big")
+    with pytest.raises(ValueError, match="hf_assets_path"):
+        RunFolder.create(
+            tmp_path, "run", overwrite=True, inputs={"hf_assets_path": folder.checkpoints / "hf"}
+        )
+    assert folder.checkpoints.is_symlink()
+
+
 def test_folder_in_use_is_refused_with_the_process_even_with_overwrite(tmp_path):
     with RunFolder.create(tmp_path, "run") as folder:
         folder.metrics.write_text("{}\n")

@@ -13,6 +13,12 @@ def test_mean_std_divides_by_the_bessel_corrected_deviation():
     assert advantages == pytest.approx(np.array([2 / 3, -1 / 3, -1 / 3]) / np.sqrt(1 / 3))
 
 
+@pytest.mark.parametrize("eps", [float("nan"), float("inf"), -1e-6])
+def test_an_eps_that_would_spoil_every_advantage_is_refused(eps):
+    with pytest.raises(ValueError, match=f"eps={eps}: must be at least 0 and finite"):
+        GroupAdvantage(eps=eps)
+
+
 @pytest.mark.parametrize("normalization", ["mean", "mean_std"])
 def test_equal_rewards_give_exact_zeros(normalization):
     # 0.1 has no exact mean in floating point: a naive difference would leave a residue.

@@ -18,7 +18,7 @@ from tests.support.fakes import ByteTokenizer, completion
 
 def rollout(text: str) -> Rollout:
     renderer = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
-    return renderer.rollout(renderer.prompt(make_problem([47, 82])), completion(text))
+    return renderer.rollout(renderer.prompt(make_problem([47, 82])), completion(text), sample=0)
 
 
 def never(rollout: Rollout) -> bool:

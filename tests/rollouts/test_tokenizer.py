@@ -83,6 +83,36 @@ def test_end_ids_that_are_no_token_ids_are_named(folder, ids):
         open_tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "end_id", "says"),
+    [
+        (262, 258, None),
+        (
+            261,
+            258,
+            r": token '\[ANSWER\]' has id 261; the model has vocab_size=261, so ids must be from 0 to 260",
+        ),
+        (320, 320, r"/generation_config.json: eos_token_id has 320; the model has vocab_size=320"),
+        (320, 99999, r"/generation_config.json: eos_token_id has 99999"),
+        (320, -1, r"/generation_config.json: eos_token_id has -1"),
+    ],
+)
+def test_token_ids_that_the_model_has_no_row_for_are_refused(folder, vocab_size, end_id, says):
+    change(folder / "generation_config.json", eos_token_id=end_id)
+    open_tokenizer(folder)
+    if says is None:
+        open_tokenizer(folder, vocab_size=vocab_size)
+    else:
+        with pytest.raises(ValueError, match=f"{folder}{says}"):
+            open_tokenizer(folder, vocab_size=vocab_size)
+
+
+def test_a_chat_template_that_is_no_utf8_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes("Fran\u00e7ais".encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{folder}/chat_template.jinja is not text in UTF-8: .* byte 0xe7"):
+        open_tokenizer(folder)
+
+
 @pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ messages + 1 }}"])
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_chat_template_that_does_not_render_is_named_by_its_file(folder, name, template):

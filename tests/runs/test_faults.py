@@ -4,14 +4,16 @@ That no process and no shared-memory file of a run remains is checked for the wh
 in tests/conftest.py, and here for each run that is interrupted.
 """
 
+import re
 import signal
 
 import pytest
 
+from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
 from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
-from tests.support.runs import interrupt_after_line, run_to_the_end
+from tests.support.runs import interrupt_after_line, kill_role_after_line, run_to_the_end
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
@@ -24,6 +26,9 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     assert "step 2: loss nan at policy version 1" in run.output
     assert "Traceback" not in run.output
     assert [r["step"] for r in run.steps] == [1]
+    log = (run.folder / "logs" / "controller-0.log").read_text()
+    (start,) = re.findall(r"starting from (.*)", log)
+    HFFolder(start, tokenizer=True)
     (batch,) = run.folder.glob("nan_batch_version_1*")
     assert len(read_batch(batch)) == 8 * 4
     assert read_status(run.folder) == "running"  # not marked as finished
@@ -63,6 +68,26 @@ def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_pat
     run = run_to_the_end(tmp_path, "reward", *FAULTY, "raising_reward", limit_s=150)
     assert run.status == 1
     assert "reward 'picky' raised KeyError('no such rollout') on problem 'sum-digits/" in run.output
+
+
+@pytest.mark.parametrize(("role", "next_call"), [("trainer", "forward_backward"), ("generator", "generate")])
+def test_a_killed_actor_stops_the_run_with_its_role_rank_and_step(tmp_path, role, next_call):
+    before = list_shared_memory()
+    run = kill_role_after_line(
+        tmp_path, "killed", *FAULTY, "short",
+        "--loop.num_steps", "500", "--loop.eval_every", "500", "--loop.sampling.max_tokens", "96",
+        line="reward", role=role, limit_s=60,
+    )  # fmt: skip
+    assert run.status == 1, run.output
+    assert "evaluation at step 0 (8 problems): done after" in run.output  # whoever waited was told
+    error = rf"step \d+: {role}\.{next_call} failed: rank 0 of 1 is dead: .*Killed\(sig=9\)"
+    assert re.fullmatch(rf"error: the run stopped: {error}", run.output.splitlines()[-1]), run.output
+    assert "Traceback" not in run.output
+    log = (run.folder / "logs" / "controller-0.log").read_text()
+    assert re.search(error, log)
+    assert "Traceback (most recent call last)" in log
+    assert read_status(run.folder) == "running"
+    assert not drop_files_of_others(list_shared_memory() - before, own=())
 
 
 @pytest.mark.parametrize(

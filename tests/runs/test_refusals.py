@@ -58,6 +58,12 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--loop.sampling.temperature", "0.005"), "temperature=0.005"),
         (("--loop.max_logprob_diff", "nan"), "max_logprob_diff=nan"),
         (("--warmup.lr", "-1"), "lr=-1.0"),
+        (("--loop.advantage.eps", "nan"), "eps=nan: must be at least 0 and finite"),
+        (("--reward.time_limit_s", "inf"), "time_limit_s=inf: must be above 0 and at most 86400 (a day)"),
+        (("--seed", "100000000000000000000"), "seed=100000000000000000000: must be at least 0 and below"),
+        (("--trainer.training.seed", "-1"), "seed=-1: must be at least 0"),
+        (("--generator.seed", "4294967296"), "generator.seed=4294967296: must be at least 0 and below"),
+        (("--name", "starting_points"), "name='starting_points' is the folder of the starting points"),
         (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
         (("--task.num_integers", "9"), "num_integers=9"),
@@ -84,6 +90,11 @@ def test_an_incomplete_assets_folder_is_refused_by_the_missing_file(refused, ass
         ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json has a value that transformers"),
         ("tokenizer.json", "{", "tokenizer.json is malformed: EOF while parsing"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x' is not a token id"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": 99999}',
+            "eos_token_id has 99999; the model has vocab_s",
+        ),
     ],
 )
 def test_a_malformed_tokenizer_is_refused_by_its_file_and_what_is_wrong(refused, assets, name, content, says):
@@ -140,4 +151,24 @@ def test_a_refused_run_leaves_an_earlier_one_of_its_name_as_it_was(tmp_path, cap
     ]
     assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
     assert folder.metrics.read_text() == "{}"
+    assert read_status(folder.path) == "finished"
+
+
+def test_a_run_that_would_replace_what_it_starts_from_is_refused(tmp_path, capsys):
+    with RunFolder.create(tmp_path, "good") as folder:
+        weights = write_random_model(folder.checkpoints / "hf", spec=model_registry("tiny"), seed=0)
+        folder.mark_finished()
+    before = {file.name: file.read_bytes() for file in weights.iterdir()}
+    options = [
+        "--dump_folder",
+        str(tmp_path),
+        "--name",
+        "good",
+        "--overwrite",
+        "--hf_assets_path",
+        str(weights),
+    ]
+    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+    assert f"hf_assets_path='{weights}' lies in the folder of the run" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in weights.iterdir()} == before
     assert read_status(folder.path) == "finished"

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl.config.configurable import Configurable
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.hf import write_hf_folder
 from rl.models.qwen3 import model_registry
-from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock, linear_head
+from rl.models.qwen3.model import (
+    Attention,
+    FeedForward,
+    Qwen3,
+    RoPE,
+    TransformerBlock,
+    linear_head,
+)
+from rl.models.qwen3.state_dict_adapter import config_from_hf
 from rl.models.sampling import processed_logprobs
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
@@ -36,15 +47,44 @@ def small_spec(*, tie: bool = True, head_dim: int = 8) -> ModelSpec:
         ),
         rope=RoPE.Config(theta=1e4, max_positions=256),
     )
-    return ModelSpec(
-        name=spec.name,
-        flavor="small",
-        model=spec_model,
-        parallelize=spec.parallelize,
-        parallelize_generator=spec.parallelize_generator,
-        adapter=spec.adapter,
-        from_hf_config=spec.from_hf_config,
-    )
+    return replace(spec, flavor="small", model=spec_model)
+
+
+ROUTE_BIAS = (1 + 2**-20, -3 - 2**-15, 2**-30)
+"""No two of them are the same number in bfloat16 as here."""
+
+
+class BiasedQwen3(Qwen3):
+    """With a float32 buffer that belongs to the weights, as the load-balance bias of experts does."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3.Config):
+        pass
+
+    route_bias: Tensor
+
+    def __init__(self, *, config: Config, **collaborators: Any) -> None:
+        super().__init__(config=config, **collaborators)
+        self.register_buffer("route_bias", torch.empty(3, dtype=torch.float32))
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        if not self.route_bias.is_meta:
+            self.route_bias.copy_(torch.tensor(ROUTE_BIAS))
+
+
+def biased_spec() -> ModelSpec:
+    """`small_spec` with a buffer among its weights."""
+    spec = small_spec()
+    return replace(spec, model=_biased(spec.model), from_hf_config=_biased_from_hf)
+
+
+def _biased_from_hf(config: dict[str, Any]) -> Configurable.Config:
+    return _biased(config_from_hf(config))
+
+
+def _biased(config: Configurable.Config) -> BiasedQwen3.Config:
+    return BiasedQwen3.Config(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
 def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:

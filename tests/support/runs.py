@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.processes import ProcessId, carrying_environment, identify, kill, with_descendants
 from rl.observability.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,6 +69,43 @@ def interrupt_after_line(
     dump_folder: Path, name: str, *options: str, line: str, signal_number: signal.Signals, limit_s: float
 ) -> FinishedRun:
     """Send the signal to the run's whole process group, as a terminal does, once `line` is printed."""
+
+    def interrupt(run: subprocess.Popen[str]) -> None:
+        os.killpg(run.pid, signal_number)
+
+    return _act_after_line(dump_folder, name, *options, line=line, act=interrupt, limit_s=limit_s)
+
+
+def kill_role_after_line(
+    dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
+) -> FinishedRun:
+    """SIGKILL the processes of one role, as the kernel does when memory is short, once `line` is printed."""
+
+    def kill_role(run: subprocess.Popen[str]) -> None:
+        processes = role_processes(run.pid, role)
+        assert processes, f"the run has no process of role {role!r}"
+        for process in processes:
+            kill(process)
+
+    return _act_after_line(dump_folder, name, *options, line=line, act=kill_role, limit_s=limit_s)
+
+
+def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
+    """The actor processes of a role, and what they started."""
+    controller = identify(controller_pid)
+    assert controller is not None
+    descendants = set(with_descendants([controller]))
+    return [process for process in carrying_environment("RELAY_ROLE", role) if process in descendants]
+
+
+def _act_after_line(
+    dump_folder: Path,
+    name: str,
+    *options: str,
+    line: str,
+    act: Callable[[subprocess.Popen[str]], None],
+    limit_s: float,
+) -> FinishedRun:
     started = time.monotonic()
     run = subprocess.Popen(
         command(dump_folder, name, *options),
@@ -85,7 +124,7 @@ def interrupt_after_line(
         for text in run.stdout:
             lines.append(text)
             if line in text:
-                os.killpg(run.pid, signal_number)
+                act(run)
                 break
         rest, _ = run.communicate(timeout=limit_s)
     finally:

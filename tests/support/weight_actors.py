@@ -26,12 +26,13 @@ Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"
 
 Qwen3Plan = Literal["trainer", "generator", "whole"]
 
+BUFFERS = ("scale", "steps")
 NUM_TENSORS = 9
 """Of `UnevenNet`, buffers included."""
 
 
 class UnevenNet(nn.Module):
-    """No size divides by 2 more than once, `gate` leaves ranks empty, and there are integers."""
+    """No size divides by 2 more than once, `gate` leaves ranks empty, and there are buffers."""
 
     def __init__(self, *, seed: int, num_rows: int = 11) -> None:
         super().__init__()
@@ -51,6 +52,7 @@ TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseP
 def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The model's state dict, laid out over the processes that call this together."""
     model = UnevenNet(seed=seed).to(dtype)
+    model.scale = model.scale.float()
     if layout == "fsdp_tp":
         mesh = _mesh_2d()
         parallelize_module(model, mesh["tp"], TP_PLAN)
@@ -127,7 +129,7 @@ class WeightActor(Actor):
     async def push(self, store: WeightStore, version: int, dying_ranks: Sequence[int] = ()) -> int:
         if dist.get_rank() in dying_ranks:
             os._exit(3)
-        return await store.push(version=version, state_dict=self._state_dict)
+        return await store.push(version=version, state_dict=self._state_dict, buffer_names=BUFFERS)
 
     @endpoint
     async def torchstore_get(self, key: str, store_name: str) -> Tensor:

@@ -1,10 +1,16 @@
+import dataclasses
 from itertools import combinations, islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from configs import sum_digits
+from rl.models.tokenizer import build_byte_tokenizer
 from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.sum_digits import SumDigits, is_held_out, make_problem, parse_answer
-from rl.types import Prompt, Rollout
+from rl.types import Problem, Prompt, Rollout
 from tests.support.fakes import ByteTokenizer, completion
 
 
@@ -114,6 +120,52 @@ def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_othe
     last = wrong[0]
     assert int(last.answer) - int(parse_answer(last.demonstration) or 0) == int(last.question[-1])
     assert not any(is_held_out(p) for p in problems)
+
+
+def chat(tmp_path: Path, *, max_prompt_tokens: int) -> ChatRenderer:
+    build_byte_tokenizer(tmp_path)
+    tokenizer, _ = open_tokenizer(tmp_path)
+    return ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
+
+
+def test_prompt_of_the_qwen3_configs_says_the_task_and_a_reply_as_it_asks_earns_one(tmp_path):
+    task = sum_digits.qwen3_0_6b().task.build()
+    renderer = chat(tmp_path, max_prompt_tokens=1024)
+    for problem in (next(task.train_problems(seed=0)), *task.eval_problems()[:2]):
+        prompt = renderer.prompt(problem)
+        text = renderer.tokenizer.decode(prompt.token_ids.tolist())
+        numbers = " ".join(problem.id.removeprefix("sum-digits/").split("-"))
+        assert f"{task.config.instruction}\n{numbers}<|im_end|>" in text
+        assert "all decimal digits" in text
+        # The reply is written as the prompt's own example says it.
+        form = problem.question.splitlines()[0].rpartition(": ")[2]
+        assert form == "[ANSWER] 21"
+        reply = f"So the sum is {problem.answer}. {form.replace('21', problem.answer)}"
+        rollout = renderer.rollout(prompt, completion(reply), sample=0)
+        assert task.rubric(seed=0).score(dataclasses.replace(rollout, text=reply)).reward == 1.0
+
+
+def test_prompt_of_tiny_is_the_bare_integers(tmp_path):
+    problem = next(sum_digits.tiny().task.build().warmup_problems(seed=0))
+    numbers = problem.id.removeprefix("sum-digits/").replace("-", " ")
+    assert problem.question == numbers
+    start, end = 257, 258
+    token_ids = [start, *b"user\n", *numbers.encode(), end, *b"\n", start, *b"assistant\n"]
+    np.testing.assert_array_equal(chat(tmp_path, max_prompt_tokens=64).prompt(problem).token_ids, token_ids)
+
+
+def test_instruction_changes_neither_the_problems_nor_their_split_nor_demonstrations():
+    bare = SumDigits.Config(num_integers=2, num_eval=64, haste=0.5).build()
+    told = SumDigits.Config(num_integers=2, num_eval=64, haste=0.5, instruction="Add 4 and 5.").build()
+
+    def draw(task: SumDigits) -> list[Problem]:
+        problems = [*islice(task.train_problems(seed=0), 200), *islice(task.warmup_problems(seed=0), 200)]
+        return [*problems, *task.eval_problems()]
+
+    for a, b in zip(draw(bare), draw(told), strict=True):
+        assert b.question == f"Add 4 and 5.\n{a.question}"
+        assert dataclasses.replace(b, question=a.question) == a
+        assert is_held_out(a) is is_held_out(b)
 
 
 def test_order_of_the_integers_does_not_change_the_split():

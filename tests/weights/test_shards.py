@@ -122,10 +122,10 @@ def test_ranks_outside_the_mesh_have_no_part():
         assert parts_of({"w": tensor}) == []
 
 
-def test_floating_point_numbers_are_cast_and_integers_are_not():
-    state_dict = {"w": torch.ones(2), "steps": torch.ones(2, dtype=torch.int64)}
-    sent = {p.name: p.dtype_to_send(torch.bfloat16) for p in parts_of(state_dict)}
-    assert sent == {"w": torch.bfloat16, "steps": torch.int64}
+def test_parameters_are_cast_and_buffers_and_integers_are_not():
+    state_dict = {"w": torch.ones(2), "scale": torch.ones(2), "steps": torch.ones(2, dtype=torch.int64)}
+    sent = {p.name: p.dtype_to_send(torch.bfloat16, buffer_names={"scale"}) for p in parts_of(state_dict)}
+    assert sent == {"w": torch.bfloat16, "scale": torch.float32, "steps": torch.int64}
 
 
 def items(state_dict, dtypes):

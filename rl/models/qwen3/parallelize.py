@@ -1,4 +1,4 @@
-"""The trainer's plan for Qwen3: tensor parallelism with sequence parallelism, then FSDP2.
+"""The trainer's plan for Qwen3: tensor parallelism with sequence parallelism, then blocks, then FSDP2.
 
 Between the blocks each tensor-parallel rank holds T / tp tokens of full width; inside
 attention and feed-forward all T tokens of its own heads and feed-forward rows. A fused
@@ -6,6 +6,9 @@ projection gathers the tokens, the output projection scatters them again.
 
 Every parameter becomes a DTensor on the `tp` axis, replicated ones too, so that with FSDP2
 all live on one two-dimensional mesh and gradients are right for each.
+
+Context parallelism changes nothing here but the axis that FSDP2 shards over: attention is told
+by the batch which tokens are this rank's (`rl/models/attention.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from rl.distributed.mesh import TP
-from rl.distributed.sharding import ShardingOptions, shard_data_parallel
+from rl.distributed.mesh import TP, ParallelismConfig
+from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
 from rl.models.qwen3.model import Qwen3
 
 TOKENS = 0
@@ -29,23 +32,31 @@ HEADS = 1
 
 
 def parallelize_qwen3(model: Qwen3, *, mesh: DeviceMesh | None, config: ShardingOptions) -> Qwen3:
-    """Shard `model`, best on the meta device, in place; `mesh` None leaves it as it is.
+    """Shard `model`, best on the meta device, in place; `mesh` None leaves it whole.
 
     Args:
-        mesh: axes `dp_replicate`, `dp_shard`, `tp`, each of size 1 or more. The number of
-            tokens of a forward must be a multiple of the size of `tp`.
+        mesh: axes `dp_replicate`, `dp_shard`, `cp`, `tp`, each of size 1 or more. The number of
+            this rank's tokens in a forward must be a multiple of the size of `tp`.
 
     Raises:
         ValueError: if the tensor-parallel degree does not divide the key-value heads or the
             vocabulary.
     """
-    if mesh is None:
-        return model
-    if mesh[TP].size() > 1:
+    if mesh is not None and mesh[TP].size() > 1:
         check_tensor_parallel(model.config, mesh[TP].size())
         _shard_tensor_parallel(model, mesh[TP])
-    shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config)
+    prepare_blocks(model.layers, mesh=mesh, options=config)
+    if mesh is not None:
+        shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config)
     return model
+
+
+def check_qwen3_layout(config: Qwen3.Config, parallelism: ParallelismConfig) -> None:
+    """Raise ValueError for degrees that a dense Qwen3 of this size cannot be split by."""
+    check_tensor_parallel(config, parallelism.tensor_parallel_degree)
+    for name in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
+        if getattr(parallelism, name) > 1:
+            raise ValueError(f"{name}={getattr(parallelism, name)}: must be 1: a dense model has no experts")
 
 
 def check_tensor_parallel(config: Qwen3.Config, degree: int) -> None:

@@ -9,6 +9,7 @@ D head size, W = F / K feed-forward rows of one key-value head.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -113,6 +114,9 @@ def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
             (rope scaling, attention bias, sliding windows, quantized weights).
     """
     architectures = hf.get("architectures") or [ARCHITECTURE]
+    for field in ("architectures", "layer_types"):
+        if not isinstance(hf.get(field), list | None):
+            raise ValueError(f"config.json: {field}={hf[field]!r}: must be a list")
     if hf.get("model_type") != "qwen3" or ARCHITECTURE not in architectures:
         raise ValueError(
             f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: "
@@ -123,9 +127,9 @@ def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
         vocab_size=_positive_int(hf, "vocab_size"),
         dim=_positive_int(hf, "hidden_size"),
         num_layers=_positive_int(hf, "num_hidden_layers"),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        init_std=float(hf.get("initializer_range", 0.02)),
+        tie_embeddings=_bool({"tie_word_embeddings": False} | hf, "tie_word_embeddings"),
+        norm_eps=_positive_number({"rms_norm_eps": 1e-6} | hf, "rms_norm_eps"),
+        init_std=_positive_number({"initializer_range": 0.02} | hf, "initializer_range"),
         block=TransformerBlock.Config(
             attention=Attention.Config(
                 num_heads=_positive_int(hf, "num_attention_heads"),
@@ -159,16 +163,29 @@ def _rope_theta(hf: dict[str, Any]) -> float:
     """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(field) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: {field}={rope!r}: must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     unknown = set(rope) - {"rope_type", "type", "rope_theta"}
     if kind != "default" or unknown:
         raise ValueError(
             f"config.json: {field}={rope!r} is not supported: must be of rope_type 'default', unscaled"
         )
-    theta = rope.get("rope_theta", hf.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise ValueError(f"config.json: rope_theta={theta!r}: must be a positive number")
-    return float(theta)
+    return _positive_number({"rope_theta": hf.get("rope_theta")} | rope, "rope_theta")
+
+
+def _positive_number(hf: dict[str, Any], field: str) -> float:
+    value = hf.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {field}={value!r}: must be a positive number")
+    return float(value)
+
+
+def _bool(hf: dict[str, Any], field: str) -> bool:
+    value = hf.get(field)
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {field}={value!r}: must be true or false")
+    return value
 
 
 def _positive_int(hf: dict[str, Any], field: str) -> int:

@@ -1,0 +1,93 @@
+"""torch.compile, block by block, for any model.
+
+Blocks of one model share what is compiled for the first of them. FSDP's hooks stand around
+the compiled forward, activation checkpointing within it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """What torch.compile makes faster; the first steps take longer."""
+
+    enable: bool = False
+    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    """model: each block. loss: logprobs and entropy from the logits."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """inductor needs a C++ compiler on a CPU, Triton and a C compiler on a GPU; eager and aot_eager trace
+    without making anything faster, to find what cannot be compiled."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend={self.backend!r}: must be one of {', '.join(BACKENDS)}")
+        unknown = [name for name in self.components if name not in ("model", "loss")]
+        if unknown or not self.components:
+            raise ValueError(f"components={self.components}: must be 'model', 'loss' or both")
+
+    def includes(self, component: Literal["model", "loss"]) -> bool:
+        return self.enable and component in self.components
+
+
+def check_compiler(config: CompileConfig, *, device_type: str) -> None:
+    """That the backend finds what it needs on this machine.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    config.__post_init__()  # A field may have been edited since.
+    if not config.enable or config.backend != "inductor":
+        return
+    missing = _missing_on_cpu() if device_type == "cpu" else _missing_on_gpu()
+    if missing:
+        raise ValueError(
+            f"compile.backend='inductor' needs {missing}; without it, backend must be 'aot_eager' or "
+            "'eager', or compile.enable False"
+        )
+
+
+def _missing_on_cpu() -> str | None:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return None
+    return (
+        f"a C++ compiler on a CPU, and there is no {compiler}: install g++ or name yours in the variable CXX"
+    )
+
+
+def _missing_on_gpu() -> str | None:
+    if find_spec("triton") is None:
+        return "the package triton on a GPU, which is not installed"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if any(shutil.which(name) for name in compilers):
+        return None
+    names = " or ".join(compilers)
+    return f"a C compiler for Triton, and there is no {names}: install gcc or set the variable CC"
+
+
+def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
+    """Compile the blocks' forwards, in place; after checkpointing, before sharding."""
+    if config.includes("model"):
+        for block in blocks:
+            block.forward = torch.compile(block.forward, backend=config.backend)  # type: ignore[method-assign]
+
+
+def compile_function(function: FunctionT, config: CompileConfig) -> FunctionT:
+    """The function compiled, if `config` compiles the loss; else itself."""
+    if not config.includes("loss"):
+        return function
+    return torch.compile(function, backend=config.backend)

@@ -1,0 +1,34 @@
+"""An actor whose endpoints end in every way a call can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+
+from rl.errors import RunError, naming
+
+
+class Answerer(Actor):
+    @endpoint
+    async def add(self, first: int, *, second: int) -> tuple[int, int]:
+        """Its rank, and the sum."""
+        return current_rank().rank, first + second
+
+    @concurrent_endpoint
+    async def never(self) -> None:
+        """Holds up no later call."""
+        await asyncio.Event().wait()
+
+    @endpoint
+    async def raise_on_rank_1(self, run_error: bool) -> None:
+        if current_rank().rank == 1:
+            with naming("here"):
+                raise RunError("no good") if run_error else KeyError("missing")
+
+    @concurrent_endpoint
+    async def exit_on_rank_1(self) -> None:
+        if current_rank().rank == 1:
+            os._exit(3)
+        await asyncio.Event().wait()

@@ -1,0 +1,46 @@
+"""The loop that the README shows is one that runs."""
+
+import asyncio
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.samples import policy_sample
+from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.types import SamplingParams
+from tests.support.fakes import ByteTokenizer, FakePolicy, RubricScorer
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal():
+    (loop,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {
+        "SamplingParams": SamplingParams,
+        "islice": itertools.islice,
+        "np": np,
+        "policy_sample": policy_sample,
+    }
+    exec(loop, names)
+    policy = FakePolicy(reply=lambda prompt, i: "no")
+    training = names["train"](
+        policy,
+        policy,
+        policy,
+        RubricScorer(rubric=SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)),
+        prompts=itertools.repeat(make_problem([12, 34])),
+        renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
+        num_steps=2,
+    )
+    asyncio.run(training)
+    step = ["generate", "forward_backward", "optim_step", "publish"]
+    assert policy.calls == ["publish", *step, *step]
+    for samples in policy.trained:
+        advantages = np.array([s.advantages[-1] for s in samples]).reshape(32, 8)
+        np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-6)
+        assert (advantages[0] > 0).any()  # each of the equal replies tossed a coin of its own
+        assert (advantages[0] < 0).any()

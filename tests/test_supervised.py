@@ -1,0 +1,36 @@
+import asyncio
+from itertools import repeat
+
+import pytest
+
+from rl.errors import RunError
+from rl.rollouts.renderer import ChatRenderer
+from rl.supervised import SupervisedWarmup
+from rl.tasks.sum_digits import SumDigits
+from tests.support.fakes import ByteTokenizer, FakePolicy
+
+RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
+PROBLEM = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
+
+
+def warm_up(policy, *, num_problems):
+    warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
+        learner=policy, renderer=RENDERER
+    )
+    losses: list[float] = []
+    asyncio.run(warmup.run(repeat(PROBLEM, num_problems), on_step=losses.append))
+    return losses
+
+
+def test_a_step_trains_on_its_demonstrations_and_reports_the_loss_of_a_token():
+    policy = FakePolicy(reply=lambda prompt, i: "")
+    assert warm_up(policy, num_problems=6) == [-1.0, -1.0]
+    assert [len(samples) for samples in policy.trained] == [3, 3]
+    assert policy.calls == ["forward_backward", "optim_step"] * 2
+
+
+def test_a_task_that_runs_out_of_demonstrations_stops_the_run_and_says_so():
+    policy = FakePolicy(reply=lambda prompt, i: "")
+    says = r"warm-up problems are used up at step 2: 2 left, of warmup\.num_demonstrations=3 "
+    with pytest.raises(RunError, match=says):
+        warm_up(policy, num_problems=5)
