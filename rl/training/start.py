@@ -13,9 +13,11 @@ from rl.distributed.mesh import DataRank, Degrees
 from rl.distributed.seeds import seed_everything
 from rl.distributed.sharding import ShardingOptions
 from rl.models.hf import HFFolder
+from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.layout import check_layout
+from rl.training.memory import MemoryEstimate, MemoryOptions, estimate
 from rl.training.policy import Policy, check_sequence_length
 from rl.training.reference import check_reference
 
@@ -61,7 +63,35 @@ def check_start(
     check_sequence_length(spec, config.training)
     if config.parallelism.async_tensor_parallel:
         check_peer_access(device=device, num_devices=degrees.tp)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        check_device_memory(estimate_memory(config, spec, degrees=degrees, on_gpu=True), device_bytes=total)
     return Start(spec=spec, folder=folder, degrees=degrees)
+
+
+def estimate_memory(
+    config: TrainingEngine.Config, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool
+) -> MemoryEstimate:
+    """What one rank of this config needs."""
+    options = MemoryOptions(
+        parallelism=config.parallelism,
+        optimizer=config.optimizer,
+        activation_checkpoint=config.activation_checkpoint,
+        reference=config.reference.enable,
+    )
+    model: Qwen3.Config = spec.model  # type: ignore[assignment]
+    return estimate(model, degrees=degrees, training=config.training, options=options, on_gpu=on_gpu)
+
+
+def check_device_memory(estimated: MemoryEstimate, *, device_bytes: int) -> None:
+    """Raise ValueError if a rank needs more than its device has."""
+    if estimated.total > device_bytes:
+        raise ValueError(
+            f"the trainer needs {estimated.describe()}, its device has {device_bytes / 1e9:.3g} GB: raise "
+            "parallelism.data_parallel_shard_degree or tensor_parallel_degree, lower "
+            "training.max_tokens_per_microbatch, or set activation_checkpoint.mode or "
+            "training.logits_chunk_tokens"
+        )
 
 
 def build_policy(

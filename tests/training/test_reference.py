@@ -127,6 +127,8 @@ def test_loss_without_a_kl_term_costs_no_forward_of_the_reference(assets):
 def test_weight_without_reference_and_reference_without_use_are_refused_before_the_start(assets):
     with pytest.raises(ValueError, match=r"loss\.kl_coef=0\.3 needs the reference policy"):
         kl_engine(assets, enable=False)
+    with pytest.raises(ValueError, match=r"loss\.kl_estimator='k1' has no effect without the reference"):
+        kl_engine(assets, enable=False, kl_coef=0.0, estimator="k1")
     config = engine_config()
     config.loss = CrossEntropyLoss()
     config.reference.enable = True
