@@ -1,4 +1,6 @@
+import asyncio
 import dataclasses
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -7,8 +9,13 @@ import torch
 from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.distributed.mesh import ParallelismConfig
+from rl.loop import Seams, SyncLoop
+from rl.rollouts.renderer import ChatRenderer
+from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.training.engine import TrainingEngine
 from rl.training.failures import read_batch, write_batch
 from tests.support.distributed import run_ranks
+from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
 from tests.training.layouts import whole_gradients
 from tests.training.parts import engine_config, make_samples, small_spec, write_assets
 
@@ -153,6 +160,46 @@ def test_saved_samples_keep_their_reference_logprobs(tmp_path):
         np.testing.assert_array_equal(sample.reference_logprobs, original.reference_logprobs)
     write_batch(tmp_path / "plain.npz", SAMPLES[:3])
     assert read_batch(tmp_path / "plain.npz")[0].reference_logprobs is None
+
+
+@dataclasses.dataclass(kw_only=True)
+class InProcess(FakePolicy):
+    """A made-up sampler, whose learner is a real engine."""
+
+    engine: TrainingEngine
+
+    async def forward_backward(self, samples, *, loss=None):
+        return self.engine.forward_backward(samples, loss=loss)
+
+    async def optim_step(self, params=None):
+        result = self.engine.optim_step(params)
+        self.version = result.policy_version
+        return result
+
+
+def test_loop_reports_the_kl_which_grows_from_zero(assets):
+    engine = kl_engine(assets, max_tokens_per_microbatch=200)
+    policy = InProcess(reply=lambda prompt, i: "[ANSWER] 10" if i % 2 else "no", engine=engine)
+    sink = ListSink()
+    problem = make_problem([12, 34])
+    loop = SyncLoop.Config(num_steps=3, num_prompts=1, num_samples=4, eval_every=0).build(
+        seams=Seams(
+            sampler=policy,
+            learner=policy,
+            publisher=policy,
+            scorer=RubricScorer(rubric=SumDigits.Config(num_integers=2).build().rubric(seed=0)),
+        ),
+        renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=40),
+        train_problems=repeat(problem),
+        eval_problems=[problem],
+        sinks=[sink],
+        checkpoint_folder="none",
+        seed=0,
+    )
+    asyncio.run(loop.run())
+    first, second, third = (record["loss/kl"] for record in sink.records)
+    assert first == 0.0
+    assert 0.0 < second < third
 
 
 LAYOUTS = {
