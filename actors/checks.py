@@ -15,6 +15,7 @@ from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
+from rl.training import layout
 from rl.training.checkpoint import check_known_shapes
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpointer import check_device
@@ -33,7 +34,14 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
     Raises:
         ValueError: names the field.
     """
-    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    trainer = fleet.trainer
+    degrees = layout.check_layout(
+        parallelism=trainer.parallelism,
+        activation_checkpoint=trainer.activation_checkpoint,
+        compile=trainer.compile,
+        world_size=trainer.num_procs,
+        device_type="cuda" if num_gpus else "cpu",
+    )
     kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
     if kv_heads % degrees.tp:
         raise ValueError(

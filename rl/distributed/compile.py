@@ -15,8 +15,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 BACKENDS = ("inductor", "aot_eager", "eager")
+NUM_VARIANTS = 32
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -64,9 +66,7 @@ def _missing_on_cpu() -> str | None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):
         return None
-    return (
-        f"a C++ compiler on a CPU, and there is no {compiler}: install g++ or name yours in the variable CXX"
-    )
+    return f"a C++ compiler on a CPU, and there is no {compiler}: install g++ or set the variable CXX"
 
 
 def _missing_on_gpu() -> str | None:
@@ -83,11 +83,22 @@ def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
     """Compile the blocks' forwards, in place; after checkpointing, before sharding."""
     if config.includes("model"):
         for block in blocks:
-            block.forward = torch.compile(block.forward, backend=config.backend)  # type: ignore[method-assign]
+            block.forward = _compiled(block.forward, config)  # type: ignore[method-assign]
+            block.register_forward_pre_hook(_await_inputs)
+
+
+def _await_inputs(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies in place of what a collective is still writing: compiled code loses the gradient of those."""
+    return tuple(x.clone() if isinstance(x, AsyncCollectiveTensor) else x for x in inputs)
 
 
 def compile_function(function: FunctionT, config: CompileConfig) -> FunctionT:
     """The function compiled, if `config` compiles the loss; else itself."""
-    if not config.includes("loss"):
-        return function
+    return _compiled(function, config) if config.includes("loss") else function
+
+
+def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
+    # With and without gradient, for the first number of tokens and for any, for one sequence and for
+    # several: more variants than PyTorch makes of a function before it leaves it uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, NUM_VARIANTS)
     return torch.compile(function, backend=config.backend)

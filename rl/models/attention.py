@@ -133,7 +133,12 @@ class PackedAttention(nn.Module):
 def _attend_over_ranks(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> Tensor:
     """[t, H, D], of this rank's queries and all ranks' keys."""
     kv = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), share.num_ranks, share.group)
-    k_NKD, v_NKD = kv.index_select(0, share.key_rows).chunk(2, dim=1)
+    return attend_to_share(q_tHD, *kv.chunk(2, dim=1), share)
+
+
+def attend_to_share(q_tHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, share: SequenceShare) -> Tensor:
+    """[t, H, D]; keys and values are of the tokens of all ranks one after another."""
+    k_NKD, v_NKD = k_TKD.index_select(0, share.key_rows), v_TKD.index_select(0, share.key_rows)
     if q_tHD.is_cuda and q_tHD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(
             q_tHD, k_NKD, v_NKD, share.query_offsets, share.key_offsets, share.max_queries, share.max_keys

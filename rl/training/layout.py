@@ -23,9 +23,9 @@ def check_layout(
     """
     degrees = parallelism.degrees(world_size)
     activation_checkpoint.__post_init__()  # A field may have been edited since.
-    check_compiler(compile, device_type=device_type)
     if parallelism.async_tensor_parallel:
         check_async_tensor_parallel(
             tensor_parallel_degree=degrees.tp, compile_config=compile, device_type=device_type
         )
+    check_compiler(compile, device_type=device_type)
     return degrees

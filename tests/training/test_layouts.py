@@ -13,7 +13,7 @@ from tests.support.distributed import run_ranks
 from tests.training.layouts import LAYOUTS, first_rank_alone, measure, one_step, refuse_layout, restore
 from tests.training.parts import small_spec, write_assets
 
-SLOW = ("hsdp2x2", "ddp2_tp2")
+SLOW = ("hsdp2x2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "hsdp2_cp2")
 
 
 def of_layouts():
