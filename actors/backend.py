@@ -61,6 +61,10 @@ class ActorLearner:
         """Write the weights as a Hugging Face folder, in `checkpoint.export_dtype` when None."""
         await self._rank0("export_hf", folder, dtype, limit="checkpoint_s")
 
+    async def save_adapter(self, folder: str) -> None:
+        """Write LoRA's adapters as a folder that PEFT opens."""
+        await self._rank0("save_adapter", folder, limit="checkpoint_s")
+
     async def _rank0(self, endpoint: str, *args: Any, limit: str) -> Any:
         return (await self.trainer.call(endpoint, *args, limit=limit))[0]
 

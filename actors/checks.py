@@ -9,6 +9,7 @@ import torch
 
 from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
+from rl.models.converters.converter import ModelConverters
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
@@ -104,6 +105,25 @@ def check_load_source(source: LoadSource | None, *, model_spec: ModelSpec, num_s
         HFFolder(source.path).check(model, model_spec.adapter(model_spec.model))
     else:
         check_known_shapes(source.path, model)
+
+
+def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int) -> None:
+    """What the trainer's converters ask of model, layout and machine, on a model without memory.
+
+    Raises:
+        ValueError: names the converter by its number, and the field.
+    """
+    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    # A GPU is asked by its own process: this one is to hold nothing on it.
+    device = torch.device("meta" if num_gpus else "cpu")
+    try:
+        converters = ModelConverters(
+            fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
+        )
+        with torch.device("meta"):
+            converters.convert(model_spec.model.build())
+    except ValueError as error:
+        raise ValueError(f"trainer.{error}") from error
 
 
 def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:

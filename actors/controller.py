@@ -19,6 +19,7 @@ from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
 from actors.checks import (
+    check_converters,
     check_demonstrations,
     check_layout,
     check_load_source,
@@ -36,6 +37,7 @@ from rl.config.tree import input_paths
 from rl.distributed.seeds import check_seed
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
+from rl.models.converters.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
@@ -186,6 +188,7 @@ class Controller(Configurable):
         start = self._starting_point(task, source)
         check_load_source(source, model_spec=start.spec, num_steps=config.loop.num_steps)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
+        check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
@@ -258,6 +261,8 @@ class Controller(Configurable):
                 await loop.run()
         if config.trainer.checkpoint.exports:
             await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
+        if any(isinstance(converter, LoRA.Config) for converter in config.trainer.converters):
+            await learner.save_adapter(str(folder.checkpoints / "adapter"))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()
@@ -307,6 +312,8 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
         "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
         "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
     }
+    if trainer.converters:
+        arithmetic["converters"] = to_dict(trainer)["converters"]
     known = {f.name for f in fields(PolicyTrainer.Config)}
     added = {name: value for name, value in to_dict(trainer).items() if name not in known}
     return arithmetic | ({"added": added} if added else {})

@@ -110,6 +110,10 @@ class PolicyTrainer(Actor, Configurable):
         self.engine.export_hf(folder, dtype=dtype)
 
     @endpoint
+    async def save_adapter(self, folder: str) -> None:
+        self.engine.save_adapter(folder)
+
+    @endpoint
     async def push_model_state_dict(self) -> PushResult:
         """Put this rank's shards into the store under the current version; not yet announced."""
         started = time.perf_counter()

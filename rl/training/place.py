@@ -14,6 +14,7 @@ from rl.distributed.expert_parallel import build_expert_mesh
 from rl.distributed.mesh import DataRank, Degrees, build_mesh
 from rl.distributed.process_group import World, connect, disconnect, set_timeout
 from rl.distributed.seeds import seed_everything
+from rl.models.converters.converter import ModelConverters
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine_config import EngineConfig
@@ -68,13 +69,14 @@ class Place:
         seed_everything(
             training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
         )
+        degrees = config.parallelism.degrees(1 if self.mesh is None else self.mesh.size())
         policy = Policy(
             spec=spec,
             mesh=self.mesh,
             device=self.device,
             training=training,
             options=config.sharding_options(training, expert_mesh=self.expert_mesh),
-            converters=config.converters,
+            converters=ModelConverters(config.converters, spec=spec, degrees=degrees, device=self.device),
         )
         if config.print_after_conversion and (self.mesh is None or dist.get_rank() == 0):
             logger.info("the model after its converters:\n%s", policy.model)

@@ -26,7 +26,7 @@ from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize,
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
 from rl.models.attention import SequenceLayout, SequenceShare
 from rl.models.buffers import reset_buffers
-from rl.models.converters.converter import ModelConverter, ModelConverters
+from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
 from rl.models.converters.peft_folder import write_peft_folder
 from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
@@ -51,7 +51,7 @@ class Policy:
         device: torch.device,
         training: TrainingConfig,
         options: ShardingOptions,
-        converters: Sequence[ModelConverter.Config] = (),
+        converters: ModelConverters,
     ) -> None:
         """`mesh` None is a single process.
 
@@ -66,14 +66,18 @@ class Policy:
         self.training = training
         self.context = None if mesh is None else ContextParallel.of(mesh[CP])
         """How this rank shares its micro-batches with others; None where it has them alone."""
+        self.converters = converters
         self._param_dtype = options.param_dtype
         self._loss_parallel = options.loss_parallel
         self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
         with torch.device("meta"):
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
-            self.converters = ModelConverters(converters, spec=spec, mesh=mesh, device=device)
-            self.converters.convert(model)
+            converters.convert(model)
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.model = spec.parallelize(model, mesh=mesh, config=options)
+        for name, parameter in self.model.named_parameters():
+            # PyTorch's plan for norms makes new parameters, which would be trained though they were frozen.
+            parameter.requires_grad_(trained[name])
         materialize(self.model, device=device, cpu_offload=options.cpu_offload)
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())

@@ -1,15 +1,20 @@
 """A folder that we write opens in vLLM's own Qwen3, each time in a process of its own."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from rl.models.converters.lora import LoRA
 from rl.models.hf import write_hf_folder
 from rl.models.qwen3 import model_registry
 from rl.models.qwen3.model import Qwen3
 from rl.models.starting_point import write_random_model
+from rl.training.engine import TrainingEngine
 from tests.support.exported import TEXTS, ask_vllm, our_logprobs
+from tests.training.parts import make_sample
 
 
 def write(folder: Path, *, tie: bool, tokenizer: Path) -> None:
@@ -28,6 +33,24 @@ def write(folder: Path, *, tie: bool, tokenizer: Path) -> None:
     )
 
 
+def adapted_engine(base: Path) -> TrainingEngine:
+    """With adapters whose products are as large as the weights."""
+    config = TrainingEngine.Config(converters=(LoRA.Config(rank=4, alpha=4.0),))
+    engine = config.build(model_spec=model_registry("tiny"), hf_assets_path=str(base), device="cpu")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in engine.policy.trained_parameters:
+            parameter.normal_(std=0.25, generator=generator)
+    return engine
+
+
+def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
+    sample = dataclasses.replace(
+        make_sample(length=len(token_ids), seed=0), token_ids=np.asarray(token_ids, dtype=np.int32)
+    )
+    return torch.from_numpy(engine.compute_logprobs([sample])[0][1:])
+
+
 @pytest.mark.medium
 @pytest.mark.timeout(180)
 def test_vllms_own_qwen3_opens_our_folders_with_equal_logprobs(tmp_path):
@@ -35,6 +58,9 @@ def test_vllms_own_qwen3_opens_our_folders_with_equal_logprobs(tmp_path):
     folders = [tmp_path / "tied", tmp_path / "untied-in-shards"]
     for folder in folders:
         write(folder, tie=folder.name == "tied", tokenizer=tokenizer)
+    engine = adapted_engine(folders[0])
+    folders.append(tmp_path / "adapters-merged")
+    engine.export_hf(str(folders[-1]))
     for folder, theirs in zip(folders, ask_vllm(*folders), strict=True):
         assert theirs["class"] == "vllm.model_executor.models.qwen3.Qwen3ForCausalLM"
         assert [bytes(i for i in ids if i < 256) for ids in theirs["token_ids"]] == [
@@ -45,3 +71,7 @@ def test_vllms_own_qwen3_opens_our_folders_with_equal_logprobs(tmp_path):
             ours = our_logprobs(folder, ids)
             assert ours.std() > 0.5
             torch.testing.assert_close(torch.tensor(logprobs), ours, atol=1e-4, rtol=0)
+            if folder.name == "adapters-merged":
+                adapted = logprobs_of(engine, ids)
+                torch.testing.assert_close(torch.tensor(logprobs), adapted, atol=1e-4, rtol=0)
+                assert (adapted - our_logprobs(folders[0], ids)).abs().max() > 0.1

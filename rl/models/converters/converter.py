@@ -10,14 +10,15 @@ was before, so no converter is known outside the trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import Configurable
+from rl.distributed.mesh import Degrees
 from rl.models.spec import ModelSpec
 
 
@@ -35,17 +36,18 @@ class ModelConverter(Configurable):
     token_multiple: int = 1
     """The number of tokens of every forward is made a multiple of it, with padding."""
 
-    def __init__(
-        self, *, config: Config, spec: ModelSpec, mesh: DeviceMesh | None, device: torch.device
-    ) -> None:
-        """`mesh` is the trainer's, None for a single process; `device` is where the model will be.
+    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
+        """
+        Args:
+            degrees: of the layout that the model will have.
+            device: where it will be; "meta" where only checks are made.
 
         Raises:
             ValueError: what is asked for cannot work here.
         """
         self.config = config
         self.spec = spec
-        self.mesh = mesh
+        self.degrees = degrees
         self.device = device
 
     def convert(self, model: nn.Module) -> None:
@@ -81,10 +83,14 @@ class ModelConverters:
         configs: Sequence[ModelConverter.Config],
         *,
         spec: ModelSpec,
-        mesh: DeviceMesh | None,
+        degrees: Degrees,
         device: torch.device,
     ) -> None:
-        self.members: list[ModelConverter] = [c.build(spec=spec, mesh=mesh, device=device) for c in configs]
+        """Raises ValueError, starting with `converters.` and its number, for what one of them refuses."""
+        self.members: list[ModelConverter] = []
+        for config in configs:
+            with _numbered(len(self.members)):
+                self.members.append(config.build(spec=spec, degrees=degrees, device=device))
         self.plain_names: tuple[str, ...] = ()
         """Parameters of the model as it was before `convert`, in order."""
 
@@ -93,18 +99,19 @@ class ModelConverters:
         return math.lcm(*(member.token_multiple for member in self.members))
 
     def convert(self, model: nn.Module) -> None:
-        """Raises ValueError where a converter does, and for one that lost a parameter."""
+        """Raises ValueError as at the construction, and for a converter that lost a parameter."""
         before = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.plain_names = tuple(before)
-        for member in self.members:
-            member.convert(model)
-            after = {name: parameter.shape for name, parameter in model.named_parameters()}
-            for name, shape in before.items():
-                if after.get(name) != shape:
-                    raise ValueError(
-                        f"converters: {type(member).__qualname__} changed parameter {name} of shape "
-                        f"{list(shape)}: a converter keeps the parameters that it finds and may add others"
-                    )
+        for number, member in enumerate(self.members):
+            with _numbered(number):
+                member.convert(model)
+                after = {name: parameter.shape for name, parameter in model.named_parameters()}
+                for name, shape in before.items():
+                    if after.get(name) != shape:
+                        raise ValueError(
+                            f"{type(member).__qualname__} changed or lost parameter {name} of shape "
+                            f"{list(shape)}: a converter keeps the parameters that it finds"
+                        )
 
     def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
         for member in self.members:
@@ -124,3 +131,12 @@ class ModelConverters:
             for member in reversed(self.members):
                 tensor = member.plain_tensor(name, tensor)
             yield name, tensor
+
+
+@contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """What a converter refuses, with its place in the config."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"converters.{number}: {error}") from error

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.mesh import DP_SHARD, TP
+from rl.distributed.mesh import Degrees
 from rl.distributed.shards import unwrapped
 from rl.models.converters.converter import ModelConverter
 from rl.models.spec import ModelSpec
@@ -62,21 +61,18 @@ class Float8(ModelConverter):
     config: Config
     token_multiple = MULTIPLE
 
-    def __init__(
-        self, *, config: Config, spec: ModelSpec, mesh: DeviceMesh | None, device: torch.device
-    ) -> None:
+    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
         """Raises ValueError for a device without float8, for shards where there are none, without torchao."""
-        super().__init__(config=config, spec=spec, mesh=mesh, device=device)
+        super().__init__(config=config, spec=spec, degrees=degrees, device=device)
         if not config.emulate:
             _check_hardware(device)
-        num_shards = 1 if mesh is None else mesh[DP_SHARD].size()
-        if config.enable_fsdp_float8_all_gather and num_shards == 1:
+        if config.enable_fsdp_float8_all_gather and degrees.dp_shard == 1:
             raise ValueError(
                 "enable_fsdp_float8_all_gather=True: nothing is gathered, parameters are whole on every "
                 "rank; must be with parallelism.data_parallel_shard_degree above 1"
             )
         if find_spec("torchao") is None:
-            raise ValueError("converters has Float8, which needs torchao 0.18: pip install 'torchao==0.18.*'")
+            raise ValueError("Float8 needs torchao 0.18: pip install 'torchao==0.18.*'")
 
     def convert(self, model: nn.Module) -> None:
         """Raises ValueError naming a layer of a size that float8 cannot multiply, or an unknown filter."""
@@ -120,40 +116,44 @@ class Float8(ModelConverter):
         }
 
     def _check_layer(self, name: str, linear: nn.Linear) -> None:
-        degree = 1 if self.mesh is None else self.mesh[TP].size()
+        degree = self.degrees.tp
         for field in ("in_features", "out_features"):
             size = getattr(linear, field)
             if size % (MULTIPLE * degree):
                 shared = f" on each of {degree} tensor-parallel ranks" if degree > 1 else ""
                 raise ValueError(
-                    f"Float8: {name} has {field}={size}: must be a multiple of {MULTIPLE}{shared}, or the "
+                    f"{name} has {field}={size}: must be a multiple of {MULTIPLE}{shared}, or the "
                     "layer be named in filter_fqns"
                 )
         if linear._forward_hooks or linear._forward_pre_hooks:
             raise ValueError(
-                f"converters: an earlier one added to {name}, which Float8 would replace: Float8 must come "
+                f"an earlier converter added to {name}, which Float8 would replace: Float8 must come "
                 "before it"
             )
 
 
 def _torchao_float8() -> Any:
-    """Without the warnings that its compiled parts, which are for GPUs and not for this, do not load."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without what the import warns of: compiled parts for GPUs that do not load, and are not for this."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         return import_module("torchao.float8")
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _check_hardware(device: torch.device) -> None:
+    if device.type == "meta":
+        return
     advice = "emulate=True gives its rounding anywhere, slowly"
     if device.type != "cuda":
-        raise ValueError(f"Float8 with emulate=False: a {device.type} has no float8 products; {advice}")
+        raise ValueError(f"emulate=False: a {device.type} has no float8 products; {advice}")
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         raise ValueError(
-            f"Float8 with emulate=False: {torch.cuda.get_device_name(device)} has compute capability "
+            f"emulate=False: {torch.cuda.get_device_name(device)} has compute capability "
             f"{capability[0]}.{capability[1]}, float8 products need {CAPABILITY[0]}.{CAPABILITY[1]}; {advice}"
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
 from rl.models.converters.converter import ModelConverter
 from rl.models.converters.low_rank import LowRank, adapter_name
-from rl.models.converters.peft_folder import PeftSettings, read_peft_folder
+from rl.models.converters.peft_folder import PeftAdapter, PeftSettings, read_peft_folder
 
 HEAD = "lm_head"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -70,7 +70,7 @@ class LoRA(ModelConverter):
         self._adapted: dict[str, list[str]] = {}
         """Hugging Face's names of the weights that have factors in each."""
         if any(isinstance(module, LowRank) for module in model.modules()):
-            raise ValueError("converters: two LoRA: the model has adapters already; make them one")
+            raise ValueError("the model has adapters already, of an earlier LoRA: make the two one")
         linears = self._linear_layers(model)
         self._check_targets(linears)
         model.requires_grad_(False)
@@ -82,6 +82,9 @@ class LoRA(ModelConverter):
         if self.config.unembedding:
             # The head is a weight that the loss uses, never a layer that is called.
             self._attach(model, HEAD, self._head(model), self._hf.hf_names(f"{HEAD}.weight"))
+
+        if self.config.initial_adapter is not None:
+            self._open_peft(self.config.initial_adapter)
 
     @property
     def _targets(self) -> set[str]:
@@ -190,14 +193,7 @@ class LoRA(ModelConverter):
         Raises:
             ValueError: it is not one, was made with other settings, or is of another model.
         """
-        found = read_peft_folder(folder, rank=self.config.rank, alpha=self.config.alpha)
-        found.check(
-            {
-                hf_name: (adapter.lora_a.size(1), self._hf_rows(weight, adapter.lora_b.size(0))[hf_name])
-                for weight, adapter in self._adapters.items()
-                for hf_name in self._adapted[weight]
-            }
-        )
+        found = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
             rows = self._hf_rows(weight, adapter.lora_b.size(0))
             adapted = self._adapted[weight]
@@ -206,6 +202,18 @@ class LoRA(ModelConverter):
                 found.b[n] if n in adapted else torch.zeros(num, adapter.rank) for n, num in rows.items()
             ]
             _fill(adapter.lora_b, self._hf.from_hf(weight, parts))
+
+    def _open_peft(self, folder: str | Path) -> PeftAdapter:
+        """Raises ValueError as `load_peft`."""
+        found = read_peft_folder(folder, rank=self.config.rank, alpha=self.config.alpha)
+        found.check(
+            {
+                hf_name: (adapter.lora_a.size(1), self._hf_rows(weight, adapter.lora_b.size(0))[hf_name])
+                for weight, adapter in self._adapters.items()
+                for hf_name in self._adapted[weight]
+            }
+        )
+        return found
 
 
 def _leaf(hf_name: str) -> str:
