@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from configs.sum_digits import tiny
 from rl.config.entry import main
+from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
 from rl.observability.run_folder import RunFolder, read_status
+from rl.training.engine import TrainingEngine
+from rl.types import LoopPosition
+from tests.training.parts import write_assets
 
 FAULTY = ("--module", "tests.support.faulty_configs")
 
@@ -70,6 +75,17 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
         (("--task.num_integers", "9"), "num_integers=9"),
+        (
+            ("--trainer.checkpoint.keep_latest_k", "1"),
+            "trainer.checkpoint: keep_latest_k=1: if that",
+        ),
+        (("--trainer.checkpoint.load_step", "5"), "load_step=5: there is no checkpoint to load"),
+        (
+            ("--trainer.checkpoint.initial_load_path", "/no/such"),
+            "path=/no/such: there is no such folder",
+        ),
+        (("--trainer.checkpoint.folder", "here"), "folder='here': must be 'checkpoints'"),
+        (("--trainer.checkpoint.async_mode", "async_with_pinned_mem"), "page-locked memory needs a GPU"),
         ((*FAULTY, "--config", "nan_reward"), "reward 'broken' is nan"),
     ],
 )
@@ -111,6 +127,48 @@ def test_a_malformed_tokenizer_is_refused_by_its_file_and_what_is_wrong(refused,
         assert "Traceback" not in told
     finally:
         (assets / name).write_text(original)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with steps 2 and 3 of the tiny model."""
+    engine = TrainingEngine(
+        config=tiny().trainer, model_spec=model_registry("tiny"), hf_assets_path=str(assets), world=World()
+    )
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in (2, 3):
+        position = LoopPosition(step=step, num_problems=8 * step)
+        engine.save_checkpoint(str(folder / f"step-{step}"), position=position)
+    return folder
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp_path):
+    load = ("--trainer.checkpoint.initial_load_path", str(checkpoints))
+    says = refused(*load, "--trainer.checkpoint.load_step", "4")
+    assert f"load_step=4: {checkpoints} has no such step, it has 2, 3" in says
+    going_on = ("--trainer.checkpoint.initial_load_model_only", "False", "--loop.num_steps", "3")
+    assert "loop.num_steps=3: " in (says := refused(*load, *going_on))
+    assert "step-3 has done 3 steps already; give more to continue" in says
+    other = write_assets(tmp_path / "other")
+    says = refused(*load, "--hf_assets_path", other)
+    assert "model.embed_tokens.weight has shape [384, 128], the model needs [320, 36]" in says
+    tensors = checkpoints / "step-3" / "__0_0.distcp"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1])
+    try:
+        assert f"{tensors} is truncated: it has {len(whole) - 1} bytes, {len(whole)} were written" in refused(
+            *load
+        )
+    finally:
+        tensors.write_bytes(whole)
+
+
+def test_a_run_does_not_clear_what_it_is_to_load(checkpoints, capsys):
+    options = ["--dump_folder", str(checkpoints.parent), "--name", checkpoints.name, "--overwrite"]
+    options += ["--trainer.checkpoint.initial_load_path", str(checkpoints)]
+    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+    assert "is in the folder that overwrite=True replaces; give another name" in capsys.readouterr().err
+    assert (checkpoints / "step-3").is_dir()
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(refused, assets):
