@@ -46,7 +46,8 @@ class PolicyPusher(Actor):
         for _ in range(3):
             self._engine.forward_backward(samples, loss=CrossEntropyLoss())
             self._engine.optim_step()
-        await self._store.push(version=version, state_dict=self._engine.model_state_dict())
+        weights, buffers = self._engine.model_state_dict(), self._engine.buffer_names()
+        await self._store.push(version=version, state_dict=weights, buffer_names=buffers)
 
     @endpoint
     async def logprobs(self, samples: list[TrainingSample]) -> list[np.ndarray]:
