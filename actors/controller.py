@@ -52,6 +52,7 @@ from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
 from rl.training.checkpoint_files import HF_FOLDER
+from rl.training.experts import ExpertBalance
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -314,6 +315,8 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
     }
     if trainer.converters:
         arithmetic["converters"] = to_dict(trainer)["converters"]
+    if trainer.experts != ExpertBalance.Config():
+        arithmetic["experts"] = to_dict(trainer.experts)
     known = {f.name for f in fields(PolicyTrainer.Config)}
     added = {name: value for name, value in to_dict(trainer).items() if name not in known}
     return arithmetic | ({"added": added} if added else {})

@@ -25,11 +25,16 @@ def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
         ends_N: int64, not decreasing, the last of them S.
     """
     if _has_kernel(x_SE, weight_NFE):
-        out = torch.nn.functional.grouped_mm(x_SE, weight_NFE.transpose(1, 2), offs=ends_N.to(torch.int32))
-        assert isinstance(out, Tensor)
-        return out
+        return one_kernel(x_SE, weight_NFE, ends_N)
     product: Tensor = _GroupedLinear.apply(x_SE, weight_NFE, ends_N.tolist())
     return product
+
+
+def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+    """The same by PyTorch's grouped product."""
+    out = torch.nn.functional.grouped_mm(x_SE, weight_NFE.transpose(1, 2), offs=ends_N.to(torch.int32))
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _has_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
@@ -47,10 +52,9 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x_SE: Tensor, weight_NFE: Tensor, ends: list[int]) -> Tensor:
         ctx.save_for_backward(x_SE, weight_NFE)
         ctx.ends = ends
-        out_SF = x_SE.new_empty(x_SE.size(0), weight_NFE.size(1))
-        for rows, weight_FE in zip(_slices(ends), weight_NFE, strict=True):
-            torch.mm(x_SE[rows], weight_FE.t(), out=out_SF[rows])
-        return out_SF
+        # Each product a tensor of its own: selective checkpointing may keep them.
+        pairs = zip(_slices(ends), weight_NFE, strict=True)
+        return torch.cat([torch.mm(x_SE[rows], weight_FE.t()) for rows, weight_FE in pairs])
 
     @staticmethod
     @once_differentiable

@@ -138,7 +138,7 @@ class TrainingEngine(Configurable):
             for batch in with_reference(batches, reference=self.reference, loss=loss):
                 batch = batch.to(self.device)
                 logprobs_T, entropy_T = self.policy.forward(batch)
-                self.experts.count(batch)
+                self.experts.count(self.policy.real_tokens(batch))
                 sums.add(*backward(batch, logprobs_T, loss=loss, step=self._step), entropy_T)
             totals = sums.reduce(mesh=self.mesh)
             expert_load = self.experts.reduce()

@@ -73,9 +73,6 @@ class EngineConfig(Configurable.Config):
         check_experts(
             spec.model,  # type: ignore[arg-type]
             balance=self.experts,
-            activation_checkpoint=self.activation_checkpoint,
-            compile=self.compile,
-            training=self.training,
             converters=self.converters,
         )
 

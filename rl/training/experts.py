@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import Configurable
-from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import TP
 from rl.models.converters.converter import ModelConverter
+from rl.models.converters.float8 import Float8
 from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3_moe.model import MoE, Router
-from rl.rollouts.packing import PackedBatch
-from rl.training.config import TrainingConfig
 from rl.types import ExpertLoad
 
 
@@ -65,24 +62,27 @@ class ExpertBalance(Configurable):
         self._of_step_LN = torch.zeros_like(self._of_call_LN)
 
     @torch.no_grad()
-    def count(self, batch: PackedBatch) -> None:
-        """What the routers chose in the forward of this batch that was just made with a graph."""
+    def count(self, real_T: Tensor) -> None:
+        """What the routers chose in the forward that was just made with a graph.
+
+        Args:
+            real_T: [T] bool, which of its tokens are no padding, before tensor parallelism splits them.
+        """
         if not self.routers:
             return
         chosen = [router.last_chosen_TK for router in self.routers]
         for router in self.routers:
             router.last_chosen_TK = None
         chosen_LtK = torch.stack([c for c in chosen if c is not None])
-        counted_t = self._counted_tokens(batch, num_tokens=chosen_LtK.size(1))
+        counted_t = self._counted_tokens(real_T, num_tokens=chosen_LtK.size(1))
         num_layers, num_experts = self._of_call_LN.shape
         first_of_layer_L = torch.arange(num_layers, device=chosen_LtK.device) * num_experts
         slots_LtK = chosen_LtK + first_of_layer_L.view(-1, 1, 1)
         ones_LtK = counted_t.double().view(1, -1, 1).expand_as(slots_LtK)
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
 
-    def _counted_tokens(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:
-        """[t] bool: the tokens that are no padding, each on one of the ranks that route it."""
-        real_T = batch.sequence_ids < batch.num_sequences
+    def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
+        """[t] bool: each of them on one of the tensor-parallel ranks that route it."""
         if self.mesh is None or self.mesh[TP].size() == 1:
             return real_T
         rank = self.mesh.get_local_rank(TP)
@@ -123,16 +123,12 @@ def check_experts(
     model: Qwen3.Config,
     *,
     balance: ExpertBalance.Config,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compile: CompileConfig,
-    training: TrainingConfig,
     converters: Sequence[ModelConverter.Config],
 ) -> None:
     """Whether what is asked of the experts can be done; the degrees are checked by the model's spec.
 
     Raises:
-        ValueError: names the field; for a model without experts, every one of `experts` that is set, with
-            experts, what is not known to leave their gradients right.
+        ValueError: names the field: whatever is set for a model without experts, and Float8 for one with.
     """
     balance.__post_init__()  # A field may have been edited since.
     if not isinstance(model.block.feed_forward, MoE.Config):
@@ -143,15 +139,8 @@ def check_experts(
             if value != off:
                 raise ValueError(f"experts.{name}={value}: must be {off} for a model without experts")
         return
-    untested: tuple[tuple[str, object, object], ...] = (
-        ("activation_checkpoint.mode", activation_checkpoint.mode, "none"),
-        ("compile.enable", compile.enable, False),
-        ("training.cpu_offload", training.cpu_offload, False),
-        ("converters", tuple(type(c).__qualname__ for c in converters), ()),
-    )
-    for name, value, off in untested:
-        if value != off:
-            raise ValueError(
-                f"{name}={value!r}: must be {off!r} for a model with experts, whose gradients are tested "
-                "without it alone"
-            )
+    if any(isinstance(converter, Float8.Config) for converter in converters):
+        raise ValueError(
+            "converters has Float8: must not for a model with experts, whose grouped products, most of its "
+            "arithmetic, it would leave as they are"
+        )

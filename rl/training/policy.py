@@ -141,6 +141,13 @@ class Policy:
             self.model, self._param_dtype, input_ids, positions=positions, sequences=sequences, head=head
         )
 
+    def real_tokens(self, batch: PackedBatch) -> Tensor:
+        """[t] bool: which of the tokens that this rank takes through the model are no padding."""
+        real_T = batch.sequence_ids < batch.num_sequences
+        if self.context is None:
+            return real_T
+        return real_T[self.context.token_indices(real_T.numel()).to(self.device)]
+
     def release(self) -> None:
         """Free what a forward without a backward has left gathered."""
         reshard(self.model)

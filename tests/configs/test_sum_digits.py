@@ -21,7 +21,7 @@ GPU_CONFIGS = [name for name in CONFIGS if name.startswith("qwen3_")]
 
 
 def test_all_promised_sizes_have_a_config():
-    sizes = {"0_6b", "1_7b", "4b", "8b", "14b", "32b"}
+    sizes = {"0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b"}
     assert {name.removeprefix("qwen3_") for name in GPU_CONFIGS} == sizes
     assert {"tiny", "tiny_fsdp2", "tiny_tp2", "tiny_ddp2", "tiny_fsdp2_tp2", "tiny_noise"} <= set(CONFIGS)
 
@@ -37,7 +37,7 @@ def test_every_config_survives_its_json(name, tmp_path):
     config = getattr(sum_digits, name)()
     path = tmp_path / "config.json"
     write_json(ResolvedRun(module="sum_digits", function=name, config=config), path)
-    assert json.loads(path.read_text())["values"]["model"] == f"qwen3/{config.model.flavor}"
+    assert json.loads(path.read_text())["values"]["model"] == f"{config.model.name}/{config.model.flavor}"
     assert read_json(path).config == config
 
 
@@ -66,7 +66,7 @@ def test_gpu_configs_fit_80_gb_in_trainer_and_generator(name):
 @pytest.mark.parametrize("name", GPU_CONFIGS)
 def test_gpu_configs_have_the_shapes_their_name_says(name):
     config = getattr(sum_digits, name)()
-    billions = float(name.removeprefix("qwen3_").removesuffix("b").replace("_", "."))
+    billions = float(name.removeprefix("qwen3_").partition("b")[0].replace("_", "."))
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
     assert num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
@@ -91,6 +91,13 @@ def test_too_few_gpus_are_refused_with_the_counts():
         assign_gpus(num_available=2, num_trainer=2, num_generator=1)
 
 
+def test_experts_that_cannot_be_shared_out_are_refused_by_degree_and_number():
+    shards = {"trainer.num_procs": 6, "trainer.parallelism.data_parallel_shard_degree": 6}
+    config = rebuild(sum_digits.tiny_moe(), shards | {"trainer.parallelism.expert_parallel_degree": 3})
+    with pytest.raises(ValueError, match="expert_parallel_degree=3 does not divide num_experts=8"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+
+
 @pytest.mark.parametrize(
     ("edits", "names"),
     [
@@ -106,6 +113,18 @@ def test_too_few_gpus_are_refused_with_the_counts():
         (
             {"generator.tensor_parallel_degree": 3},
             r"generator.tensor_parallel_degree=3 does not divide num_kv_heads=4",
+        ),
+        (
+            {"trainer.experts.load_balance_rate": 0.01},
+            r"experts.load_balance_rate=0.01: must be 0.0 for a model without experts",
+        ),
+        (
+            {"trainer.experts.force_load_balance": True},
+            r"experts.force_load_balance=True: must be False for a model without experts",
+        ),
+        (
+            {"trainer.parallelism.expert_tensor_parallel_degree": 2},
+            r"expert_tensor_parallel_degree=2: must be 1 or tensor_parallel_degree=1",
         ),
         ({"generator.max_model_len": 9999}, r"max_model_len=9999 .*max_positions"),
         ({"loop.sampling.max_tokens": 128}, r"max_tokens=128 leaves no room"),

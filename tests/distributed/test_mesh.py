@@ -33,6 +33,8 @@ def test_what_is_left_must_be_whole(world_size):
         ("context_parallel_degree", 0),
         ("data_parallel_shard_degree", 0),
         ("data_parallel_shard_degree", -2),
+        ("expert_parallel_degree", 0),
+        ("expert_tensor_parallel_degree", 0),
     ],
 )
 def test_degree_out_of_range_is_refused(field, value):
@@ -75,6 +77,26 @@ def test_pipeline_parallelism_is_refused_with_its_reason(field, value):
 def test_rotation_of_keys_is_refused_with_its_reason():
     with pytest.raises(ValueError, match="context_parallel_rotation='alltoall': must be 'allgather': "):
         ParallelismConfig(context_parallel_rotation="alltoall")
+
+
+def test_experts_take_their_ranks_among_the_shards():
+    config = ParallelismConfig(
+        data_parallel_replicate_degree=2,
+        tensor_parallel_degree=2,
+        expert_parallel_degree=4,
+        expert_tensor_parallel_degree=2,
+    )
+    assert config.degrees(32) == Degrees(dp_replicate=2, dp_shard=8, tp=2, ep=4, etp=2)
+    with pytest.raises(ValueError, match="expert_parallel_degree=4 does not divide the 6 ranks"):
+        config.degrees(24)
+
+
+def test_an_expert_is_split_over_all_tensor_parallel_ranks_or_none():
+    config = ParallelismConfig(tensor_parallel_degree=4, expert_tensor_parallel_degree=2)
+    with pytest.raises(
+        ValueError, match="expert_tensor_parallel_degree=2: must be 1 or tensor_parallel_degree=4"
+    ):
+        config.degrees(4)
 
 
 def test_single_process_needs_no_mesh():

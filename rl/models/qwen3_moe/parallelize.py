@@ -66,11 +66,6 @@ def check_qwen3_moe_layout(config: Qwen3.Config, parallelism: ParallelismConfig)
     check_tensor_parallel(config, parallelism.tensor_parallel_degree)
     assert isinstance(config.block.feed_forward, MoE.Config)
     _check_expert_parallel(config.block.feed_forward.num_experts, parallelism.expert_parallel_degree)
-    if parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            f"context_parallel_degree={parallelism.context_parallel_degree}: must be 1 for a model with "
-            "experts, whose tokens are counted on ranks that see whole micro-batches"
-        )
 
 
 def _check_expert_parallel(num_experts: int, degree: int) -> None:

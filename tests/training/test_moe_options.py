@@ -1,0 +1,76 @@
+"""Options that save memory or time change no number of a mixture, nor do context-parallel ranks."""
+
+import numpy as np
+import pytest
+
+from rl.models.converters.lora import LoRA
+from tests.support.distributed import run_ranks
+from tests.training.moe_layouts import moe_spec, write_moe_assets
+from tests.training.moe_options import CONTEXT, OPTIONS, measure_options
+from tests.training.parts import engine_config
+
+PAIRS = ("ep2", "tp2", "etp2", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_moe_assets(tmp_path_factory.mktemp("moe_options") / "assets")
+
+
+@pytest.fixture(scope="module")
+def expected(assets):
+    """On one device without options; LoRA by itself, which has other gradients."""
+    plain, lora = measure_options([("one", "none"), ("one", "lora")], assets)
+    return {"lora": lora} | dict.fromkeys((*OPTIONS[:-1], "compile"), plain)
+
+
+def assert_as_on_one_device(measured, expected, *, case, relative=1e-5):
+    assert measured.loss_sum == pytest.approx(expected.loss_sum, rel=relative), case
+    assert measured.expert_load == expected.expert_load, case
+    assert list(measured.gradients) == list(expected.gradients), case
+    for name, tensor in expected.gradients.items():
+        difference = np.linalg.norm(measured.gradients[name] - tensor)
+        assert difference <= relative * np.linalg.norm(tensor), f"{case}: {name}: {difference}"
+
+
+def check(cases, assets, expected, **tolerance):
+    for rank in run_ranks(measure_options, 2, cases, assets, timeout_s=280):
+        for (layout, option), measured in zip(cases, rank, strict=True):
+            assert_as_on_one_device(measured, expected[option], case=f"{layout}, {option}", **tolerance)
+
+
+def test_options_on_one_device_change_no_number(assets, expected):
+    cases = [("one", option) for option in OPTIONS if option != "offload"]
+    for (_, option), measured in zip(cases, measure_options(cases, assets), strict=True):
+        assert_as_on_one_device(measured, expected[option], case=option)
+    # LoRA trains what it adds to attention, and no expert.
+    assert all("lora" in name for name in expected["lora"].gradients)
+    assert any(tensor.any() for tensor in expected["lora"].gradients.values())
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(300)
+def test_options_change_no_number_in_any_layout_of_two_ranks(assets, expected):
+    cases = [(layout, option) for layout in PAIRS for option in OPTIONS if option != "none"]
+    check(cases, assets, expected)
+
+
+@pytest.mark.medium
+def test_context_parallel_ranks_share_tokens_and_experts(assets, expected):
+    cases = [(layout, option) for layout in CONTEXT for option in ("none", "full", "selective_op")]
+    check(cases, assets, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiling_changes_no_number(assets, expected):
+    (measured,) = measure_options([("one", "compile")], assets)
+    assert_as_on_one_device(measured, expected["compile"], case="one", relative=1e-4)
+    check([(layout, "compile") for layout in PAIRS], assets, expected, relative=1e-4)
+
+
+def test_adapters_of_experts_are_refused_by_name(assets):
+    config = engine_config()
+    config.converters = (LoRA.Config(target_modules=("gate_proj",)),)
+    with pytest.raises(ValueError, match="target_modules has 'gate_proj', which is no linear layer"):
+        config.build(model_spec=moe_spec(), hf_assets_path=assets, device="cpu")
