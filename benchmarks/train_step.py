@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         "--microbatch-tokens", type=int, help="at most, padding counted; 4096 on a CPU, 8192 on a GPU"
     )
     options.add_argument("--logits-chunk-tokens", type=int, help="of the engine's head; not chunked")
-    options.add_argument("--compile", action="store_true", help="torch.compile each block of both models")
+    options.add_argument("--compile", action="store_true", help="torch.compile blocks and loss, on all sides")
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options.add_argument("--repeats", type=int, default=5, help="turns of each side; 5")
     options.add_argument("--steps", type=int, default=2, help="steps of a turn; 2")

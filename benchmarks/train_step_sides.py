@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ from benchmarks.train_step_figures import (
     step_flops,
 )
 from losses.cross_entropy import CrossEntropyLoss
+from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
 from rl.models.qwen3 import model_registry
 from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
@@ -71,10 +72,10 @@ def draw_sequences(workload: Workload, *, vocab_size: int) -> list[np.ndarray]:
     return [random.integers(0, vocab_size, length + 1, dtype=np.int32) for length in workload.lengths()]
 
 
-def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """torch.compile each block in place; blocks of one shape share the compiled code."""
-    for block in blocks:
-        block.compile()
+def sum_of_cross_entropies(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """[] float32, of all targets but padding."""
+    logits_V = logits_BLV.flatten(0, 1).float()
+    return F.cross_entropy(logits_V, targets_BL.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class EngineSide:
@@ -85,6 +86,7 @@ class EngineSide:
         dtype: Any = workload.dtype
         config = TrainingEngine.Config(
             loss=CrossEntropyLoss(),
+            compile=CompileConfig(enable=workload.compile),
             optimizer=Optimizer.Config(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
             training=TrainingConfig(
                 max_tokens_per_microbatch=workload.microbatch_tokens,
@@ -100,8 +102,6 @@ class EngineSide:
         )
         model = self.engine.policy.model
         assert isinstance(model, Qwen3)
-        if workload.compile:
-            compile_blocks(model.layers)
         sequences = draw_sequences(workload, vocab_size=model.config.vocab_size)
         self.samples = [_sample(token_ids) for token_ids in sequences]
 
@@ -129,8 +129,9 @@ class TransformersSide:
     def __init__(self, workload: Workload, *, by_length: bool) -> None:
         self.device = torch.device(workload.device)
         self.model = _transformers_model(workload, device=self.device)
-        if workload.compile:
-            compile_blocks(self.model.model.layers)
+        compile = CompileConfig(enable=workload.compile)
+        compile_blocks(self.model.model.layers, compile)
+        self.loss_sum = compile_function(sum_of_cross_entropies, compile)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
         )
@@ -145,9 +146,7 @@ class TransformersSide:
         for indices in self.plan:
             inputs_BL, targets_BL, mask_BL = self._padded([self.sequences[i] for i in indices])
             logits_BLV = self.model(input_ids=inputs_BL, attention_mask=mask_BL, use_cache=False).logits
-            logits_V = logits_BLV.flatten(0, 1).float()
-            loss = F.cross_entropy(logits_V, targets_BL.flatten(), ignore_index=IGNORED, reduction="sum")
-            loss = loss / self.num_tokens
+            loss = self.loss_sum(logits_BLV, targets_BL) / self.num_tokens
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
 
+SIMILAR = 0.9
+"""Lengths that share a padded grid: padding costs no more than the calls that more grids would."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceLayout:
@@ -27,6 +30,10 @@ class SequenceLayout:
     """[S+1] int32, first token of each sequence, then T."""
     slots: Tensor
     """[T] int64, place of each token in the padded [S*L] grid."""
+    run_slots: Tensor
+    """[T] int64, the same in a smaller grid for each of `runs`, one grid after another."""
+    runs: tuple[tuple[int, int], ...]
+    """How many sequences and the longest of them: neighbours whose lengths differ little."""
     num_sequences: int
     max_length: int
 
@@ -37,13 +44,36 @@ class SequenceLayout:
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths_S, 0, out=offsets[1:])
         max_length = max(lengths)
-        starts_T = torch.repeat_interleave(torch.arange(len(lengths)) * max_length - offsets[:-1], lengths_S)
+        runs = _runs(lengths)
+        widths_S = torch.tensor([longest for count, longest in runs for _ in range(count)])
+
+        def slots(widths_S: Tensor) -> Tensor:
+            starts_S = widths_S.cumsum(0) - widths_S - offsets[:-1]
+            return (torch.repeat_interleave(starts_S, lengths_S) + torch.arange(int(offsets[-1]))).to(device)
+
         return cls(
             offsets=offsets.to(device=device, dtype=torch.int32),
-            slots=(starts_T + torch.arange(int(offsets[-1]))).to(device),
+            slots=slots(torch.full_like(lengths_S, max_length)),
+            run_slots=slots(widths_S),
+            runs=runs,
             num_sequences=len(lengths),
             max_length=max_length,
         )
+
+
+def _runs(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Neighbours together as long as the shortest is `SIMILAR` times the longest: (how many, longest)."""
+    runs: list[tuple[int, int]] = []
+    shortest = 0
+    for length in lengths:
+        count, longest = runs[-1] if runs else (0, 0)
+        if runs and min(shortest, length) >= SIMILAR * max(longest, length):
+            runs[-1] = (count + 1, max(longest, length))
+            shortest = min(shortest, length)
+        else:
+            runs.append((1, length))
+            shortest = length
+    return tuple(runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,10 +141,11 @@ def _slots(lengths: Sequence[int]) -> Tensor:
 
 
 class PackedAttention(nn.Module):
-    """Attention of the trainer: flash varlen kernels on a GPU in half precision, else a padded grid.
+    """Attention of the trainer: flash varlen kernels on a GPU in half precision, else padded grids.
 
-    The grid costs S*L instead of T positions, for attention alone; a causal mask with
-    padding on the right needs no further mask.
+    One grid for each run of neighbours of similar length: micro-batches hold the longest first.
+    Compiled, a single one of S*L positions, or every batch would be a program of its own. A
+    causal mask with padding on the right needs no further mask.
     """
 
     def forward(
@@ -125,9 +156,25 @@ class PackedAttention(nn.Module):
             return _attend_over_ranks(q_THD, k_TKD, v_TKD, sequences)
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return _varlen_attention(q_THD, k_TKD, v_TKD, sequences)
-        q, k, v = (_to_grid(x, sequences) for x in (q_THD, k_TKD, v_TKD))
+        if torch.compiler.is_compiling():
+            runs, slots = ((sequences.num_sequences, sequences.max_length),), sequences.slots
+        else:
+            runs, slots = sequences.runs, sequences.run_slots
+        return _grid_attention(q_THD, k_TKD, v_TKD, runs, slots)
+
+
+def _grid_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, runs: Sequence[tuple[int, int]], slots: Tensor
+) -> Tensor:
+    """[T, H, D], by a padded grid for each of `runs`, in which tokens lie at `slots`."""
+    sizes = [count * longest for count, longest in runs]
+    grids = ((_rows(x, slots, sum(sizes))).split(sizes) for x in (q_THD, k_TKD, v_TKD))
+    outs = []
+    for run, *qkv in zip(runs, *grids, strict=True):
+        q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in qkv)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, sequences.slots)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).index_select(0, slots)
 
 
 def _attend_over_ranks(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> Tensor:
@@ -160,14 +207,14 @@ def attend_to_share(q_tHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, share: Sequence
     return out.transpose(1, 2).flatten(0, 1).index_select(0, share.query_slots)
 
 
-def _to_grid(x_THD: Tensor, sequences: SequenceLayout) -> Tensor:
-    """[T, H, D] -> [S, H, L, D], zeros in the gaps."""
-    return _scatter(x_THD, sequences.slots, sequences.num_sequences, sequences.max_length)
-
-
 def _scatter(x_THD: Tensor, slots: Tensor, num_rows: int, length: int) -> Tensor:
-    grid = x_THD.new_zeros((num_rows * length, *x_THD.shape[1:])).index_copy(0, slots, x_THD)
-    return grid.unflatten(0, (num_rows, length)).transpose(1, 2)
+    """[T, H, D] -> [S, H, L, D], zeros in the gaps."""
+    return _rows(x_THD, slots, num_rows * length).unflatten(0, (num_rows, length)).transpose(1, 2)
+
+
+def _rows(x_THD: Tensor, slots: Tensor, count: int) -> Tensor:
+    """[T, H, D] -> [count, H, D], zeros in the gaps."""
+    return x_THD.new_zeros((count, *x_THD.shape[1:])).index_copy(0, slots, x_THD)
 
 
 def _varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout) -> Tensor:

@@ -66,6 +66,7 @@ class PackedBatch:
             self.sequences,
             offsets=self.sequences.offsets.to(device, non_blocking=True),
             slots=self.sequences.slots.to(device, non_blocking=True),
+            run_slots=self.sequences.run_slots.to(device, non_blocking=True),
         )
         return PackedBatch(**(values | moved | {"sequences": sequences}))
 
