@@ -15,7 +15,7 @@ FAST := not medium and not slow
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits test test-fast test-slow lint format types check bench hooks clean clean-venv
+.PHONY: help setup sum-digits test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -51,6 +51,9 @@ check: lint types test-fast ## what has to be clean before a commit
 
 bench: setup ## speed of whole steps beside TRL's trainer, of training steps beside transformers
 	@set -e; for name in $(BENCH); do (set -x; $(RUN) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
+
+golden: setup ## losses of ten steps of the tiny config, renewed for this machine: old and new side by side
+	$(RUN) -m tests.training.golden
 
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
 	@$(SETUP) test trl hooks

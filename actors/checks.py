@@ -20,7 +20,6 @@ from rl.training import layout
 from rl.training.checkpoint import check_known_shapes
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpointer import check_device
-from rl.training.memory import estimate
 from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
 from rl.types import Completion, Problem, Rollout
@@ -127,18 +126,21 @@ def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
 
 
 def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:
-    """On a machine without GPUs: what the trainer holds at least, against all of its memory.
+    """On a machine without GPUs: the trainer's ranks together against all of its memory.
+
+    A GPU's memory is checked by each rank, which knows it, before it allocates anything.
 
     Raises:
-        ValueError: names the model and both sizes.
+        ValueError: names the model, both sizes and what they are made of.
     """
-    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
-    rank = estimate(model_spec.model, degrees=degrees, training=fleet.trainer.training)  # type: ignore[arg-type]
-    held = fleet.trainer.num_procs * (rank.parameters + rank.gradients + rank.optimizer)
-    if held > memory_bytes:
+    trainer = fleet.trainer
+    degrees = trainer.parallelism.degrees(trainer.num_procs)
+    rank = trainer.estimate_memory(model_spec, degrees=degrees, on_gpu=False)
+    if trainer.num_procs * rank.total > memory_bytes:
         raise ValueError(
-            f"{model_spec.name} {model_spec.flavor} needs {held / 1e9:.0f} GB for parameters, gradients and "
-            f"optimizer state; this machine has {memory_bytes / 1e9:.0f} GB and no GPU"
+            f"{model_spec.name} {model_spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
+            f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
+            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU"
         )
 
 

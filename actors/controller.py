@@ -98,6 +98,10 @@ class Controller(Configurable):
         any_model_size: bool = False
         """Take the model's sizes from `hf_assets_path` rather than asking for those of this config."""
         task: Configurable.Config
+        dataset: str | None = None
+        """Name of a dataset; refused, because problems come from `task`."""
+        dataset_path: str | None = None
+        """Folder of a dataset; refused, because problems come from `task`."""
         warmup: SupervisedWarmup.Config | None = None
         """Supervised steps that make the starting point; its result is kept for later runs."""
         trainer: PolicyTrainer.Config
@@ -109,6 +113,12 @@ class Controller(Configurable):
 
         def __post_init__(self) -> None:
             check_seed(self.seed)
+            for field_name, value in (("dataset", self.dataset), ("dataset_path", self.dataset_path)):
+                if value is not None:
+                    raise ValueError(
+                        f"{field_name}={value!r}: must be None, as problems come from the config's task: "
+                        "choose one by --module and --config, or write one (docs/extending.md)"
+                    )
             if self.name == STARTING_POINTS:
                 raise ValueError(
                     f"name={self.name!r} is the folder of the starting points that runs share: choose another"

@@ -111,12 +111,12 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
         return False
     if world.size == 1 and not always:
         return False
+    flight_recorder.configure(comm.trace_buffer_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world.size == 1:
         dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
         return True
     address = f"{world.master_addr}:{world.master_port}"
-    flight_recorder.configure(comm.trace_buffer_size)
     try:
         dist.init_process_group(
             backend=backend,

@@ -17,12 +17,15 @@ from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import CommConfig
 from rl.distributed.sharding import ShardingOptions
 from rl.models.converters.converter import ModelConverter
+from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import TrainingConfig
 from rl.training.experts import ExpertBalance, check_experts
 from rl.training.layout import check_layout
+from rl.training.memory import MemoryEstimate, MemoryOptions, check_device_memory, estimate
 from rl.training.optimizer import Optimizer
+from rl.training.policy import check_sequence_length
 from rl.training.reference import ReferenceConfig, check_reference
 from rl.training.schedule import LRSchedule
 
@@ -63,10 +66,25 @@ class EngineConfig(Configurable.Config):
         )
         check_reference(self.reference, loss=self.loss)
         spec.check_layout(spec.model, self.parallelism)
+        check_sequence_length(spec, self.training)
         self.check_experts(spec)
         if self.parallelism.async_tensor_parallel:
             check_peer_access(device=device, num_devices=degrees.tp)
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            check_device_memory(self.estimate_memory(spec, degrees=degrees, on_gpu=True), device_bytes=total)
         return degrees
+
+    def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
+        """What one rank needs."""
+        options = MemoryOptions(
+            parallelism=self.parallelism,
+            optimizer=self.optimizer,
+            activation_checkpoint=self.activation_checkpoint,
+            reference=self.reference.enable,
+        )
+        model: Qwen3.Config = spec.model  # type: ignore[assignment]
+        return estimate(model, degrees=degrees, training=self.training, options=options, on_gpu=on_gpu)
 
     def check_experts(self, spec: ModelSpec) -> None:
         """Raise ValueError for what a model without experts has no use for, or one with them cannot do."""

@@ -63,6 +63,7 @@ class Optimizer(Configurable):
         config.__post_init__()  # A field may have been edited since.
         self.config = config
         self.muon: Muon | None = None
+        parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         if config.name == "Muon":
             matrices = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
             self.muon = Muon(config=config.muon, parameters=matrices, adapter=adapter)
@@ -103,11 +104,11 @@ class Optimizer(Configurable):
         """Update the parameters from their gradients, with what `settings` returned."""
         for group in self.inner.param_groups:
             group.update(self._adam_settings(settings))
-        self.inner.step()
         if self.muon is not None:
             self.muon.step(
                 lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
             )
+        self.inner.step()  # last: hooks after it find every parameter stepped
 
     @staticmethod
     def _adam_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,6 @@ class Policy:
         Raises:
             ValueError: for sizes that the mesh does not divide, or what a converter cannot do.
         """
-        check_sequence_length(spec, training)
         self.spec = spec
         self.mesh = mesh
         self.device = device

@@ -6,6 +6,7 @@ compute in: on the first update its logprobs are the policy's, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,11 +39,21 @@ def check_reference(config: ReferenceConfig, *, loss: Loss) -> None:
         )
     if config.enable or not uses:
         return
+    _check_kl_fields(loss)
+
+
+def _check_kl_fields(loss: Loss) -> None:
     if getattr(loss, "kl_coef", 0.0):
         raise ValueError(
             f"loss.kl_coef={loss.kl_coef} needs the reference policy: must be 0, or "  # type: ignore[attr-defined]
             "reference.enable True"
         )
+    for f in dataclasses.fields(loss) if dataclasses.is_dataclass(loss) else ():
+        if f.name.startswith("kl_") and getattr(loss, f.name) != f.default:
+            raise ValueError(
+                f"loss.{f.name}={getattr(loss, f.name)!r} has no effect without the reference policy: "
+                f"must be {f.default!r}, or reference.enable True"
+            )
 
 
 class ReferencePolicy:
