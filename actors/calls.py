@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from actors.processes import ProcessId, is_alive
 from rl.errors import RunError
 
 T = TypeVar("T")
+
+LOOK_EVERY_S = 0.5
+"""How often a waiting call looks whether the processes that it waits for live."""
+REPORT_GRACE_S = 3.0
+"""For Monarch to say of what a process died; on a busy machine that takes it up to 30 s."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +62,8 @@ class ActorGroup:
     name: str
     mesh: Any
     timeouts: Timeouts
+    processes: Mapping[int, ProcessId] = field(default_factory=dict)
+    """Those of this host, by rank."""
 
     async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
         """Call `endpoint` on every rank; the answers in rank order. `limit` is a field of `Timeouts`.
@@ -72,7 +80,7 @@ class ActorGroup:
     async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str) -> T:
         limit_s: float = getattr(self.timeouts, limit)
         try:
-            return await asyncio.wait_for(_coroutine(answer), limit_s)
+            return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s)
         except TimeoutError as error:
             raise ActorTimeoutError(
                 f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}"
@@ -83,6 +91,23 @@ class ActorGroup:
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
             raise ActorCallError(f"{self.name}.{endpoint} failed: {lost_rank(error)}") from error
+
+    async def _answer_or_death(self, answer: Awaitable[T], endpoint: str) -> T:
+        waiting = asyncio.ensure_future(_coroutine(answer))
+        dead: list[int] = []
+        try:
+            while not dead:
+                if (await asyncio.wait({waiting}, timeout=LOOK_EVERY_S))[0]:
+                    return waiting.result()
+                dead = [rank for rank, process in self.processes.items() if not is_alive(process)]
+            if (await asyncio.wait({waiting}, timeout=REPORT_GRACE_S))[0]:
+                return waiting.result()
+        finally:
+            waiting.cancel()
+        ranks = ", ".join(map(str, dead))
+        raise ActorCallError(
+            f"{self.name}.{endpoint} failed: rank {ranks} of {self.mesh.size()} is dead: its process ended"
+        )
 
 
 def lost_rank(error: SupervisionError) -> str:

@@ -70,7 +70,8 @@ async def start_fleet(
 
     def group(role: str, actor: type, **arguments: Any) -> ActorGroup:
         spawned = meshes[role].spawn(role, actor, **arguments)
-        return ActorGroup(name=role, mesh=spawned, timeouts=config.timeouts)
+        processes = launch.local_processes(meshes[role])
+        return ActorGroup(name=role, mesh=spawned, timeouts=config.timeouts, processes=processes)
 
     fleet = Fleet(
         trainer=group(

@@ -96,8 +96,8 @@ class _Role:
     """Actor mesh of `_Member`."""
     hostnames: list[str] = field(default_factory=list)
     """Of its processes, by rank."""
-    local_processes: list[ProcessId] = field(default_factory=list)
-    """Those on this host."""
+    local_processes: dict[int, ProcessId] = field(default_factory=dict)
+    """Those on this host, by rank."""
 
 
 _RUN = uuid.uuid4().hex
@@ -152,9 +152,14 @@ async def spawn_role(
     )
     by_rank = sorted((info for _, info in infos.items()), key=lambda info: info.rank)
     state.hostnames = [info.hostname for info in by_rank]
-    local = (identify(info.pid) for info in by_rank if info.hostname == socket.gethostname())
-    state.local_processes = [process for process in local if process is not None]
+    local = ((info.rank, identify(info.pid)) for info in by_rank if info.hostname == socket.gethostname())
+    state.local_processes = {rank: process for rank, process in local if process is not None}
     return mesh
+
+
+def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
+    """The role's processes on this host, by rank."""
+    return dict(_role_of(mesh).local_processes)
 
 
 async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
@@ -218,7 +223,7 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     role = next((r for r in _roles if r.mesh is mesh), None)
     if role is None:
         return
-    tree = with_descendants(filter(is_alive, role.local_processes))
+    tree = with_descendants(filter(is_alive, role.local_processes.values()))
     shm_files = mapped_shared_memory(process.pid for process in tree)
     _num_stopping += 1
     try:

@@ -1,10 +1,12 @@
 """What a call to real actors gives back, or says when it does not."""
 
+import subprocess
 import time
 
 import pytest
 
 from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts
+from actors.processes import identify
 from rl.errors import RunError
 from tests.support.call_actors import Answerer
 from tests.support.monarch_meshes import monarch_meshes
@@ -21,9 +23,10 @@ def called():
     """Calls an endpoint of two actors, within a second or 30."""
     with monarch_meshes() as meshes:
         mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
-        group = ActorGroup(name="trainer", mesh=mesh, timeouts=Timeouts(train_s=30, close_s=1))
 
-        def call(endpoint, *args, limit="train_s", **kwargs):
+        def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
+            timeouts = Timeouts(train_s=30, close_s=1)
+            group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
             return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
 
         yield call
@@ -56,6 +59,19 @@ def test_a_run_error_of_an_endpoint_comes_as_itself(called):
     with pytest.raises(RunError, match=r"^here: no good$") as raised:
         called("raise_on_rank_1", True)
     assert type(raised.value) is RunError
+
+
+@pytest.mark.medium
+def test_a_death_of_which_monarch_says_nothing_is_seen_and_named_by_its_rank(called):
+    with subprocess.Popen(["sleep", "60"]) as living, subprocess.Popen(["sleep", "1"]) as dying:
+        started = time.monotonic()
+        processes = {0: identify(living.pid), 1: identify(dying.pid)}
+        with pytest.raises(
+            ActorCallError, match=r"^trainer\.never failed: rank 1 of 2 is dead: its process ended$"
+        ):
+            called("never", processes=processes)
+        assert time.monotonic() - started < 10
+        living.kill()
 
 
 @pytest.mark.medium

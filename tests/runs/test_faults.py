@@ -80,7 +80,9 @@ def test_a_killed_actor_stops_the_run_with_its_role_rank_and_step(tmp_path, role
     )  # fmt: skip
     assert run.status == 1, run.output
     assert "evaluation at step 0 (8 problems): done after" in run.output  # whoever waited was told
-    error = rf"step \d+: {role}\.{next_call} failed: rank 0 of 1 is dead: .*Killed\(sig=9\)"
+    # On a busy machine Monarch may take 30 s to report, and the call does not wait for that.
+    reason = r"(.*Killed\(sig=9\)|its process ended)"
+    error = rf"step \d+: {role}\.{next_call} failed: rank 0 of 1 is dead: {reason}"
     assert re.fullmatch(rf"error: the run stopped: {error}", run.output.splitlines()[-1]), run.output
     assert "Traceback" not in run.output
     log = (run.folder / "logs" / "controller-0.log").read_text()
