@@ -57,6 +57,8 @@ class EngineConfig(Configurable.Config):
         Raises:
             ValueError: names the field that cannot be as it is, beside the others or with this model.
         """
+        self.parallelism.__post_init__()  # A field may have been edited since.
+        spec.check_layout(spec.model, self.parallelism)
         degrees = check_layout(
             parallelism=self.parallelism,
             activation_checkpoint=self.activation_checkpoint,
@@ -65,7 +67,6 @@ class EngineConfig(Configurable.Config):
             device_type=device.type,
         )
         check_reference(self.reference, loss=self.loss)
-        spec.check_layout(spec.model, self.parallelism)
         check_sequence_length(spec, self.training)
         self.check_experts(spec)
         if self.parallelism.async_tensor_parallel:

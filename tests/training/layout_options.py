@@ -57,7 +57,7 @@ EAGER = (
     Options(checkpoint="2", cpu_offload=False, loss_parallel=False, chunk=None, reshard="always"),
     Options(checkpoint="none", cpu_offload=False, loss_parallel=True, chunk=7, reshard="default"),
     Options(checkpoint="full", cpu_offload=False, loss_parallel=True, chunk=None, reshard="never"),
-    Options(checkpoint="op", cpu_offload=False, loss_parallel=True, chunk=None, reshard="always"),
+    Options(checkpoint="op", cpu_offload=False, loss_parallel=True, chunk=7, reshard="always"),
     Options(checkpoint="2", cpu_offload=True, loss_parallel=True, chunk=None, reshard="default"),
 )
 """Run in every layout."""

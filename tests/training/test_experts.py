@@ -203,5 +203,6 @@ def test_degrees_fit_the_experts():
     config.parallelism.expert_parallel_degree = 4
     with pytest.raises(ValueError, match="expert_parallel_degree=4 does not divide num_experts=6"):
         config.check(moe_spec(), world_size=4, device=DEVICE)
-    with pytest.raises(ValueError, match="expert_parallel_degree=4 does not divide the 2 ranks"):
+    config.parallelism.expert_parallel_degree = 3
+    with pytest.raises(ValueError, match="expert_parallel_degree=3 does not divide the 2 ranks"):
         config.check(moe_spec(), world_size=2, device=DEVICE)

@@ -11,7 +11,9 @@ from losses.grpo import GRPOLoss
 from rl.distributed.mesh import ParallelismConfig
 from rl.loop import Seams, SyncLoop
 from rl.rollouts.renderer import ChatRenderer
+from rl.step_checkpoints import StepCheckpoints
 from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.engine import TrainingEngine
 from rl.training.failures import read_batch, write_batch
 from tests.support.distributed import run_ranks
@@ -193,7 +195,7 @@ def test_loop_reports_the_kl_which_grows_from_zero(assets):
         train_problems=repeat(problem),
         eval_problems=[problem],
         sinks=[sink],
-        checkpoint_folder="none",
+        checkpoints=StepCheckpoints(learner=policy, config=CheckpointConfig(), folder="none"),
         seed=0,
     )
     asyncio.run(loop.run())
