@@ -35,26 +35,17 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
         ValueError: names the field.
     """
     trainer = fleet.trainer
-    degrees = layout.check_layout(
+    trainer.parallelism.__post_init__()  # A field may have been edited since.
+    # First what no number of processes could mend.
+    check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
+    model_spec.check_layout(model_spec.model, trainer.parallelism)
+    layout.check_layout(
         parallelism=trainer.parallelism,
         activation_checkpoint=trainer.activation_checkpoint,
         compile=trainer.compile,
         world_size=trainer.num_procs,
         device_type="cuda" if num_gpus else "cpu",
     )
-    kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
-    if kv_heads % degrees.tp:
-        raise ValueError(
-            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
-            f"key-value heads of {model_spec.name} {model_spec.flavor}"
-        )
-    vocab_size = model_spec.model.vocab_size  # type: ignore[attr-defined]
-    if vocab_size % degrees.tp:
-        raise ValueError(
-            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the vocab_size of "
-            f"{vocab_size} of {model_spec.name} {model_spec.flavor}"
-        )
-    model_spec.check_layout(model_spec.model, fleet.trainer.parallelism)
     fleet.trainer.check_experts(model_spec)
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
@@ -83,6 +74,21 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
         num_trainer=fleet.trainer.num_procs,
         num_generator=fleet.generator.tensor_parallel_degree,
     )
+
+
+def check_divisible(tensor_parallel_degree: int, *, model_spec: ModelSpec) -> None:
+    """Raise ValueError unless that many ranks can share heads and vocabulary."""
+    kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
+    vocab_size = model_spec.model.vocab_size  # type: ignore[attr-defined]
+    of_model = f"of {model_spec.name} {model_spec.flavor}"
+    for size, named in (
+        (kv_heads, f"the {kv_heads} key-value heads {of_model}"),
+        (vocab_size, f"the vocab_size of {vocab_size} {of_model}"),
+    ):
+        if size % tensor_parallel_degree:
+            raise ValueError(
+                f"trainer.parallelism.tensor_parallel_degree={tensor_parallel_degree} does not divide {named}"
+            )
 
 
 def check_load_source(source: LoadSource | None, *, model_spec: ModelSpec, num_steps: int) -> None:

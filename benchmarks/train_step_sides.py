@@ -34,7 +34,7 @@ from benchmarks.train_step_figures import (
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
 from rl.models.qwen3 import model_registry
-from rl.models.qwen3.model import Qwen3
+from rl.models.qwen3.model import FeedForward, Qwen3
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
@@ -62,7 +62,9 @@ def model_spec(flavor: str) -> ModelSpec:
     model.vocab_size, model.dim, model.num_layers = 8192, 512, 8
     attention = model.block.attention
     attention.num_heads, attention.num_kv_heads, attention.head_dim = 8, 4, 64
-    model.block.feed_forward.hidden_dim = 1536
+    feed_forward = model.block.feed_forward
+    assert isinstance(feed_forward, FeedForward.Config)
+    feed_forward.hidden_dim = 1536
     return spec
 
 

@@ -24,7 +24,7 @@ def fields_of(config, *, prefix):
     for field in dataclasses.fields(config):
         path = f"{prefix}{field.name}"
         if field.name == "loss":
-            nodes = LOSSES
+            nodes: tuple[typing.Any, ...] = LOSSES
         else:
             arms = typing.get_args(hints[field.name]) or (hints[field.name],)
             nodes = tuple(arm for arm in arms if dataclasses.is_dataclass(arm))

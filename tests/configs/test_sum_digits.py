@@ -136,7 +136,7 @@ def test_a_dataset_is_refused_because_problems_come_from_the_task():
         ),
         (
             {"trainer.parallelism.expert_tensor_parallel_degree": 2},
-            r"expert_tensor_parallel_degree=2: must be 1 or tensor_parallel_degree=1",
+            r"expert_tensor_parallel_degree=2: must be 1: a dense model has no experts",
         ),
         ({"generator.max_model_len": 9999}, r"max_model_len=9999 .*max_positions"),
         ({"loop.sampling.max_tokens": 128}, r"max_tokens=128 leaves no room"),

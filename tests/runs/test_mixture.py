@@ -14,7 +14,7 @@ RUN_LIMIT_S = 8 * 60
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_mixture_trains_and_generates_with_a_bias_that_evens_out_its_load(tmp_path: Path):
+def test_a_mixture_trains_and_generates_with_a_bias_that_evens_out_its_load(tmp_path: Path) -> None:
     """The bias moves in each of the warm-up's 200 steps and of the run's 12, and the generator has it too."""
     run = run_to_the_end(
         tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",

@@ -1,6 +1,7 @@
 """What a user can get wrong is refused before anything starts, and nothing is left behind."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp
     assert "step-3 has done 3 steps already; give more to continue" in says
     other = write_assets(tmp_path / "other")
     says = refused(*load, "--hf_assets_path", other)
-    assert "model.embed_tokens.weight has shape [384, 128], the model needs [320, 36]" in says
+    assert "model.embed_tokens.weight has shape [320, 128], the model needs [320, 36]" in says
     tensors = checkpoints / "step-3" / "__0_0.distcp"
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1])
@@ -163,12 +164,19 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp
         tensors.write_bytes(whole)
 
 
-def test_a_run_does_not_clear_what_it_is_to_load(checkpoints, capsys):
-    options = ["--dump_folder", str(checkpoints.parent), "--name", checkpoints.name, "--overwrite"]
-    options += ["--trainer.checkpoint.initial_load_path", str(checkpoints)]
+def test_a_run_does_not_clear_what_it_is_to_load(checkpoints, tmp_path, capsys):
+    with RunFolder.create(tmp_path, "good") as folder:
+        shutil.copytree(checkpoints / "step-3", folder.checkpoints / "step-3")
+        folder.mark_finished()
+    options = ["--dump_folder", str(tmp_path), "--name", "good", "--overwrite"]
+    options += ["--trainer.checkpoint.initial_load_path", str(folder.checkpoints)]
     assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
-    assert "is in the folder that overwrite=True replaces; give another name" in capsys.readouterr().err
-    assert (checkpoints / "step-3").is_dir()
+    told = capsys.readouterr().err
+    assert (
+        f"trainer.checkpoint.initial_load_path='{folder.checkpoints}' lies in the folder of the run" in told
+    )
+    assert (folder.checkpoints / "step-3" / "__0_0.distcp").is_file()
+    assert read_status(folder.path) == "finished"
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(refused, assets):
