@@ -69,13 +69,13 @@ def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckp
 
 def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
     inner = block.forward
-    settings = {} if context_fn is None else {"context_fn": context_fn}
+    settings: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(inner, *args, use_reentrant=False, **settings, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

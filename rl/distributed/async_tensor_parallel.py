@@ -11,7 +11,6 @@ import warnings
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.collectives import group_name
 from rl.distributed.compile import CompileConfig
 
 
@@ -70,4 +69,4 @@ def overlap_tensor_parallel(mesh: DeviceMesh) -> None:
     with warnings.catch_warnings():
         # Newer PyTorch enables every group and says so.
         warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(group_name(mesh))
+        enable_symm_mem_for_group(mesh.get_group().group_name)

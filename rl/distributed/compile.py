@@ -76,14 +76,14 @@ def _missing_on_gpu() -> str | None:
     if any(shutil.which(name) for name in compilers):
         return None
     names = " or ".join(compilers)
-    return f"a C compiler for Triton, and there is no {names}: install gcc or set the variable CC"
+    return f"a C compiler for Triton on a GPU, and there is no {names}: install gcc or set the variable CC"
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
     """Compile the blocks' forwards, in place; after checkpointing, before sharding."""
     if config.includes("model"):
         for block in blocks:
-            block.forward = _compiled(block.forward, config)  # type: ignore[method-assign]
+            block.forward = _compiled(block.forward, config)
             block.register_forward_pre_hook(_await_inputs)
 
 
@@ -101,4 +101,5 @@ def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
     # With and without gradient, for the first number of tokens and for any, for one sequence and for
     # several: more variants than PyTorch makes of a function before it leaves it uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, NUM_VARIANTS)
-    return torch.compile(function, backend=config.backend)
+    compiled: Any = torch.compile(function, backend=config.backend)
+    return compiled

@@ -114,7 +114,8 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
     flight_recorder.configure(comm.trace_buffer_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world.size == 1:
-        dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # Public, though imported on a condition.
+        dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
         return True
     address = f"{world.master_addr}:{world.master_port}"
     try:

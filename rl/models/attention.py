@@ -156,10 +156,9 @@ class PackedAttention(nn.Module):
             return _attend_over_ranks(q_THD, k_TKD, v_TKD, sequences)
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return _varlen_attention(q_THD, k_TKD, v_TKD, sequences)
+        runs, slots = sequences.runs, sequences.run_slots
         if torch.compiler.is_compiling():
             runs, slots = ((sequences.num_sequences, sequences.max_length),), sequences.slots
-        else:
-            runs, slots = sequences.runs, sequences.run_slots
         return _grid_attention(q_THD, k_TKD, v_TKD, runs, slots)
 
 
@@ -179,8 +178,9 @@ def _grid_attention(
 
 def _attend_over_ranks(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> Tensor:
     """[t, H, D], of this rank's queries and all ranks' keys."""
-    kv = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), share.num_ranks, share.group)
-    return attend_to_share(q_tHD, *kv.chunk(2, dim=1), share)
+    kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), share.num_ranks, share.group)
+    k_TKD, v_TKD = kv.chunk(2, dim=1)
+    return attend_to_share(q_tHD, k_TKD, v_TKD, share)
 
 
 def attend_to_share(q_tHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, share: SequenceShare) -> Tensor:

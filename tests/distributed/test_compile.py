@@ -17,7 +17,7 @@ def run(**config):
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     compile_blocks(blocks, CompileConfig(**config))
-    x = torch.randn(2, 4)
+    x = torch.randn(2, 4, requires_grad=True)  # As a block's input has, or the first is compiled apart.
     for block in blocks:
         x = block(x)
     return x, list(blocks.state_dict())

@@ -24,12 +24,13 @@ def test_rows_taken_twice_get_the_sum_of_both_gradients():
 def exchange():
     """Rank 0 has experts 0 and 1, rank 1 experts 2 and 3; expert n multiplies its rows by its weight."""
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
     rows = torch.arange(3.0).view(3, 1) + 10 * rank
     rows.requires_grad_()
     # Rank 0 sends one row to rank 0 and two to rank 1; rank 1 sends all its rows to rank 0.
     sent, received = ([1, 2], [1, 3]) if rank == 0 else ([3, 0], [2, 0])
-    moved = exchange_rows(rows, sent=sent, received=received, group=dist.group.WORLD)
+    moved = exchange_rows(rows, sent=sent, received=received, group=group)
     moved.backward(torch.arange(float(len(moved))).view(-1, 1) + 100 * rank)
 
     weights = torch.tensor([2.0, 3.0] if rank == 0 else [5.0, 7.0], requires_grad=True)
@@ -43,8 +44,11 @@ def exchange():
     # Rank 0: a row for each expert but the third; rank 1: two rows for the second expert.
     mine = torch.tensor([[1.0], [2.0], [4.0]] if rank == 0 else [[8.0], [16.0]], requires_grad=True)
     ends = torch.tensor([1, 2, 2, 3] if rank == 0 else [0, 2, 2, 2])
-    out = ExpertExchange(dist.group.WORLD)(mine, ends, compute)
+    out = ExpertExchange(group)(mine, ends, compute)
     (out * torch.arange(1.0, len(out) + 1).unsqueeze(1)).sum().backward()
+    assert rows.grad is not None
+    assert mine.grad is not None
+    assert weights.grad is not None
     return {
         "moved": moved.flatten().tolist(),
         "rows_grad": rows.grad.flatten().tolist(),

@@ -66,7 +66,7 @@ def test_attention_of_the_ranks_of_context_parallelism_is_the_textbooks(lengths,
         for mine, context in zip(indices, contexts, strict=True)
     ]  # fmt: skip
     out = torch.cat(parts)[contexts[0].places(len(q))]
-    expected = textbook(q, k, v, lengths)
+    expected = textbook((q, k, v), lengths)
     torch.testing.assert_close(out, expected)
     weights_THD = drawn(4)
     for actual, wanted in zip(

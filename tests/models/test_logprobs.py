@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def sharded_rank(rank: int, folder: str) -> None:
         if placement is not None:
             ours = distribute_tensor(ours.detach(), mesh, [placement]).requires_grad_()
         rows = distribute_tensor(weight.detach(), mesh, [weight_placement]).requires_grad_()
-        settings = {"chunk_tokens": chunk_tokens, "loss_parallel": loss_parallel}
+        settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "loss_parallel": loss_parallel}
         with LargestTensor() as seen:
             values = token_logprobs(ours, rows, **given, **settings)
             gradients = torch.autograd.grad((values[0] * torch.arange(T)).sum(), (ours, rows))
@@ -168,9 +169,9 @@ def sharded_rank(rank: int, folder: str) -> None:
             torch.testing.assert_close(a, b, msg=case)
         assert not values[1].requires_grad
         if chunk_tokens is None:
-            # T * V = 108 logits; half of them, of the part of 5 of the 9 rows, are on a rank alone.
-            is_split = loss_parallel and weight_placement == Shard(0)
-            assert seen.largest == (60 if is_split else 108), case
+            # Of a token 9 logits; split they are 5 on a rank, and gathered 10, of which one is padding.
+            is_split = weight_placement == Shard(0)
+            assert seen.largest == T * ((5 if loss_parallel else 10) if is_split else 9), case
     dist.destroy_process_group()
 
 

@@ -226,6 +226,8 @@ def test_a_hanging_volume_gives_a_deadline_error_that_names_everything(cluster):
     run(store.push(version=1, state_dict=state_dict))
     run(store.announce(1))
     os.kill(pid, signal.SIGSTOP)
+    # Of a process of many threads one may still answer until all have stopped.
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     try:
         with pytest.raises(WeightTimeoutError) as caught:
             run(store.push(version=2, state_dict=state_dict))

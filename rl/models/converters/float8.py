@@ -101,7 +101,8 @@ class Float8(ModelConverter):
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         return unwrapped(tensor)
 
-    def _chosen(self, linears: dict[str, nn.Linear]) -> set[str]:
+    def _chosen(self, linears: dict[str, nn.Linear]) -> list[str]:
+        """In the model's order: of several layers that are refused the first is named."""
         for part in self.config.filter_fqns:
             if not any(part in name for name in linears):
                 leaves = dict.fromkeys(name.rpartition(".")[2] for name in linears)
@@ -109,11 +110,11 @@ class Float8(ModelConverter):
                     f"filter_fqns has {part!r}, which no linear layer's name contains: they end in "
                     f"{', '.join(leaves)}"
                 )
-        return {
+        return [
             name
             for name in linears
             if name != HEAD and not any(part in name for part in self.config.filter_fqns)
-        }
+        ]
 
     def _check_layer(self, name: str, linear: nn.Linear) -> None:
         degree = self.degrees.tp

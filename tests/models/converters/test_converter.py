@@ -115,7 +115,7 @@ def test_a_converter_without_convert_is_a_programming_error():
 
 
 def test_the_converted_model_is_logged_when_asked_for(caplog):
-    with caplog.at_level(logging.INFO, logger="rl.training.engine"):
+    with caplog.at_level(logging.INFO, logger="rl.training.place"):
         make(LoRA.Config(rank=5, alpha=10.0))
         assert caplog.text == ""
         make(LoRA.Config(rank=5, alpha=10.0), print_after_conversion=True)

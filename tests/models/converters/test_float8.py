@@ -13,6 +13,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
 from rl.models.converters.float8 import Float8
 from rl.models.converters.lora import LoRA
+from rl.models.qwen3.model import Qwen3
 from tests.training.converter_layouts import even_spec
 from tests.training.parts import engine_config, make_samples, small_spec
 
@@ -80,6 +81,7 @@ def test_the_last_recipe_keeps_the_gradient_of_the_weight_in_high_precision():
 
 def test_all_linear_layers_are_converted_but_the_head_and_the_filtered():
     spec = even_spec()
+    assert isinstance(spec.model, Qwen3.Config)
     spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, tie_embeddings=False))
     engine = make(Float8.Config(emulate=True, filter_fqns=("layers.0.attention", "down_proj")), spec=spec)
     kinds = {

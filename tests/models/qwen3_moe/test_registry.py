@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3_moe import model_registry
+from rl.models.qwen3_moe.model import MoE
 
 # Of 30B-A3B as published.
 NUM_PARAMETERS = {"tiny": 2_109_504, "30B-A3B": 30_532_122_624}
@@ -41,6 +43,8 @@ def test_flavor_has_its_number_of_parameters_and_the_tensors_of_transformers(fla
 
 def test_a_spec_is_fresh_at_every_call():
     first, second = model_registry("tiny").model, model_registry("tiny").model
+    assert isinstance(first, Qwen3.Config)
+    assert isinstance(first.block.feed_forward, MoE.Config)
     first.block.feed_forward.num_experts = 4
     assert second != first
     assert second == model_registry("tiny").model

@@ -124,7 +124,7 @@ def test_rows_of_each_expert_are_ordered_by_key_value_head(make_config):
 def test_every_tensor_comes_back_bit_exact(make_model, num_heads, num_kv_heads):
     model = make_model(num_heads=num_heads, num_kv_heads=num_kv_heads, tie=False)
     adapter = Qwen3MoeStateDictAdapter(model.config)
-    seen = set()
+    seen: set[str] = set()
     for name, tensor in model.state_dict().items():
         theirs = adapter.to_hf(name, tensor)
         assert list(theirs) == adapter.hf_names(name)
