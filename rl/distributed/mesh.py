@@ -67,7 +67,7 @@ class ParallelismConfig:
     """Overlap tensor parallelism's communication with its matrix products; needs GPUs that read each
     other's memory, and compiled blocks."""
     compiled_autograd: bool = False
-    """Compile the backward as a whole; refused, see `rl/training/layout.py`."""
+    """Compile the backward as a whole; refused."""
     context_parallel_degree: int = 1
     """Ranks that the tokens of each micro-batch are split over, and parameters too, as by shards."""
     context_parallel_rotation: Literal["allgather", "alltoall"] = "allgather"
@@ -102,8 +102,12 @@ class ParallelismConfig:
         for name, default in _PIPELINE_DEFAULTS.items():
             if getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be {default!r}: {_NO_PIPELINE}")
+        if self.compiled_autograd:
+            raise ValueError(f"compiled_autograd=True: must be False: {_NO_COMPILED_AUTOGRAD}")
         if self.context_parallel_rotation == "alltoall":
             raise ValueError(f"context_parallel_rotation='alltoall': must be 'allgather': {_NO_ROTATION}")
+        if self.compiled_autograd:
+            raise ValueError(f"compiled_autograd=True: must be False: {_NO_COMPILED_AUTOGRAD}")
 
     def degrees(self, world_size: int) -> Degrees:
         """Fill in the -1.
@@ -170,9 +174,18 @@ _NO_PIPELINE = (
     "micro-batches whose number changes from call to call, while a pipeline needs a fixed number of equal "
     "shape; split the model with FSDP, tensor and context parallelism"
 )
+_NO_COMPILED_AUTOGRAD = (
+    "it traces the backward of a whole micro-batch whenever its shape is new, and packed micro-batches have "
+    "new shapes in every call; compile.enable compiles forward and backward of each block, for any number of "
+    "tokens"
+)
 _NO_ROTATION = (
     "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
     "attention kernels for packed sequences do not return with a gradient"
+)
+_NO_COMPILED_AUTOGRAD = (
+    "compiled autograd does not follow the hooks by which FSDP gathers parameters and sums gradients, so "
+    "that gradients come out wrong on more than one rank; compile.enable compiles each block's backward too"
 )
 
 

@@ -63,7 +63,8 @@ class Checkpointer(Configurable):
         self._group: dist.ProcessGroup | None = None
         """Of its own: a background save talks while training does."""
         if mesh is not None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+            backend = "gloo" if policy.device.type == "cuda" else None  # On a CPU as the others.
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=config.timeout_s))
         layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
         self._random_name = f"{RANDOM}.{layout}.{self._rank}"
         """Random states are those of a place in a layout; another layout keeps its own."""

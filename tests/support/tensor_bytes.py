@@ -36,15 +36,12 @@ class TensorBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if any(t not in (Tensor, torch.nn.Parameter) for t in types):
+        if any(t not in (Tensor, torch.nn.Parameter, FakeTensor) for t in types):
             return NotImplemented  # a DTensor: its operations on shards come by themselves
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, Tensor)
-                and not isinstance(tensor, FakeTensor)
-                and tensor.device.type == "cpu"
-            ):
+            # What wraps other tensors, or is fake, has no memory of its own.
+            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
                 self._follow(tensor.untyped_storage())
         if self._unsummed > RESOLUTION * self.peak:
             self.peak = max(self.peak, self.now())
