@@ -178,11 +178,8 @@ def _optimizer_state(counts: _Counts, optimizer: Optimizer.Config) -> int:
 def _step(counts: _Counts, optimizer: Optimizer.Config) -> int:
     """Numbers that the step itself holds for a while."""
     num_adam = counts.local - (counts.local_matrices if optimizer.name == "Muon" else 0)
-    # foreach makes each intermediate result of all parameters at once: a root, and Adam's decayed gradient.
-    num_lists = 2 if optimizer.name == "Adam" and optimizer.weight_decay else 1
-    adam = {"fused": 0, "foreach": num_lists * num_adam, "for-loop": 2 * counts.largest}[
-        optimizer.implementation
-    ]
+    # foreach makes an intermediate result of all parameters at once: Adam's decayed gradient, then a root.
+    adam = {"fused": 0, "foreach": num_adam, "for-loop": 2 * counts.largest}[optimizer.implementation]
     # Gathered, in Newton and Schulz's dtype a few times over, and as it is sent.
     muon = 6 * counts.largest if optimizer.name == "Muon" else 0
     return max(adam, muon)

@@ -1,6 +1,11 @@
-"""The estimate of memory against what a step holds, in layouts whose other ranks are only pretended."""
+"""The estimate of memory against what a step holds.
+
+The other ranks of a layout are only pretended, except where rows travel to their experts: how many
+arrive is what the other ranks say.
+"""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +18,8 @@ from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
 from rl.models.qwen3.registry import model_registry
+from rl.models.qwen3_moe.model import MoE
+from rl.models.qwen3_moe.registry import model_registry as moe_registry
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
@@ -37,6 +44,9 @@ class Shape:
     num_tokens: int
     length: int
     """Of each sample."""
+    num_experts: int = 0
+    """Each as wide as `hidden_dim`; 0 is a dense model."""
+    num_experts_per_token: int = 2
 
     def spec(self) -> ModelSpec:
         model = Qwen3.Config(
@@ -51,7 +61,14 @@ class Shape:
             ),
             rope=RoPE.Config(theta=1e4, max_positions=512),
         )
-        return dataclasses.replace(model_registry("tiny"), model=model)
+        if not self.num_experts:
+            return dataclasses.replace(model_registry("tiny"), model=model)
+        model.block.feed_forward = MoE.Config(
+            num_experts=self.num_experts,
+            num_experts_per_token=self.num_experts_per_token,
+            hidden_dim=self.hidden_dim,
+        )
+        return dataclasses.replace(moe_registry("tiny"), model=model)
 
 
 # Each is dominated by another part; computing them takes a second or two.
@@ -67,6 +84,14 @@ LOGITS = Shape(
 MIXED = Shape(
     dim=256, num_layers=6, num_heads=8, hidden_dim=1024, vocab_size=4096, num_tokens=1024, length=256
 )
+EXPERTS = Shape(
+    dim=256, num_layers=6, num_heads=8, hidden_dim=256, vocab_size=2048, num_tokens=256, length=64,
+    num_experts=16,
+)  # fmt: skip
+ROUTED = Shape(
+    dim=128, num_layers=8, num_heads=8, hidden_dim=128, vocab_size=320, num_tokens=2048, length=128,
+    num_experts=8,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +103,15 @@ class Case:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     reshard: str = "default"
     reference: bool = False
-    small: bool = False
-    """Below 200 MB a rank, where what is not counted may be more than the bound."""
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for degree in self.degrees.values():
-            size *= degree
-        return size
+        """Experts are split over ranks that are there already."""
+        return math.prod(size for name, size in self.degrees.items() if not name.startswith("expert"))
+
+    @property
+    def has_real_ranks(self) -> bool:
+        return "expert_parallel" in self.degrees
 
     def config(self) -> TrainingEngine.Config:
         config = TrainingEngine.Config(
@@ -99,12 +124,15 @@ class Case:
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
         )
         config.reference.enable = self.reference
+        # As many rows for each expert: what the estimate is of.
+        config.experts.force_load_balance = bool(self.shape.num_experts)
         return config
 
 
 FSDP2, FSDP4 = {"data_parallel_shard": 2}, {"data_parallel_shard": 4}
 DDP2 = {"data_parallel_replicate": 2, "data_parallel_shard": 1}
 TP2 = {"tensor_parallel": 2}
+EP2, ETP2 = {"expert_parallel": 2}, {"expert_tensor_parallel": 2}
 BF16 = {"param_dtype": "bfloat16"}
 FULL, BY_OP = {"mode": "full"}, {"mode": "selective"}
 EVERY_SECOND = {"mode": "selective", "selective_option": "2"}
@@ -123,7 +151,7 @@ CASES = {
     "activations, every second": Case(
         shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=EVERY_SECOND
     ),
-    "mixed, full": Case(shape=MIXED, checkpoint=FULL),
+    "mixed, full": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), checkpoint=FULL),
     "parameters, Muon": Case(shape=PARAMETERS, optimizer={"name": "Muon"}),
     "parameters, foreach": Case(shape=PARAMETERS, optimizer={"implementation": "foreach"}),
     "parameters, Adam foreach": Case(
@@ -134,45 +162,76 @@ CASES = {
     "parameters, FSDP2": Case(shape=PARAMETERS, degrees=FSDP2),
     "parameters, FSDP2 never": Case(shape=PARAMETERS, degrees=FSDP2, reshard="never"),
     "parameters, FSDP2 bf16": Case(shape=PARAMETERS, degrees=FSDP2, training=BF16),
-    "parameters, FSDP4 Muon": Case(shape=PARAMETERS, degrees=FSDP4, optimizer={"name": "Muon"}),
+    "parameters, FSDP4 Muon": Case(
+        shape=dataclasses.replace(PARAMETERS, num_tokens=256), degrees=FSDP4, optimizer={"name": "Muon"}
+    ),
     "parameters, DDP2": Case(shape=PARAMETERS, degrees=DDP2),
     "parameters, TP2": Case(shape=PARAMETERS, degrees=TP2),
     "activations, TP2": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), degrees=TP2),
     "activations, TP2 by op": Case(
         shape=dataclasses.replace(ACTIVATIONS, num_tokens=8192), degrees=TP2, checkpoint=BY_OP
     ),
-    "logits, TP2": Case(shape=LOGITS, degrees=TP2),
+    "logits, TP2": Case(shape=dataclasses.replace(LOGITS, num_tokens=2048), degrees=TP2),
     "mixed, FSDP2 x TP2": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), degrees=FSDP2 | TP2),
+    "experts": Case(shape=EXPERTS),
+    "experts bf16": Case(shape=EXPERTS, training=BF16),
+    "experts, FSDP2": Case(shape=EXPERTS, degrees=FSDP2),
+    "experts, FSDP2 x EP2": Case(shape=EXPERTS, degrees=FSDP2 | EP2),
+    "experts, FSDP4 x EP2": Case(
+        shape=dataclasses.replace(EXPERTS, num_experts=32), degrees=FSDP4 | EP2
+    ),
+    "experts, TP2": Case(shape=EXPERTS, degrees=TP2),
+    "experts, TP2 split": Case(shape=dataclasses.replace(EXPERTS, num_experts=32), degrees=TP2 | ETP2),
+    "routed": Case(shape=ROUTED),
+    "routed bf16": Case(shape=ROUTED, training=BF16),
+    "routed to 4": Case(shape=dataclasses.replace(ROUTED, num_experts_per_token=4)),
+    "routed, full": Case(shape=dataclasses.replace(ROUTED, num_tokens=8192), checkpoint=FULL),
+    "routed, by op": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), checkpoint=BY_OP),
+    "routed, FSDP2 x EP2": Case(shape=ROUTED, degrees=FSDP2 | EP2),
+    "routed, TP2": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=TP2),
+    "routed, TP2 split": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=TP2 | ETP2),
 }
 
 
 def measure(case):
-    """Peak of the second step, in bytes, of the first of the case's ranks."""
+    """Peak of the second step, in bytes, of this rank."""
     spec, config = case.shape.spec(), case.config()
-    if case.world_size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
-    try:
-        with TensorBytes() as tracked:
-            world = World(rank=0, size=case.world_size)
-            engine = TrainingEngine(
-                config=config, model_spec=spec, hf_assets_path=None, device="cpu", world=world
-            )
-            num_samples = 2 * case.shape.num_tokens // case.shape.length * engine.policy.data_rank.count
-            samples = [make_sample(length=case.shape.length + 1, seed=i) for i in range(num_samples)]
-            assert len(engine.policy.pack(samples)) == 2
-            for _ in range(2):
-                tracked.peak = 0
-                engine.forward_backward(samples)
-                engine.optim_step()
-            return tracked.peak
-    finally:
+    with TensorBytes() as tracked:
+        world = World(rank=dist.get_rank() if dist.is_initialized() else 0, size=case.world_size)
+        engine = TrainingEngine(
+            config=config, model_spec=spec, hf_assets_path=None, device="cpu", world=world
+        )
+        num_samples = 2 * case.shape.num_tokens // case.shape.length * engine.policy.data_rank.count
+        samples = [make_sample(length=case.shape.length + 1, seed=i) for i in range(num_samples)]
+        assert len(engine.policy.pack(samples)) == 2
+        for _ in range(2):
+            tracked.peak = 0
+            engine.forward_backward(samples)
+            engine.optim_step()
+        return tracked.peak
+
+
+def measure_pretended():
+    """Of every case whose other ranks need not be there, in a process of its own."""
+    peaks = {}
+    for name, case in CASES.items():
+        if case.has_real_ranks:
+            continue
+        if case.world_size > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
+        peaks[name] = measure(case)
         if case.world_size > 1:
             dist.destroy_process_group()
+    return peaks
 
 
-def measure_all():
-    """Of every case, in a process of its own."""
-    return {name: measure(case) for name, case in CASES.items()}
+def measure_real(num_ranks):
+    """Of every case with this many real ranks."""
+    dist.init_process_group("gloo")
+    cases = {name: case for name, case in CASES.items() if case.has_real_ranks}
+    peaks = {name: measure(case) for name, case in cases.items() if case.world_size == num_ranks}
+    dist.destroy_process_group()
+    return peaks
 
 
 def estimated(case):
@@ -183,7 +242,9 @@ def estimated(case):
 
 @pytest.fixture(scope="module")
 def measured():
-    (peaks,) = run_ranks(measure_all, 1, timeout_s=280)
+    (peaks,) = run_ranks(measure_pretended, 1, timeout_s=280)
+    for num_ranks in {case.world_size for case in CASES.values() if case.has_real_ranks}:
+        peaks |= run_ranks(measure_real, num_ranks, num_ranks, timeout_s=200)[0]
     return peaks
 
 
