@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from rl.distributed.reductions import sum_over_world
 from rl.distributed.shards import local_tensor, num_shards
 
-
 COALESCED = 1 << 16
 """Numbers of a gradient that is summed together with others: a norm's, not that of whole experts."""
 

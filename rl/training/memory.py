@@ -121,6 +121,10 @@ class _Counts:
     root: int
     """Of them those outside the blocks."""
     block: int
+    """Of a block those that are gathered at once."""
+    experts: int
+    """Of a block those of the experts where FSDP gathers these for themselves, under expert parallelism."""
+    num_layers: int
     largest: int
     """Of the largest matrix, whole."""
 
@@ -149,12 +153,16 @@ class _Counts:
             # Under expert parallelism a rank gathers its own experts alone.
             return share(part, num_shards=1, num_expert_shards=degrees.ep)
 
+        all_of_blocks = gathered(blocks.values())
+        apart = gathered(experts) if degrees.ep > 1 else 0
         return cls(
             local=shards(parameters.values()),
             local_matrices=shards(matrices),
             gathered=gathered(parameters.values()),
             root=gathered([p for name, p in parameters.items() if name not in blocks]),
-            block=gathered(blocks.values()) // num_layers,
+            block=(all_of_blocks - apart) // num_layers,
+            experts=apart // num_layers,
+            num_layers=num_layers,
             largest=max(p.numel() for p in matrices),
         )
 
@@ -192,14 +200,19 @@ def _gathered(
     if degrees.dp_replicate * degrees.fsdp == 1 and not training.cpu_offload:
         # All parameters cast at once, where they are.
         return 0 if training.param_dtype == training.dtype else counts.gathered * computed
+    never = parallelism.reshard_after_forward == "never"
     # Backward: the root, a block and the next one that is being gathered.
     parameters = counts.root + 2 * counts.block
-    stays = parallelism.reshard_after_forward == "never" or (degrees.fsdp == 1 and not training.cpu_offload)
-    if stays:
-        parameters = counts.gathered
+    if never or (degrees.fsdp == 1 and not training.cpu_offload):
+        parameters = counts.root + counts.num_layers * counts.block
     # Gradients of the root, whose sum is only complete at the end, and of a block, which are then copied
     # together to be summed over ranks.
-    return (parameters + counts.root + counts.block) * computed + counts.block * reduced
+    rest = (parameters + counts.root + counts.block) * computed + counts.block * reduced
+    # Between the experts of two blocks come the rest of these: one's are gathered, and freed before their
+    # gradients are copied. Where a rank holds its experts whole, they stay.
+    if never or (degrees.fsdp == degrees.ep and not training.cpu_offload):
+        return rest + counts.experts * ((counts.num_layers + 1) * computed + reduced)
+    return rest + counts.experts * (computed + max(computed, reduced))
 
 
 def _activations(

@@ -177,9 +177,7 @@ CASES = {
     "experts bf16": Case(shape=EXPERTS, training=BF16),
     "experts, FSDP2": Case(shape=EXPERTS, degrees=FSDP2),
     "experts, FSDP2 x EP2": Case(shape=EXPERTS, degrees=FSDP2 | EP2),
-    "experts, FSDP4 x EP2": Case(
-        shape=dataclasses.replace(EXPERTS, num_experts=32), degrees=FSDP4 | EP2
-    ),
+    "experts, FSDP4 x EP2": Case(shape=dataclasses.replace(EXPERTS, num_experts=32), degrees=FSDP4 | EP2),
     "experts, TP2": Case(shape=EXPERTS, degrees=TP2),
     "experts, TP2 split": Case(shape=dataclasses.replace(EXPERTS, num_experts=32), degrees=TP2 | ETP2),
     "routed": Case(shape=ROUTED),
