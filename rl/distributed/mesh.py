@@ -106,8 +106,6 @@ class ParallelismConfig:
             raise ValueError(f"compiled_autograd=True: must be False: {_NO_COMPILED_AUTOGRAD}")
         if self.context_parallel_rotation == "alltoall":
             raise ValueError(f"context_parallel_rotation='alltoall': must be 'allgather': {_NO_ROTATION}")
-        if self.compiled_autograd:
-            raise ValueError(f"compiled_autograd=True: must be False: {_NO_COMPILED_AUTOGRAD}")
 
     def degrees(self, world_size: int) -> Degrees:
         """Fill in the -1.
@@ -182,10 +180,6 @@ _NO_COMPILED_AUTOGRAD = (
 _NO_ROTATION = (
     "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
     "attention kernels for packed sequences do not return with a gradient"
-)
-_NO_COMPILED_AUTOGRAD = (
-    "compiled autograd does not follow the hooks by which FSDP gathers parameters and sums gradients, so "
-    "that gradients come out wrong on more than one rank; compile.enable compiles each block's backward too"
 )
 
 
