@@ -78,14 +78,28 @@ def test_every_field_of_the_trainer_is_in_the_docs():
     assert sorted(fields - in_docs()) == []
 
 
+def test_every_field_of_the_trainer_is_in_its_own_list():
+    rows, anywhere = documented((DOCS / "trainer.md").read_text())
+    assert sorted(trainer_fields() - rows - anywhere) == []
+
+
 def test_every_field_of_the_run_is_in_the_docs():
-    rows, _ = documented((DOCS / "options.md").read_text())
+    rows, _ = documented((DOCS / "trainer.md").read_text())
     assert sorted(root_leaves() - rows) == []
 
 
 def test_every_row_of_the_options_is_a_field():
-    rows, _ = documented((DOCS / "options.md").read_text())
+    rows, _ = documented((DOCS / "trainer.md").read_text())
     assert sorted(rows - trainer_fields() - root_leaves()) == []
+
+
+def test_every_page_is_linked_from_the_readme_and_every_link_leads_somewhere():
+    readme = DOCS.parent / "README.md"
+    linked = {path.name for path in DOCS.glob("*.md") if f"(docs/{path.name})" in readme.read_text()}
+    assert linked == {path.name for path in DOCS.glob("*.md")}
+    for page in (readme, *DOCS.glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 @pytest.mark.parametrize(
