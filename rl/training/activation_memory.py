@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl.distributed.mesh import Degrees
-from rl.models.qwen3.model import Qwen3
+from rl.models.qwen3.model import FeedForward, Qwen3
 from rl.models.qwen3_moe.model import MoE
 
 FLOAT32 = 4
@@ -70,6 +70,7 @@ def _feed_forward(model: Qwen3.Config, degrees: Degrees) -> tuple[float, float]:
     """
     feed_forward = model.block.feed_forward
     if not isinstance(feed_forward, MoE.Config):
+        assert isinstance(feed_forward, FeedForward.Config)
         hidden = feed_forward.hidden_dim / degrees.tp
         return 4 * hidden, 2 * hidden
     # Experts that are whole see their part of the tokens, those that are split see all.

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,7 @@ class _SummedFiles(FileSystem):
             if "w" not in mode:
                 yield stream
                 return
-            summed = _SummedStream(stream)
+            summed = _SummedStream(cast(IO[bytes], stream))
             try:
                 yield summed
             finally:

@@ -112,9 +112,14 @@ class Policy:
             )
         num_tokens = batch.input_ids.numel()
         mine_t = self.context.token_indices(num_tokens).to(self.device)
-        per_token = (batch.input_ids, batch.positions, batch.targets, batch.temperatures)
         share = SequenceShare.from_lengths(batch.all_lengths, context=self.context, device=self.device)
-        values = self._forward(*(x_T[mine_t] for x_T in per_token), share)
+        values = self._forward(
+            batch.input_ids[mine_t],
+            batch.positions[mine_t],
+            batch.targets[mine_t],
+            batch.temperatures[mine_t],
+            share,
+        )
         places_T = self.context.places(num_tokens).to(self.device)
         logprobs_T, entropy_T = (self.context.gather(value_t, places_T) for value_t in values)
         return logprobs_T, entropy_T

@@ -48,7 +48,9 @@ def _check_kl_fields(loss: Loss) -> None:
             f"loss.kl_coef={loss.kl_coef} needs the reference policy: must be 0, or "  # type: ignore[attr-defined]
             "reference.enable True"
         )
-    for f in dataclasses.fields(loss) if dataclasses.is_dataclass(loss) else ():
+    if not dataclasses.is_dataclass(loss):
+        return
+    for f in dataclasses.fields(loss):
         if f.name.startswith("kl_") and getattr(loss, f.name) != f.default:
             raise ValueError(
                 f"loss.{f.name}={getattr(loss, f.name)!r} has no effect without the reference policy: "

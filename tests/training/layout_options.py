@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -21,11 +22,11 @@ class Options:
     checkpoint: str = "none"
     """none, full, op, or a number of layers."""
     compiled: bool = False
-    backend: str = "aot_eager"
+    backend: Literal["inductor", "aot_eager"] = "aot_eager"
     cpu_offload: bool = False
     loss_parallel: bool = True
     chunk: int | None = None
-    reshard: str = "default"
+    reshard: Literal["default", "always", "never"] = "default"
 
     def config(self, layout: str) -> TrainingEngine.Config:
         parallelism = replace(
@@ -95,7 +96,7 @@ def measure_options(layout: str, assets: str, rows: Sequence[Options]) -> list[M
 
 def _measure(engine: TrainingEngine) -> MeasuredOptions:
     counted: list[int] = []
-    embedding = engine.policy.model.embed_tokens
+    embedding = engine.policy.model.get_submodule("embed_tokens")
     handle = embedding.register_forward_pre_hook(lambda _, inputs: counted.append(inputs[0].numel()))
     result = engine.forward_backward(make_samples())
     handle.remove()

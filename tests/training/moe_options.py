@@ -54,7 +54,7 @@ def _config(layout: str, option: str) -> TrainingEngine.Config:
     parallelism = (LAYOUTS | CONTEXT)[layout][1]
     config = engine_config(parallelism=parallelism, cpu_offload=option == "offload")
     if option.startswith("reshard"):
-        config.parallelism = replace(parallelism, reshard_after_forward=option.removeprefix("reshard_"))
+        config.parallelism = replace(parallelism, reshard_after_forward=option.removeprefix("reshard_"))  # type: ignore[arg-type]
     if option == "full":
         config.activation_checkpoint = ActivationCheckpointConfig(mode="full")
     elif option.startswith("selective"):

@@ -1,5 +1,7 @@
 """What a checkpoint holds and restores, in one process. Layouts: test_checkpoint_layouts.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -129,7 +131,7 @@ def test_a_checkpoint_of_the_model_alone_is_smaller_and_is_not_continued(trained
     engine, _ = trained
     folder = str(tmp_path / "model")
     engine.save_checkpoint(folder, model_only=True)
-    assert sorted(saved_names(folder)) == sorted(f"model.{name}" for name in weights(engine))
+    assert sorted(saved_names(Path(folder))) == sorted(f"model.{name}" for name in weights(engine))
     fresh = make_engine(assets)
     with pytest.raises(ValueError, match="holds the model alone: load it with model_only"):
         fresh.load_checkpoint(folder)
@@ -183,7 +185,7 @@ def test_an_exclusion_of_nothing_is_refused(trained, assets):
 def test_a_tensor_of_another_shape_can_be_excluded(trained, assets):
     saved, folder = trained
     other = make_engine(assets)
-    other.policy.model.norm.weight = torch.nn.Parameter(torch.ones(35))
+    other.policy.model.get_submodule("norm").weight = torch.nn.Parameter(torch.ones(35))
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[36\], the model needs \[35\]"):
         other.load_checkpoint(folder)
     other.load_checkpoint(folder, exclude=["model.norm.weight", "optimizer.norm.weight"])
@@ -194,9 +196,10 @@ def with_frozen_embedding(assets):
     """The optimizer steps all but the embedding; a buffer that is saved, and one that is not."""
     engine = make_engine(assets)
     model = engine.policy.model
-    model.embed_tokens.weight.requires_grad_(False)
-    model.layers[1].register_buffer("load_bias", torch.zeros(3))
-    model.layers[1].register_buffer("scratch", torch.zeros(3), persistent=False)
+    model.get_parameter("embed_tokens.weight").requires_grad_(False)
+    block = model.get_submodule("layers.1")
+    block.register_buffer("load_bias", torch.zeros(3))
+    block.register_buffer("scratch", torch.zeros(3), persistent=False)
     engine.optimizer = engine.config.optimizer.build(parameters=engine.policy.trained_parameters)
     engine.checkpointer = engine.config.checkpoint.build(policy=engine.policy, optimizer=engine.optimizer)
     return engine

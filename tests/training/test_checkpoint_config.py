@@ -51,8 +51,12 @@ def test_checkpoints_are_due_at_the_interval_the_end_and_where_asked():
 
 def test_a_hugging_face_folder_ends_a_run_that_saves():
     assert CheckpointConfig().exports
-    for off in ({"enable": False}, {"load_only": True}, {"last_save_in_hf": False}):
-        assert not CheckpointConfig(**off).exports
+    for off in (
+        CheckpointConfig(enable=False),
+        CheckpointConfig(load_only=True),
+        CheckpointConfig(last_save_in_hf=False),
+    ):
+        assert not off.exports
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,7 @@ def test_offloaded_parameters_and_their_gradients_stay_on_the_host(assets):
         assert len(units) == 3  # two blocks, and the rest
         for unit in units:
             group = unit._get_fsdp_state()._fsdp_param_group
+            assert group is not None
             assert isinstance(group.offload_policy, CPUOffloadPolicy)
             assert not group.offload_policy.pin_memory  # there is no GPU to copy to
         engine.forward_backward(SAMPLES)

@@ -57,10 +57,13 @@ def test_compiled_autograd_is_refused_with_its_reason():
 
 @pytest.mark.parametrize("field", ["expert_parallel_degree", "expert_tensor_parallel_degree"])
 def test_a_dense_model_has_no_experts_to_split(field):
+    parallelism = ParallelismConfig()
+    setattr(parallelism, field, 2)
     with pytest.raises(ValueError, match=f"{field}=2: must be 1: a dense model has no experts"):
-        make_engine(None, parallelism=ParallelismConfig(**{field: 2}))
+        make_engine(None, parallelism=parallelism)
+    setattr(parallelism, field, 0)
     with pytest.raises(ValueError, match=f"{field}=0: must be at least 1"):
-        ParallelismConfig(**{field: 0})
+        make_engine(None, parallelism=parallelism)
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused():

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from rl.distributed.mesh import Degrees
+from rl.models.qwen3.model import Qwen3
 from rl.training.config import TrainingConfig
 from rl.training.memory import estimate
 from tests.training.moe_layouts import moe_spec
@@ -14,6 +15,12 @@ EXPERTS = 6 * 3 * 20 * 36
 LAYER = EXPERTS + (4 + 2 * 2) * 6 * 36 + 4 * 6 * 36 + 6 * 36 + 2 * 6 + 2 * 36
 """And query, key and value, their output, router, norms of the heads and of the layer."""
 ALL = 320 * 36 + 2 * LAYER + 36
+
+
+def estimated(layout):
+    model = moe_spec().model
+    assert isinstance(model, Qwen3.Config)
+    return estimate(model, degrees=layout, training=TrainingConfig())
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ ALL = 320 * 36 + 2 * LAYER + 36
 )
 def test_a_rank_holds_its_share_of_experts_and_of_the_rest(degrees, num_held):
     layout = Degrees(**({"dp_replicate": 1, "dp_shard": 1, "tp": 1} | degrees))
-    need = estimate(moe_spec().model, degrees=layout, training=TrainingConfig())
+    need = estimated(layout)
     assert need.parameters == need.gradients == 4 * math.ceil(num_held)
     assert need.optimizer == 2 * need.parameters
 
@@ -55,5 +62,5 @@ REST = LAYER - EXPERTS
 )
 def test_experts_are_gathered_among_the_ranks_that_have_the_same(degrees, num_gathered):
     layout = Degrees(**({"dp_replicate": 1, "dp_shard": 1, "tp": 1} | degrees))
-    need = estimate(moe_spec().model, degrees=layout, training=TrainingConfig())
+    need = estimated(layout)
     assert need.gathered == 4 * num_gathered

@@ -106,7 +106,7 @@ def test_reference_has_no_gradient_and_is_not_pushed(assets):
 def test_switched_off_it_has_no_memory_no_forward_and_no_field(assets):
     without, watched = kl_engine(assets, enable=False, kl_coef=0.0), kl_engine(assets, kl_coef=0.0)
     assert without.reference is None
-    num_forwards = {}
+    num_forwards: dict[str, int] = {}
     for name, engine in (("without", without), ("watched", watched)):
         layer = engine.policy.model.layers[0]
         layer.register_forward_hook(
@@ -199,7 +199,7 @@ def test_loop_reports_the_kl_which_grows_from_zero(assets):
         seed=0,
     )
     asyncio.run(loop.run())
-    first, second, third = (record["loss/kl"] for record in sink.records)
+    first, second, third = (float(record["loss/kl"] or 0.0) for record in sink.records)
     assert first == 0.0
     assert 0.0 < second < third
 
