@@ -124,9 +124,9 @@ def test_merged_adapters_are_what_is_sampled_from(served):
     """The generator knows nothing of LoRA; the trainer's own logprobs are with adapters unmerged."""
     replies = np.random.default_rng(0).integers(0, VOCAB_SIZE, (len(PROMPTS), 12)).astype(np.int32)
     taught = [demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)]
-    served.run(served.trainer.push_adapted.call(6, taught))
-    served.run(served.store.announce(6))
-    served.run(served.generator.pull_model_state_dict.call(6))
+    served.run(served.trainer.push_adapted.call(7, taught))
+    served.run(served.store.announce(7))
+    served.run(served.generator.pull_model_state_dict.call(7))
     completions = served.run(served.generate(PROMPTS, max_tokens=20, num_samples=2, seed=3))
     samples = [
         demonstration_sample(prompt, completion.token_ids)
