@@ -173,9 +173,9 @@ _NO_PIPELINE = (
     "shape; split the model with FSDP, tensor and context parallelism"
 )
 _NO_COMPILED_AUTOGRAD = (
-    "it traces the backward of a whole micro-batch whenever its shape is new, and packed micro-batches have "
-    "new shapes in every call; compile.enable compiles forward and backward of each block, for any number of "
-    "tokens"
+    "it traces the backward of a whole micro-batch whenever its shape is new, which packed ones are in every "
+    "call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; compile.enable compiles "
+    "each block's backward"
 )
 _NO_ROTATION = (
     "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
