@@ -53,6 +53,7 @@ from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
 from rl.training.checkpoint_files import HF_FOLDER
 from rl.training.experts import ExpertBalance
+from rl.weights.files import check_unused, make_store
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,6 @@ class Controller(Configurable):
                 trainer=self.trainer,
                 generator=self.generator,
                 reward=self.reward,
-                weights=self.weights,
                 timeouts=self.timeouts,
             )
 
@@ -179,8 +179,10 @@ class Controller(Configurable):
         return folder.path
 
     def _run(self, folder: RunFolder, prepared: _Prepared) -> None:
+        config = self.config
+        store = make_store(config.weights, dtype=config.generator.dtype, run_folder=folder.path)
         try:
-            launch.run(self._main(folder, prepared))
+            launch.run(self._main(folder, prepared, store))
         except BaseException as error:
             # For the log, with its traceback; the console gets the message from the entry.
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
@@ -190,6 +192,8 @@ class Controller(Configurable):
             stopped = RunError(str(error))
             stopped.where = ", ".join(getattr(error, "__notes__", ()))
             raise stopped from error
+        finally:
+            store.discard()
 
     def _prepare(self) -> _Prepared:
         """Check all that can be checked without starting or writing anything."""
@@ -200,6 +204,7 @@ class Controller(Configurable):
         check_load_source(source, model_spec=start.spec, num_steps=config.loop.num_steps)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
         check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
+        check_unused(config.weights)
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
@@ -234,13 +239,14 @@ class Controller(Configurable):
             arithmetic=warmup_arithmetic(config.trainer),
         )
 
-    async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
+    async def _main(self, folder: RunFolder, prepared: _Prepared, store: WeightStore) -> None:
         started = time.monotonic()
         config = self.config
         start, task, renderer = prepared.start, prepared.task, prepared.renderer
         with progress("starting the actors (import, load, compile)"):
             fleet = await start_fleet(
                 config.fleet,
+                store=store,
                 model_spec=start.spec,
                 hf_assets_path=str(start.folder),
                 rubric=task.rubric(seed=config.seed),

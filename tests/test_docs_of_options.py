@@ -13,6 +13,7 @@ from configs.sum_digits import tiny
 from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.config.tree import is_node
+from rl.weights.store import WeightStore
 
 DOCS = Path(__file__).parent.parent / "docs"
 LOSSES = (GRPOLoss, CrossEntropyLoss)
@@ -36,7 +37,9 @@ def fields_of(config, *, prefix):
 
 
 def trainer_fields():
-    return set(fields_of(PolicyTrainer.Config, prefix="trainer."))
+    """And those of the weights' way."""
+    trainer = set(fields_of(PolicyTrainer.Config, prefix="trainer."))
+    return trainer | set(fields_of(WeightStore.Config, prefix="weights."))
 
 
 def root_leaves():
@@ -60,7 +63,7 @@ def documented(text):
             named = re.search(r"`([a-z_.]+)`\s*$", line)
             group = f"{named[1]}." if named else ""
             continue
-        anywhere |= set(re.findall(r"`(?:--)?(trainer\.[a-z_.0-9]+)`", line))
+        anywhere |= set(re.findall(r"`(?:--)?((?:trainer|weights)\.[a-z_.0-9]+)`", line))
         if row := re.match(r"\| `([a-z_0-9]+)` \|", line):
             rows.add(group + row[1])
     return rows, anywhere

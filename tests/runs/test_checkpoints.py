@@ -15,6 +15,7 @@ def checkpoint(**fields):
 
 
 def test_a_run_that_is_continued_takes_the_steps_of_one_that_went_on(tmp_path):
+    """Its weights travel another way, which changes nothing."""
     elsewhere = tmp_path / "elsewhere"
     whole = run_to_the_end(
         tmp_path, "whole", *SHORT, "--loop.num_steps", "4",
@@ -32,6 +33,7 @@ def test_a_run_that_is_continued_takes_the_steps_of_one_that_went_on(tmp_path):
         tmp_path, "rest", *SHORT, "--loop.num_steps", "4",
         *checkpoint(initial_load_path=elsewhere, load_step=2, initial_load_model_only=False),
         *checkpoint(last_save_model_only=True, last_save_in_hf=False),
+        "--weights.transport", "files",
         limit_s=110,
     )  # fmt: skip
     assert rest.status == 0, rest.output
@@ -41,5 +43,6 @@ def test_a_run_that_is_continued_takes_the_steps_of_one_that_went_on(tmp_path):
             assert continued[key] == went_on[key], key
         for key in ("loss/mean", "loss/grad_norm", "loss/entropy_mean"):
             assert continued[key] == pytest.approx(went_on[key], rel=1e-4), key
+    assert not (rest.folder / "weights").exists()
     assert [path.name for path in (rest.folder / "checkpoints").iterdir()] == ["step-4"]
     assert read_state(rest.folder / "checkpoints" / "step-4").model_only

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+EXIT_S = 5.0
+"""How long ranks that have answered may take to end by themselves."""
 _PRELOADED = ["rl.training.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
@@ -46,7 +48,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _collect(pipes, name=function.__name__, timeout_s=timeout_s)
+        results = _collect(pipes, name=function.__name__, timeout_s=timeout_s)
+        for process in processes:
+            process.join(EXIT_S)  # Killed, they would leave their semaphores in /dev/shm.
+        return results
     finally:
         for process in processes:
             process.kill()
