@@ -27,7 +27,7 @@ from tests.training.parts import make_sample
 
 FILE = Path(__file__).with_name("golden.json")
 NUM_STEPS = 10
-NUM_SAMPLES = 24
+NUM_SAMPLES = 8
 
 Steps = list[list[float]]
 """Loss and gradient norm of each step."""
@@ -127,10 +127,10 @@ def recorded(file: Path = FILE) -> dict[str, Steps]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def renew(file: Path = FILE) -> None:
+def renew(new: Steps, file: Path = FILE) -> None:
     """Write this machine's numbers; print them beside those that were there."""
     known = recorded(file)
-    old, new = known.get(machine()), run_steps()
+    old = known.get(machine())
     print(machine())
     print(f"{'step':>4}  {'loss before':>24}  {'loss now':>24}  {'norm before':>24}  {'norm now':>24}")
     for step, (loss, norm) in enumerate(new):
@@ -143,4 +143,4 @@ def renew(file: Path = FILE) -> None:
 
 if __name__ == "__main__":
     use_threads(1)
-    renew()
+    renew(run_steps())

@@ -42,11 +42,11 @@ def test_losses_are_those_recorded_for_this_machine(ran):
     )
 
 
-def test_renewing_shows_old_and_new_values_and_keeps_those_of_other_machines(tmp_path, capsys):
+def test_renewing_shows_old_and_new_values_and_keeps_those_of_other_machines(ran, tmp_path, capsys):
     file = tmp_path / "golden.json"
     old = [[1.0, 2.0]] * golden.NUM_STEPS
     file.write_text(json.dumps({golden.machine(): old, "torch 1.0, another": old}))
-    golden.renew(file)
+    golden.renew(ran[1]["plain"], file)
     written = golden.recorded(file)
     assert written["torch 1.0, another"] == old
     loss, norm = written[golden.machine()][0]
