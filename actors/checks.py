@@ -10,6 +10,7 @@ import torch
 from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
 from rl.models.converters.converter import ModelConverters
+from rl.models.converters.lora import LoRA
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
@@ -19,6 +20,7 @@ from rl.tasks.task import Task
 from rl.training import layout
 from rl.training.checkpoint import check_known_shapes
 from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpoint_files import ADAPTER_FOLDER
 from rl.training.checkpointer import check_device
 from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
@@ -129,6 +131,41 @@ def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
             converters.convert(model_spec.model.build())
     except ValueError as error:
         raise ValueError(f"trainer.{error}") from error
+
+
+def has_lora(fleet: FleetConfig) -> bool:
+    """Whether the trainer trains adapters."""
+    return any(isinstance(converter, LoRA.Config) for converter in fleet.trainer.converters)
+
+
+def check_end(fleet: FleetConfig, *, warms_up: bool) -> None:
+    """What would only be noticed when a run starts to train, or when it ends.
+
+    Raises:
+        ValueError: names the field.
+    """
+    checkpoint, timeouts = fleet.trainer.checkpoint, fleet.timeouts
+    if checkpoint.saves and checkpoint.timeout_s > timeouts.checkpoint_s:
+        raise ValueError(
+            f"trainer.checkpoint.timeout_s={checkpoint.timeout_s:g} is more than timeouts.checkpoint_s="
+            f"{timeouts.checkpoint_s:g}, after which the run stops: raise that too"
+        )
+    if not has_lora(fleet):
+        return
+    if checkpoint.saves and checkpoint.shared_folder is not None:
+        adapter = checkpoint.shared_folder / ADAPTER_FOLDER
+        if adapter.exists():
+            raise ValueError(
+                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a run that "
+                "ended; move it away"
+            )
+    for number, converter in enumerate(fleet.trainer.converters):
+        if warms_up and isinstance(converter, LoRA.Config) and converter.initial_adapter is not None:
+            raise ValueError(
+                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a warm-up, "
+                "which starts from weights without it: set warmup to None, and hf_assets_path to the weights "
+                "that the adapter belongs to"
+            )
 
 
 def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:

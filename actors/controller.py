@@ -21,10 +21,12 @@ from actors.calls import ActorCallError, Timeouts
 from actors.checks import (
     check_converters,
     check_demonstrations,
+    check_end,
     check_layout,
     check_load_source,
     check_memory,
     check_task,
+    has_lora,
 )
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
@@ -37,7 +39,6 @@ from rl.config.tree import input_paths
 from rl.distributed.seeds import check_seed
 from rl.errors import RunError
 from rl.loop import Seams, SyncLoop
-from rl.models.converters.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
@@ -51,7 +52,7 @@ from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
-from rl.training.checkpoint_files import HF_FOLDER
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER
 from rl.training.experts import ExpertBalance
 from rl.weights.files import check_unused, make_store
 from rl.weights.store import WeightStore
@@ -204,6 +205,7 @@ class Controller(Configurable):
         check_load_source(source, model_spec=start.spec, num_steps=config.loop.num_steps)
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
         check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
+        check_end(config.fleet, warms_up=config.warmup is not None)
         check_unused(config.weights)
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -278,8 +280,8 @@ class Controller(Configurable):
                 await loop.run()
         if config.trainer.checkpoint.exports:
             await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
-        if any(isinstance(converter, LoRA.Config) for converter in config.trainer.converters):
-            await learner.save_adapter(str(folder.checkpoints / "adapter"))
+        if config.trainer.checkpoint.saves and has_lora(config.fleet):
+            await learner.save_adapter(str(folder.checkpoints / ADAPTER_FOLDER))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()
@@ -340,11 +342,11 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
-    """A run that stops lets its trainer finish the checkpoint that is being written in the background."""
+    """A run that an error stops lets its trainer finish the checkpoint that is written in the background."""
     try:
         yield
     except RunError:
         if background:
             with suppress(RunError):  # the trainer itself may be what the run stops for
-                await fleet.trainer.call("close", limit="close_s")
+                await fleet.trainer.call("finish_saving", limit="checkpoint_s")
         raise

@@ -102,6 +102,11 @@ class PolicyTrainer(Actor, Configurable):
         self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait)
 
     @endpoint
+    async def finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written in the background."""
+        self.engine.checkpointer.wait()
+
+    @endpoint
     async def load_checkpoint(self, folder: str, model_only: bool = False) -> int:
         return self.engine.load_checkpoint(folder, model_only=model_only)
 

@@ -286,7 +286,8 @@ class SyncLoop(Configurable):
                 f"policy version {self.policy_version}: the logprobs of trainer and generator "
                 f"differ by {result.logprob_diff_mean:.3g} nats a token (at most "
                 f"{result.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
-                f"{self.config.max_logprob_diff:g}: they do not hold the same weights"
+                f"{self.config.max_logprob_diff:g}: they do not hold the same weights, or compute them in "
+                "other precisions"
             )
 
     def _samples(self, graded_PG: list[list[GradedRollout]]) -> list[TrainingSample]:

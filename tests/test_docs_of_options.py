@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.calls import Timeouts
 from actors.controller import Controller
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
@@ -37,9 +38,10 @@ def fields_of(config, *, prefix):
 
 
 def trainer_fields():
-    """And those of the weights' way."""
+    """And those of the weights' way and the deadlines."""
     trainer = set(fields_of(PolicyTrainer.Config, prefix="trainer."))
-    return trainer | set(fields_of(WeightStore.Config, prefix="weights."))
+    others = (("weights.", WeightStore.Config), ("timeouts.", Timeouts))
+    return trainer.union(*(fields_of(config, prefix=prefix) for prefix, config in others))
 
 
 def root_leaves():
@@ -63,7 +65,7 @@ def documented(text):
             named = re.search(r"`([a-z_.]+)`\s*$", line)
             group = f"{named[1]}." if named else ""
             continue
-        anywhere |= set(re.findall(r"`(?:--)?((?:trainer|weights)\.[a-z_.0-9]+)`", line))
+        anywhere |= set(re.findall(r"`(?:--)?((?:trainer|weights|timeouts)\.[a-z_.0-9]+)`", line))
         if row := re.match(r"\| `([a-z_0-9]+)` \|", line):
             rows.add(group + row[1])
     return rows, anywhere

@@ -105,9 +105,14 @@ class CheckpointConfig(Configurable.Config):
         return last or step % self.interval == 0 or (step == 1 and self.enable_first_step_checkpoint)
 
     @property
+    def saves(self) -> bool:
+        """Whether a run writes anything of what it trained."""
+        return self.enable and not self.load_only
+
+    @property
     def exports(self) -> bool:
         """Whether a run ends with a Hugging Face folder."""
-        return self.enable and self.last_save_in_hf and not self.load_only
+        return self.saves and self.last_save_in_hf
 
     @property
     def shared_folder(self) -> Path | None:

@@ -29,6 +29,8 @@ TENSORS_SUFFIX = ".distcp"
 """Of the large files."""
 HF_FOLDER = "hf"
 """Beside the steps: the last weights as a Hugging Face folder."""
+ADAPTER_FOLDER = "adapter"
+"""Beside the steps: the last adapters of LoRA, in PEFT's format."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK_BYTES = 1 << 20

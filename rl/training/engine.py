@@ -34,6 +34,7 @@ from rl.training.checkpoint_files import SavedState, is_checkpoint
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.engine_config import EngineConfig
+from rl.training.errors import unwritten
 from rl.training.experts import ExpertBalance
 from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
@@ -239,9 +240,10 @@ class TrainingEngine(Configurable):
 
         Raises:
             FileExistsError: the folder is there and not empty.
+            CheckpointError: it could not be written; nothing of it remains.
         """
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
-        with awaiting(f"export_hf of step {self.policy_version}"):
+        with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def save_adapter(self, folder: str) -> None:
@@ -249,9 +251,10 @@ class TrainingEngine(Configurable):
 
         Raises:
             FileExistsError: the folder is there and not empty.
+            CheckpointError: it could not be written; nothing of it remains.
             ValueError: there is no LoRA among the converters.
         """
-        with awaiting(f"save_adapter of step {self.policy_version}"):
+        with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
             self.policy.save_adapter(folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
+
 from rl.errors import RunError
 
 
@@ -27,3 +32,14 @@ class NonFiniteLossError(RunError, ArithmeticError):
 
 class CheckpointError(RunError):
     """A checkpoint could not be written or read; earlier ones are as they were."""
+
+
+@contextmanager
+def unwritten(folder: str) -> Iterator[None]:
+    """Errors of the disk as a CheckpointError that names the folder; FileExistsError stays what it is."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} was not written, what was there is as it was: {error}") from error

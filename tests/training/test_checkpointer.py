@@ -209,6 +209,23 @@ def test_on_a_full_disk_the_error_says_so_and_the_checkpoint_before_loads(assets
     assert_same(loaded(assets, tmp_path / "step-1"), before)
 
 
+def test_on_a_full_disk_an_export_says_so_and_nothing_of_it_remains(assets, tmp_path):
+    engine = make_engine(assets)
+
+    def export_on_full_disk():
+        limit_files(3_000)
+        try:
+            engine.export_hf(str(tmp_path / "hf"))
+        except CheckpointError as error:
+            return str(error)
+        return "nothing raised"
+
+    status, error = in_copy(export_on_full_disk)
+    assert status == 0
+    assert f"{tmp_path / 'hf'} was not written, what was there is as it was: " in error
+    assert entries(tmp_path) == []
+
+
 def test_an_error_in_the_background_is_raised_once_by_the_next_call(assets, tmp_path):
     engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async"))
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
