@@ -30,7 +30,6 @@ from rl.models.buffers import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.training.accumulate import MicroBatchSums, StepState, backward
-from rl.training.checkpoint_files import SavedState, is_checkpoint
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.engine_config import EngineConfig
@@ -42,6 +41,7 @@ from rl.training.optimizer import Optimizer
 from rl.training.place import Place
 from rl.training.reference import make_reference, with_reference
 from rl.training.schedule import LRSchedule
+from rl.training.starting_weights import StartingWeights
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,7 @@ class TrainingEngine(Configurable):
     ) -> None:
         """
         Args:
-            hf_assets_path: Hugging Face folder that gives sizes, weights and, to what is
-                exported, the tokenizer; None draws the spec's model at random.
+            hf_assets_path: Hugging Face folder of sizes, weights and tokenizer; None draws a random model.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
             failure_folder: receives the batch on which a loss was not finite, and the latest
@@ -112,6 +111,7 @@ class TrainingEngine(Configurable):
         self.checkpointer: Checkpointer = config.checkpoint.build(
             policy=self.policy, optimizer=self.optimizer
         )
+        self._start = StartingWeights(folder, checkpointer=self.checkpointer, reference=self.reference)
         self.policy_version = 0
         self._step = StepState()
         training = config.training
@@ -207,7 +207,7 @@ class TrainingEngine(Configurable):
         """
         if self._step.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
-        state = SavedState(policy_version=self.policy_version, position=position, model_only=model_only)
+        state = self._start.saved_state(self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
             self.checkpointer.save(folder, state, wait=wait)
 
@@ -217,19 +217,18 @@ class TrainingEngine(Configurable):
         """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one or,
         with the weights that are loaded, from an adapter in PEFT's format.
 
-        An accumulated gradient is dropped. Where the policy starts at step 0, so does the reference policy.
-        Returns the policy version.
+        An accumulated gradient is dropped. Where the policy starts at step 0, so does the reference policy,
+        else it is that of the run that saved. Returns the policy version.
 
         Raises:
-            ValueError: the folder is none of these, is incomplete or damaged, or is of another architecture.
+            ValueError: the folder is none of these, incomplete, damaged or of another architecture, or
+                the reference policy's weights are gone.
         """
         self._drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
-            self.policy_version = self.checkpointer.load(
+            self.policy_version = self._start.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
             )
-            if self.reference is not None and (model_only or not is_checkpoint(folder)):
-                self.reference.follow(self.policy)
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:

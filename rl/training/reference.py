@@ -67,6 +67,11 @@ class ReferencePolicy:
         for parameter in policy.parameters.values():
             parameter.requires_grad_(False)
 
+    @property
+    def policy(self) -> Policy:
+        """That answers."""
+        return self._policy
+
     @torch.no_grad()
     def follow(self, policy: Policy) -> None:
         """Take over the policy's weights, each rank its own shards."""
