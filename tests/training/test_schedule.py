@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rl.training.schedule import LRSchedule
+from rl.training.schedule import LRSchedule, check_total_steps
 
 
 def factors(steps, **config):
@@ -64,8 +64,27 @@ def test_factor_stays_at_the_minimum_after_the_last_step():
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"min_ratio": 1.5}, r"min_ratio=1\.5: must be between"),
         ({"decay_ratio": -0.1}, r"decay_ratio=-0\.1"),
+        (
+            {"decay": "linear", "total_steps": 10, "min_ratio": 1.0},
+            r"min_ratio=1\.0: decay='linear' to the peak",
+        ),
+        ({"decay": "sqrt", "total_steps": 10, "decay_ratio": 0.0}, r"decay_ratio=0\.0: .* over no step"),
+        ({"decay": "cosine", "total_steps": 10, "decay_ratio": 0.04}, r"over no step of total_steps=10"),
     ],
 )
 def test_impossible_schedule_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         LRSchedule.Config(**config)
+
+
+def test_decay_over_another_number_of_steps_than_the_loops_is_refused():
+    schedule = LRSchedule.Config(decay="linear", total_steps=80)
+    check_total_steps(schedule, num_steps=80, num_minibatches=1)
+    check_total_steps(schedule, num_steps=20, num_minibatches=4)
+    check_total_steps(schedule, num_steps=0, num_minibatches=1)  # evaluates alone
+    check_total_steps(LRSchedule.Config(warmup_steps=10), num_steps=2, num_minibatches=1)
+    for num_steps, num_minibatches, steps in ((80, 2, 160), (10, 1, 10)):
+        with pytest.raises(
+            ValueError, match=rf"total_steps=80 with decay='linear': must be {steps}, the opt"
+        ):
+            check_total_steps(schedule, num_steps=num_steps, num_minibatches=num_minibatches)
