@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
@@ -16,14 +18,20 @@ from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
+from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training import layout
-from rl.training.checkpoint import check_known_shapes
+from rl.training.checkpoint import model_tensors, optimizer_tensors
 from rl.training.checkpoint_config import LoadSource
-from rl.training.checkpoint_files import ADAPTER_FOLDER
+from rl.training.checkpoint_files import ADAPTER_FOLDER, check_sizes, is_checkpoint, read_state
+from rl.training.checkpoint_match import Destination, matching_tensors
 from rl.training.checkpointer import check_device
+from rl.training.memory import too_large
+from rl.training.optimizer import Optimizer
 from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
+from rl.training.schedule import check_total_steps
+from rl.training.starting_weights import reference_folder
 from rl.types import Completion, Problem, Rollout
 
 NUM_PROBED_PROBLEMS = 64
@@ -62,6 +70,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.training.max_tokens_per_microbatch={max_tokens} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
+    check_total_steps(trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches)
     check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
     check_sequence_length(model_spec, fleet.trainer.training)
     max_length = fleet.trainer.training.max_sequence_length
@@ -93,11 +102,13 @@ def check_divisible(tensor_parallel_degree: int, *, model_spec: ModelSpec) -> No
             )
 
 
-def check_load_source(source: LoadSource | None, *, model_spec: ModelSpec, num_steps: int) -> None:
-    """What is loaded fits the model and has steps left.
+def check_load_source(
+    source: LoadSource | None, *, fleet: FleetConfig, model_spec: ModelSpec, num_steps: int, num_gpus: int
+) -> None:
+    """What is loaded fits the model with its converters, and the optimizer, and has steps left.
 
     Raises:
-        ValueError: names the folder, and the first tensor that does not fit with both shapes.
+        ValueError: names the folder, the first tensor that does not fit with both shapes, and the difference.
     """
     if source is None:
         return
@@ -106,12 +117,54 @@ def check_load_source(source: LoadSource | None, *, model_spec: ModelSpec, num_s
             f"loop.num_steps={num_steps}: {source.path} has done {source.position.step} steps already; "
             "give more to continue"
         )
-    with torch.device("meta"):
-        model = model_spec.model.build()
+    trainer = fleet.trainer
+    adapter = model_spec.adapter(model_spec.model)
+    model, converters = _converted(fleet, model_spec=model_spec, num_gpus=num_gpus)
     if source.in_hf:
-        HFFolder(source.path).check(model, model_spec.adapter(model_spec.model))
+        HFFolder(source.path).check(model, adapter, names=set(converters.plain_names))
+        return
+    tensors = model_tensors(model)
+    if not source.model_only:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer: Optimizer = trainer.optimizer.build(parameters=trained, adapter=adapter)
+        tensors |= optimizer_tensors(trained, optimizer)
+    matching_tensors(
+        source.path,
+        read_state(source.path),
+        Destination(tensors=tensors, converters=converters),
+        model_only=source.model_only,
+        exclude=trainer.checkpoint.exclude_from_loading,
+    )
+
+
+def check_reference_weights(
+    source: LoadSource | None, *, start: StartingPoint, fleet: FleetConfig, num_gpus: int
+) -> Path | None:
+    """The folder that the reference policy of a run that is continued is loaded from; None: it has none, or
+    the weights of `start`.
+
+    Raises:
+        ValueError: it is gone, does not fit the model, or it is not known which it is.
+    """
+    if not fleet.trainer.reference.enable or source is None or source.model_only:
+        return None
+    folder = reference_folder(
+        source.started_from,
+        of=source.path,
+        present=start.origin,
+        exclude=fleet.trainer.checkpoint.exclude_from_loading,
+    )
+    if folder is None:
+        return None
+    model, converters = _converted(fleet, model_spec=start.spec, num_gpus=num_gpus)
+    if is_checkpoint(folder):
+        check_sizes(folder)
+        into = Destination(tensors=model_tensors(model), converters=converters)
+        matching_tensors(folder, read_state(folder), into, model_only=True, exclude=())
     else:
-        check_known_shapes(source.path, model)
+        adapter = start.spec.adapter(start.spec.model)
+        HFFolder(folder).check(model, adapter, names=set(converters.plain_names))
+    return folder
 
 
 def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int) -> None:
@@ -120,6 +173,13 @@ def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
     Raises:
         ValueError: names the converter by its number, and the field.
     """
+    _converted(fleet, model_spec=model_spec, num_gpus=num_gpus)
+
+
+def _converted(
+    fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
+) -> tuple[nn.Module, ModelConverters]:
+    """The trainer's model, without memory, and what changed it."""
     degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if num_gpus else "cpu")
@@ -128,9 +188,11 @@ def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
         )
         with torch.device("meta"):
-            converters.convert(model_spec.model.build())
+            model: nn.Module = model_spec.model.build()
+            converters.convert(model)
     except ValueError as error:
         raise ValueError(f"trainer.{error}") from error
+    return model, converters
 
 
 def has_lora(fleet: FleetConfig) -> bool:
@@ -174,16 +236,17 @@ def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
 
     Raises:
-        ValueError: names the model, both sizes and what they are made of.
+        ValueError: names the model, both sizes and what they are made of; with compile this is a warning.
     """
     trainer = fleet.trainer
     degrees = trainer.parallelism.degrees(trainer.num_procs)
     rank = trainer.estimate_memory(model_spec, degrees=degrees, on_gpu=False)
     if trainer.num_procs * rank.total > memory_bytes:
-        raise ValueError(
+        too_large(
             f"{model_spec.name} {model_spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
             f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
-            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU"
+            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
+            compiled=trainer.compile.enable,
         )
 
 

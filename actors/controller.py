@@ -25,6 +25,7 @@ from actors.checks import (
     check_layout,
     check_load_source,
     check_memory,
+    check_reference_weights,
     check_task,
     has_lora,
 )
@@ -70,8 +71,15 @@ class _Prepared:
     start: StartingPoint
     source: LoadSource | None
     """What the trainer loads instead of the starting point's weights."""
+    reference: Path | None
+    """What the trainer loads into the reference policy, where that is not the starting point."""
     task: Task
     renderer: ChatRenderer
+
+    def inputs(self, config: Controller.Config) -> dict[str, Path]:
+        """Files and folders that the run reads, by the field that they come from."""
+        paths = {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
+        return paths | ({} if self.reference is None else {"trainer.reference": self.reference})
 
 
 class Controller(Configurable):
@@ -157,7 +165,7 @@ class Controller(Configurable):
             name,
             time_stamp=config.name is None,
             overwrite=config.overwrite,
-            inputs={field: path for field, path in input_paths(config).items() if field != "dump_folder"},
+            inputs=prepared.inputs(config),
             checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
@@ -202,9 +210,16 @@ class Controller(Configurable):
         task: Task = config.task.build()
         source = find_load_source(config.trainer.checkpoint)
         start = self._starting_point(task, source)
-        check_load_source(source, model_spec=start.spec, num_steps=config.loop.num_steps)
+        check_load_source(
+            source,
+            fleet=config.fleet,
+            model_spec=start.spec,
+            num_steps=config.loop.num_steps,
+            num_gpus=num_gpus(),
+        )
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
         check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
+        reference = check_reference_weights(source, start=start, fleet=config.fleet, num_gpus=num_gpus())
         check_end(config.fleet, warms_up=config.warmup is not None)
         check_unused(config.weights)
         if num_gpus() == 0:
@@ -221,15 +236,14 @@ class Controller(Configurable):
             check_demonstrations(
                 task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
             )
-        return _Prepared(start=start, source=source, task=task, renderer=renderer)
+        return _Prepared(start=start, source=source, reference=reference, task=task, renderer=renderer)
 
     def _starting_point(self, task: Task, source: LoadSource | None) -> StartingPoint:
         config = self.config
         if config.hf_assets_path is not None:
             return given_folder(config.hf_assets_path, spec=config.model, any_size=config.any_model_size)
         cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-        # A policy that is continued has its weights from its checkpoint, its reference policy from the start.
-        starts_here = source is None or (config.trainer.reference.enable and not source.model_only)
+        starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
         if config.warmup is None or not starts_here:
             return random_model(cache, spec=config.model, seed=config.seed)
         return warmed_up_model(

@@ -118,29 +118,6 @@ def saved_names(folder: Path) -> dict[str, tuple[int, ...] | None]:
     }
 
 
-def check_known_shapes(folder: Path, model: nn.Module) -> None:
-    """Whether what a checkpoint has of this model's tensors is of their shapes; `model` may be on the meta
-    device. What the trainer adds to a model, such as adapters, it checks itself.
-
-    Raises:
-        ValueError: names the first tensor of another shape, and both.
-    """
-    saved = saved_names(folder)
-    for name, tensor in model_tensors(model).items():
-        if name in saved:
-            check_shape(folder, name, saved=saved[name], needed=tuple(tensor.shape))
-
-
-def check_shape(folder: Path, name: str, *, saved: tuple[int, ...] | None, needed: tuple[int, ...]) -> None:
-    """Raise ValueError if a tensor is not of the shape that the model needs."""
-    if saved != needed:
-        shape = None if saved is None else list(saved)
-        raise ValueError(
-            f"checkpoint {folder}: tensor {name} has shape {shape}, the model needs {list(needed)}: "
-            "a checkpoint of another architecture or size"
-        )
-
-
 class _StagedPlanner(DefaultSavePlanner):
     """Plans from the tensors themselves, which know their layout, and writes the copies."""
 

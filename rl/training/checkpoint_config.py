@@ -71,7 +71,7 @@ class CheckpointConfig(Configurable.Config):
     initial_load_in_hf_quantized: bool = False
     """Refused: quantized weights cannot be trained on; convert the folder to bfloat16 first."""
     load_step: int = LATEST
-    """Which of several checkpoints to load; -1: the latest."""
+    """Which checkpoint of `initial_load_path` to load or, without that, of `folder`; -1: the latest."""
     load_only: bool = False
     """Load and never save."""
     exclude_from_loading: tuple[str, ...] = ()
@@ -183,6 +183,15 @@ class LoadSource:
     """A Hugging Face folder, not a checkpoint of `Checkpointer`."""
     position: LoopPosition | None
     """Where the loop goes on; None starts it anew."""
+    started_from: str | None = None
+    """Of a checkpoint that is continued: `SavedState.started_from`."""
+
+    def needs_start(self, *, reference: bool) -> bool:
+        """Whether the weights that the run started from have to be made again: a policy that is continued has
+        its own from the checkpoint, its `reference` policy from the run's start, which may be gone."""
+        if self.model_only or not reference:
+            return False
+        return self.started_from is None or not Path(self.started_from).is_dir()
 
 
 def find_load_source(config: CheckpointConfig) -> LoadSource | None:
@@ -200,7 +209,8 @@ def find_load_source(config: CheckpointConfig) -> LoadSource | None:
     if shared is not None and not config.load_only:
         _check_free(config, shared, steps)
     if shared is not None and steps:
-        source = _checkpoint(_step_of(steps, config.load_step, folder=shared), config, model_only=False)
+        load_step = config.load_step if _is_of_folder(config) else LATEST
+        source = _checkpoint(_step_of(steps, load_step, folder=shared), config, model_only=False)
         if source.position is None and not config.load_only:
             raise ValueError(
                 f"folder={config.folder!r} holds checkpoints, but the loop would start at step 0 and come to "
@@ -224,6 +234,12 @@ def find_load_source(config: CheckpointConfig) -> LoadSource | None:
     return _checkpoint(_chosen(path, config), config, model_only=config.initial_load_model_only)
 
 
+def _is_of_folder(config: CheckpointConfig) -> bool:
+    """Whether `load_step` is one of `folder`'s: a step of another folder was the start of what is there."""
+    path, shared = config.initial_load_path, config.shared_folder
+    return path is None or (shared is not None and Path(path).expanduser().resolve() == shared.resolve())
+
+
 def _check_free(config: CheckpointConfig, folder: Path, steps: dict[int, Path]) -> None:
     """Whether a run that loads what is asked for can save into the folder later."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -234,7 +250,7 @@ def _check_free(config: CheckpointConfig, folder: Path, steps: dict[int, Path]) 
             f"last_save_in_hf=True: {folder / HF_FOLDER} is there already, of a run that ended; move it away"
         )
     later = [step for step in steps if LATEST < config.load_step < step]
-    if config.load_step in steps and later:
+    if _is_of_folder(config) and config.load_step in steps and later:
         raise ValueError(
             f"load_step={config.load_step}: {folder} holds later steps too ({_listed(later)}), which this "
             "run would come to again; move them away, or load with initial_load_path into another folder"
@@ -288,7 +304,10 @@ def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> Lo
         )
     continues = not model_only and not excluded(DATALOADER, config.exclude_from_loading)
     position = state.position if continues else None
-    return LoadSource(path=path, model_only=model_only, in_hf=False, position=position)
+    started_from = None if model_only else state.started_from
+    return LoadSource(
+        path=path, model_only=model_only, in_hf=False, position=position, started_from=started_from
+    )
 
 
 def _listed(steps: Iterable[int]) -> str:

@@ -25,8 +25,8 @@ from rl.types import LoopPosition
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-TENSORS_SUFFIX = ".distcp"
-"""Of the large files."""
+TENSORS_SUFFIX, METADATA = ".distcp", ".metadata"
+"""Of the large files, and the name of the one that says what is where in them."""
 HF_FOLDER = "hf"
 """Beside the steps: the last weights as a Hugging Face folder."""
 ADAPTER_FOLDER = "adapter"
@@ -45,6 +45,14 @@ class SavedState:
     """Without optimizer and random states: to start from, not to continue."""
     position: LoopPosition | None
     """Of the loop that saved; None where none did."""
+    converters: dict[str, dict[str, Any]] | None = None
+    """Settings of the trainer's converters that the meaning of the weights depends on, as
+    `ModelConverters.saved_settings`; None where a version saved that did not note them."""
+    base_model: str | None = None
+    """Hugging Face folder that the frozen weights came from, as `Policy.base_model`."""
+    started_from: str | None = None
+    """The folder of the weights that training started from, or the seed that they were drawn from, as
+    `StartingWeights.origin`; None: not one folder, or a version saved that did not note it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +105,11 @@ def read_state(folder: str | Path) -> SavedState:
             policy_version=int(content["policy_version"]),
             model_only=bool(content["model_only"]),
             position=None if position is None else LoopPosition(**position),
+            converters=_settings(content.get("converters")),
+            base_model=_text(content.get("base_model")),
+            started_from=_text(content.get("started_from")),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"checkpoint file {file} is corrupted: {error!r}") from error
 
 
@@ -106,10 +117,14 @@ def check_sizes(folder: str | Path) -> dict[str, FileSum]:
     """What the manifest lists, each file there and of its size.
 
     Raises:
-        ValueError: names the first file that is missing or truncated.
+        ValueError: names the first file that is missing, truncated, or one that the manifest should list.
     """
     path = Path(folder)
     sums = _read_manifest(path)
+    tensors = {file.name for file in path.iterdir() if file.name.endswith((TENSORS_SUFFIX, METADATA))}
+    for name in sorted({STATE, *tensors}):
+        if name not in sums:
+            raise ValueError(f"checkpoint file {path / MANIFEST} is corrupted: it does not list {name}")
     for name, written in sums.items():
         file = path / name
         if not file.is_file():
@@ -159,6 +174,16 @@ def _read_manifest(folder: Path) -> dict[str, FileSum]:
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}") from error
+
+
+def _settings(value: Any) -> dict[str, dict[str, Any]] | None:
+    if value is None:
+        return None
+    return {str(name): dict(settings) for name, settings in value.items()}
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

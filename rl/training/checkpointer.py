@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rl.distributed.seeds import random_states, restore_random_states
 from rl.models.converters.peft_folder import is_peft_folder
 from rl.models.hf import HFFolder
 from rl.training import checkpoint
-from rl.training.checkpoint_config import DATALOADER, RANDOM, TRAIN_STATE, CheckpointConfig, excluded
+from rl.training.checkpoint_config import RANDOM, TRAIN_STATE, CheckpointConfig, excluded
 from rl.training.checkpoint_files import (
     FileSum,
     SavedState,
@@ -38,6 +38,7 @@ from rl.training.checkpoint_files import (
     saved_steps,
     write_description,
 )
+from rl.training.checkpoint_match import Destination, matching_tensors
 from rl.training.errors import CheckpointError
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy
@@ -78,7 +79,8 @@ class Checkpointer(Configurable):
 
         Args:
             folder: on a file system that all ranks see.
-            state: what is kept beside the tensors, and whether they are the model's alone.
+            state: what is kept beside the tensors, and whether they are the model's alone; what the policy
+                knows of its weights is added here.
             wait: until it is there. False returns as soon as what is written cannot change any
                 more, if `async_mode` says so.
 
@@ -89,6 +91,11 @@ class Checkpointer(Configurable):
         self.wait()
         started = time.perf_counter()
         path = Path(folder).absolute()
+        state = replace(
+            state,
+            converters=self.policy.converters.saved_settings(),
+            base_model=self.policy.base_model,
+        )
         with ExitStack() as stack:
             partial = self._begin(path, stack)
             tensors = self._tensors(model_only=state.model_only)
@@ -136,8 +143,8 @@ class Checkpointer(Configurable):
             exclude: what stays as it is; None takes `exclude_from_loading`.
 
         Raises:
-            ValueError: names the file that is missing, truncated or corrupted, the first tensor that is
-                missing, unknown or of another shape, or what `exclude` names that is not there.
+            ValueError: names the file that is missing, truncated or corrupted, or says what
+                `matching_tensors` does.
             CheckpointError: it could not be read.
         """
         self.wait()
@@ -154,20 +161,43 @@ class Checkpointer(Configurable):
         saved_state = read_state(path)
         if saved_state.model_only and not model_only:
             raise ValueError(f"checkpoint {path} holds the model alone: load it with model_only")
-        tensors = self._tensors(model_only=model_only)
-        saved = checkpoint.saved_names(path)
-        state: dict[str, Any] = _chosen(path, tensors, saved, model_only=model_only, exclude=exclude)
-        if not model_only and self._random_name in saved and not excluded(RANDOM, exclude):
+        into = Destination(tensors=self._tensors(model_only=model_only), converters=self.policy.converters)
+        tensors = matching_tensors(path, saved_state, into, model_only=model_only, exclude=exclude)
+        state: dict[str, Any] = dict(tensors)
+        has_random = self._random_name in checkpoint.saved_names(path)
+        if not model_only and has_random and not excluded(RANDOM, exclude):
             state[self._random_name] = None
         with _as_checkpoint_error(f"checkpoint {path} could not be read"):
             checkpoint.read_tensors(path, state, group=self._group)
-        self.policy.converters.weights_loaded(self.policy.model, fresh=False)
+        prefix = f"{checkpoint.MODEL}."
+        loaded = {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
+        self.policy.weights_restored(loaded, base_model=saved_state.base_model)
         if states := state.get(self._random_name):
             restore_random_states(states)
         if model_only:
             self.optimizer.reset()
             return 0
         return policy_version if excluded(TRAIN_STATE, exclude) else saved_state.policy_version
+
+    def load_weights(self, folder: str | Path, policy: Policy) -> None:
+        """The weights alone, of a checkpoint or a folder of Hugging Face, into another policy of this layout.
+
+        Raises:
+            ValueError, CheckpointError: as `load`.
+        """
+        self.wait()
+        path = Path(folder).absolute()
+        if not is_checkpoint(path):
+            policy.load_hf(HFFolder(path))
+            return
+        self._verify(path)
+        saved_state = read_state(path)
+        into = Destination(tensors=checkpoint.model_tensors(policy.model), converters=policy.converters)
+        tensors = matching_tensors(path, saved_state, into, model_only=True, exclude=())
+        with _as_checkpoint_error(f"checkpoint {path} could not be read"):
+            checkpoint.read_tensors(path, dict(tensors), group=self._group)
+        names = {name.removeprefix(f"{checkpoint.MODEL}.") for name in tensors}
+        policy.weights_restored(names, base_model=saved_state.base_model)
 
     def close(self) -> None:
         """Wait for a background save, as `wait` does."""
@@ -272,45 +302,6 @@ class _Background:
             self._done.set_exception(error)
         else:
             self._done.set_result(None)
-
-
-def _chosen(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    saved: Mapping[str, tuple[int, ...] | None],
-    *,
-    model_only: bool,
-    exclude: Sequence[str],
-) -> dict[str, Tensor]:
-    """The tensors that are loaded: all but the excluded, each saved in its shape, and no other saved.
-
-    Raises:
-        ValueError: names the first that is not so, or what `exclude` names that is not there.
-    """
-    loadable = {
-        name: shape
-        for name, shape in saved.items()
-        if shape is not None and not (model_only and excluded(name, (checkpoint.OPTIMIZER,)))
-    }
-    others = () if model_only else (TRAIN_STATE, RANDOM, DATALOADER)
-    for pattern in exclude:
-        if not any(excluded(name, (pattern,)) for name in (*tensors, *loadable, *others)):
-            raise ValueError(
-                f"exclude_from_loading: {pattern!r} names nothing that would be loaded from {path}; there "
-                f"are {', '.join((*others, *list(loadable)[:3]))} ..."
-            )
-    chosen = {name: tensor for name, tensor in tensors.items() if not excluded(name, exclude)}
-    for name, tensor in chosen.items():
-        if name not in loadable:
-            raise ValueError(f"checkpoint {path}: tensor {name} is missing")
-        checkpoint.check_shape(path, name, saved=loadable[name], needed=tuple(tensor.shape))
-    for name in loadable:
-        if name not in tensors and not excluded(name, exclude):
-            raise ValueError(
-                f"checkpoint {path}: tensor {name} has no place in the model: "
-                "a checkpoint of another architecture or size"
-            )
-    return chosen
 
 
 def _keep_latest(path: Path, k: int) -> None:

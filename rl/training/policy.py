@@ -5,8 +5,9 @@ Shape legend: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -35,6 +36,8 @@ from rl.models.spec import ModelSpec
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
+
+logger = logging.getLogger(__name__)
 
 
 class Policy:
@@ -81,13 +84,28 @@ class Policy:
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards, frozen ones too."""
-        self.loaded_from: str | None = None
+        self._loaded_from: str | None = None
         """Hugging Face folder that the plain model's weights were read from."""
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The ones that get gradients and are stepped, by name."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    @property
+    def base_model(self) -> str | None:
+        """Hugging Face folder that the plain model's weights, all frozen, came from; None where some are
+        trained or they came from elsewhere."""
+        if any(self.parameters[name].requires_grad for name in self.converters.plain_names):
+            return None
+        return self._loaded_from
+
+    def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
+        """A checkpoint has just set these parameters and buffers; `base_model` is what it was saved with."""
+        loaded = [name in names for name in self.converters.plain_names]
+        if any(loaded):
+            self._loaded_from = base_model if all(loaded) else None
+        self.converters.weights_loaded(self.model, fresh=False)
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
@@ -205,7 +223,7 @@ class Policy:
             buffer.zero_()
         for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
             buffers[name].copy_(whole)
-        self.loaded_from = str(folder.path)
+        self._loaded_from = str(folder.path.expanduser().absolute())
         self.converters.weights_loaded(self.model, fresh=True)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
@@ -239,7 +257,13 @@ class Policy:
         factors = lora.peft_factors()
         with self._gathering(factors) as writes:
             if writes:
-                write_peft_folder(folder, factors, lora.peft_settings(base_model=self.loaded_from))
+                write_peft_folder(folder, factors, lora.peft_settings(base_model=self.base_model))
+                if self.base_model is None:
+                    logger.warning(
+                        "adapter %s: it is not known of which Hugging Face folder its base weights are, so "
+                        "none is named in it (docs/converters.md)",
+                        folder,
+                    )
 
     @property
     def lora(self) -> LoRA:

@@ -87,6 +87,10 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (("--trainer.checkpoint.folder", "here"), "folder='here': must be 'checkpoints'"),
         (("--trainer.checkpoint.async_mode", "async_with_pinned_mem"), "page-locked memory needs a GPU"),
+        (
+            ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
+            "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 80, the optimizer steps of",
+        ),
         ((*FAULTY, "--config", "nan_reward"), "reward 'broken' is nan"),
     ],
 )
@@ -153,6 +157,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp
     other = write_assets(tmp_path / "other")
     says = refused(*load, "--hf_assets_path", other)
     assert "model.embed_tokens.weight has shape [320, 128], the model needs [320, 36]" in says
+    says = refused(*load, "--config", "tiny_moe")
+    assert "tensor model.layers.0.feed_forward.router.weight is missing, the model needs it of shape" in says
+    assert "another architecture, a dense model, and this run's is a mixture of experts" in says
+    says = refused(*load, *going_on[:2], "--trainer.optimizer.name", "Muon")
+    assert "it was made with Adam or AdamW, this run has Muon" in says
+    assert "'nothing' names nothing" in refused(*load, "--trainer.checkpoint.exclude_from_loading", "nothing")
     tensors = checkpoints / "step-3" / "__0_0.distcp"
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1])
@@ -162,6 +172,25 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp
         )
     finally:
         tensors.write_bytes(whole)
+
+
+def test_a_reference_policy_whose_weights_are_gone_is_refused(refused, checkpoints, assets):
+    load = ("--trainer.checkpoint.initial_load_path", str(checkpoints))
+    load += ("--trainer.checkpoint.initial_load_model_only", "False", "--trainer.reference.enable", "True")
+    weights = assets / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    try:
+        assert f"{weights}" in refused(*load)  # of the run that saved, which this one did not start from
+    finally:
+        weights.write_bytes(whole)
+    elsewhere = assets.rename(assets.with_name("elsewhere"))
+    try:
+        says = refused(*load)
+    finally:
+        elsewhere.rename(assets)
+    assert f"reference.enable=True: the run of {checkpoints / 'step-3'} started from {assets}, whose" in says
+    assert "which is not there; put it back, or start from it with initial_load_model_only" in says
 
 
 def test_a_run_does_not_clear_what_it_is_to_load(checkpoints, tmp_path, capsys):

@@ -135,13 +135,32 @@ def test_without_the_data_loader_the_loop_starts_anew(saved):
 def test_a_folder_that_holds_checkpoints_is_continued_whatever_the_initial_path(saved, tmp_path):
     shared = CheckpointConfig(folder=str(tmp_path / "saved"), initial_load_path=str(tmp_path / "nowhere"))
     assert find_load_source(shared) == continuing(saved[10], 10)
+    with pytest.raises(ValueError, match="come to the same steps again"):
+        find_load_source(replace(shared, exclude_from_loading=("dataloader",)))
+
+
+@pytest.mark.parametrize("initial_load_path", [None, "saved"])
+def test_a_step_of_the_folder_itself_is_loaded_if_it_is_the_latest_or_nothing_is_saved(
+    saved, tmp_path, initial_load_path
+):
+    path = None if initial_load_path is None else str(tmp_path / initial_load_path)
+    shared = CheckpointConfig(folder=str(tmp_path / "saved"), initial_load_path=path)
+    assert find_load_source(replace(shared, load_step=10)) == continuing(saved[10], 10)
     with pytest.raises(ValueError, match=r"load_step=4: .* holds later steps too \(10\)"):
         find_load_source(replace(shared, load_step=4))
     assert find_load_source(replace(shared, load_step=4, load_only=True)) == continuing(saved[4], 4)
     with pytest.raises(ValueError, match=r"load_step=5: .* it has 2, 4, 10"):
         find_load_source(replace(shared, load_step=5))
-    with pytest.raises(ValueError, match="come to the same steps again"):
-        find_load_source(replace(shared, exclude_from_loading=("dataloader",)))
+
+
+def test_the_command_that_started_from_a_step_of_another_folder_continues_its_own(saved, tmp_path):
+    asked = CheckpointConfig(
+        folder=str(tmp_path / "own"), initial_load_path=str(tmp_path / "saved"), load_step=4
+    )
+    assert find_load_source(asked) == starting(saved[4])
+    for step in (1, 4, 6):  # with such a step of its own, and with later ones
+        path = make_checkpoint(tmp_path / "own", step=step)
+        assert find_load_source(asked) == continuing(path, step)
 
 
 def test_the_end_of_an_earlier_run_is_not_overwritten(saved, tmp_path):

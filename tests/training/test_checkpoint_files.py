@@ -71,6 +71,11 @@ def test_one_flipped_bit_is_seen_and_the_file_named(checkpoint, name):
         (MANIFEST, json.dumps({"format": 2}), f"{MANIFEST} has format 2; this version reads 1"),
         (MANIFEST, json.dumps({"format": 1, "files": {"a": 3}}), f"{MANIFEST} is corrupted: TypeError"),
         (MANIFEST, json.dumps([]), f"{MANIFEST} has format None"),
+        (
+            MANIFEST,
+            json.dumps({"format": 1, "files": {}}),
+            f"{MANIFEST} is corrupted: it does not list {STATE}",
+        ),
         (STATE, json.dumps({"format": 1, "policy_version": 2}), f"{STATE} is corrupted: KeyError"),
         (
             STATE,
@@ -83,6 +88,20 @@ def test_a_description_that_says_nothing_is_named(checkpoint, name, content, say
     (checkpoint / name).write_text(content)
     with pytest.raises(ValueError, match=says):
         check_sizes(checkpoint) if name == MANIFEST else read_state(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["tensors.distcp", ".metadata", STATE])
+def test_a_file_that_the_manifest_does_not_list_would_be_loaded_unverified_and_is_refused(checkpoint, name):
+    (checkpoint / ".metadata").write_bytes(b"what is where")
+    write_description(
+        checkpoint, SAVED, {n: sum_of_file(checkpoint / n) for n in ("tensors.distcp", ".metadata")}
+    )
+    check_sizes(checkpoint)
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    del content["files"][name]
+    (checkpoint / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{MANIFEST} is corrupted: it does not list {name}"):
+        check_sizes(checkpoint)
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):

@@ -13,12 +13,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
 from rl.distributed.mesh import Degrees
+from rl.models.buffers import persistent_buffers
 from rl.models.spec import ModelSpec
 
 
@@ -58,6 +60,11 @@ class ModelConverter(Configurable):
         """
         raise NotImplementedError(f"{type(self).__qualname__} has no convert()")
 
+    def saved_settings(self) -> dict[str, Any]:
+        """Settings that the meaning of a checkpoint's weights depends on, as JSON values; called after
+        `convert`. It opens only where they are the same. Empty: whatever they are, and without this one."""
+        return {}
+
     def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
         """The weights of the sharded model were just set.
 
@@ -93,6 +100,8 @@ class ModelConverters:
                 self.members.append(config.build(spec=spec, degrees=degrees, device=device))
         self.plain_names: tuple[str, ...] = ()
         """Parameters of the model as it was before `convert`, in order."""
+        self.plain_buffers: tuple[str, ...] = ()
+        """Its persistent buffers."""
 
     @property
     def token_multiple(self) -> int:
@@ -101,7 +110,7 @@ class ModelConverters:
     def convert(self, model: nn.Module) -> None:
         """Raises ValueError as at the construction, and for a converter that lost a parameter."""
         before = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.plain_names = tuple(before)
+        self.plain_names, self.plain_buffers = tuple(before), tuple(persistent_buffers(model))
         for number, member in enumerate(self.members):
             with _numbered(number):
                 member.convert(model)
@@ -112,6 +121,15 @@ class ModelConverters:
                             f"{type(member).__qualname__} changed or lost parameter {name} of shape "
                             f"{list(shape)}: a converter keeps the parameters that it finds"
                         )
+
+    def saved_settings(self) -> dict[str, dict[str, Any]]:
+        """Of the members that have some, by the name of their class and, from a second one on, a number."""
+        found: dict[str, dict[str, Any]] = {}
+        for member in self.members:
+            name = type(member).__qualname__
+            if settings := member.saved_settings():
+                found[name if name not in found else f"{name}.{len(found)}"] = settings
+        return found
 
     def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
         for member in self.members:

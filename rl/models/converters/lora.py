@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -202,6 +203,16 @@ class LoRA(ModelConverter):
                 found.b[n] if n in adapted else torch.zeros(num, adapter.rank) for n, num in rows.items()
             ]
             _fill(adapter.lora_b, self._hf.from_hf(weight, parts))
+
+    def saved_settings(self) -> dict[str, Any]:
+        """The layers' fused weights have the same shapes for other targets, and for any alpha."""
+        peft = self.peft_settings(base_model=None)
+        return {
+            "rank": peft.rank,
+            "alpha": peft.alpha,
+            "target_modules": sorted(name for name in peft.target_modules if name != HEAD),
+            "unembedding": self.config.unembedding,
+        }
 
     def _open_peft(self, folder: str | Path) -> PeftAdapter:
         """Raises ValueError as `load_peft`."""

@@ -11,6 +11,7 @@ from rl.config.serialize import read_json, to_dict, write_json
 from rl.distributed.mesh import Degrees
 from rl.models.converters.converter import ModelConverter, ModelConverters
 from rl.models.converters.lora import LoRA
+from rl.training.checkpoint_files import read_state
 from tests.training.parts import engine_config, make_samples, small_spec
 
 SAMPLES = make_samples()
@@ -92,6 +93,35 @@ def test_converters_are_called_in_order_and_after_each_step(tmp_path):
 def test_converters_are_undone_in_the_opposite_order():
     engine = make(Recorder.Config(factor=2.0), Recorder.Config(amount=1.0))
     assert torch.equal(engine.model_state_dict()["norm.weight"], torch.full((36,), (1.0 + 1.0) * 2.0))
+
+
+class Noted(Recorder):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Recorder.Config):
+        pass
+
+    def saved_settings(self):
+        return {"factor": self.config.factor}
+
+
+def test_a_checkpoint_opens_with_the_settings_that_each_converter_notes_and_any_others(tmp_path):
+    def engine(*factors, amount=0.0):
+        return make(Recorder.Config(amount=amount), *(Noted.Config(factor=f) for f in factors))
+
+    engine(2.0, 3.0).save_checkpoint(str(tmp_path / "checkpoint"))
+    assert read_state(tmp_path / "checkpoint").converters == {
+        "Noted": {"factor": 2.0},
+        "Noted.1": {"factor": 3.0},
+    }
+    engine(2.0, 3.0, amount=1.0).load_checkpoint(str(tmp_path / "checkpoint"))
+    with pytest.raises(
+        ValueError, match=r"was made with Noted\.1\.factor=3\.0, this run has 5\.0; give the run"
+    ):
+        engine(2.0, 5.0).load_checkpoint(str(tmp_path / "checkpoint"))
+    with pytest.raises(
+        ValueError, match=r"made with Noted .* and Noted\.1 .*, this run has Noted \(factor=2"
+    ):
+        engine(2.0).load_checkpoint(str(tmp_path / "checkpoint"))
 
 
 def test_tokens_of_a_micro_batch_are_a_multiple_of_what_all_converters_ask_for():
