@@ -1,5 +1,6 @@
 """What does not fit the model that a run makes is refused before the run starts."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,9 @@ def make_engine(*, vocab_size=None, optimizer="AdamW", converters=()):
     config = tiny()
     spec = config.model
     if vocab_size is not None:
-        spec = replace(spec, model=replace(spec.model, vocab_size=vocab_size))
+        model = copy.copy(spec.model)
+        model.vocab_size = vocab_size  # type: ignore[attr-defined]
+        spec = replace(spec, model=model)
     config.trainer.optimizer.name = optimizer
     config.trainer.converters = converters
     return TrainingEngine(config=config.trainer, model_spec=spec, hf_assets_path=None, device="cpu")

@@ -4,6 +4,7 @@ starts (`tests/actors/test_checks.py`)."""
 import dataclasses
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from rl.training.optimizer import Optimizer
 from tests.training.parts import engine_config, make_samples, small_spec, write_assets
 
 SAMPLES = make_samples()
-SETTINGS = {"rank": 2, "alpha": 4.0, "target_modules": ("q_proj", "v_proj")}
+SETTINGS: dict[str, Any] = {"rank": 2, "alpha": 4.0, "target_modules": ("q_proj", "v_proj")}
 
 
 @pytest.fixture(scope="module")
