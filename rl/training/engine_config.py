@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.config.tree import check_fields
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.async_tensor_parallel import check_peer_access
 from rl.distributed.compile import CompileConfig
@@ -57,7 +58,7 @@ class EngineConfig(Configurable.Config):
         Raises:
             ValueError: names the field that cannot be as it is, beside the others or with this model.
         """
-        self.parallelism.__post_init__()  # A field may have been edited since.
+        check_fields(self)  # One may have been edited since.
         spec.check_layout(spec.model, self.parallelism)
         degrees = check_layout(
             parallelism=self.parallelism,

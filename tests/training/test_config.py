@@ -1,5 +1,9 @@
+import dataclasses
+import re
+
 import numpy as np
 import pytest
+import torch
 
 from rl.training.config import TrainingConfig
 from tests.training.layouts import whole_gradients
@@ -22,6 +26,34 @@ from tests.training.parts import engine_config, make_engine, make_sample, make_s
 def test_setting_out_of_range_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("component", "field", "value", "says"),
+    [
+        ("activation_checkpoint", "mode", "selectve", "must be 'none' | 'selective' | 'full'"),
+        ("optimizer", "implementation", "fussed", "must be 'fused' | 'foreach' | 'for-loop'"),
+        ("optimizer", "name", "Lion", "must be 'AdamW' | 'Adam' | 'Muon'"),
+        ("parallelism", "reshard_after_forward", "nevr", "must be 'default' | 'always' | 'never'"),
+        ("training", "param_dtype", "float16", "must be 'float32' | 'bfloat16'"),
+        ("training", "max_norm", -1.0, "must be above 0"),
+        ("training", "logits_chunk_tokens", 0, "must be at least 1"),
+        ("training", "global_batch_size", 4, "must be None"),
+        ("comm", "train_timeout_s", -1.0, "must be"),
+        ("lr_scheduler", "warmup_steps", -1, "must be at least 0"),
+        ("lr_scheduler", "decay", "cosin", "must be 'constant' | 'linear' | 'cosine' | 'sqrt'"),
+        ("loss", "kl_estimator", "k4", "must be 'k1' | 'k2' | 'k3'"),
+        ("compile", "backend", "inductr", "must be 'inductor' | 'aot_eager' | 'eager'"),
+    ],
+)
+def test_an_edited_field_that_is_misspelt_or_out_of_range_is_refused_by_the_engine(
+    component, field, value, says
+):
+    config = engine_config()
+    setattr(config, component, dataclasses.replace(getattr(config, component)))
+    object.__setattr__(getattr(config, component), field, value)  # a loss is frozen
+    with pytest.raises(ValueError, match=rf"^{component}: {field}={value!r}.*{re.escape(says)}"):
+        config.check(small_spec(), world_size=1, device=torch.device("cpu"))
 
 
 def test_number_of_samples_in_a_micro_batch_is_bounded_and_changes_no_gradient():
