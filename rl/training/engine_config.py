@@ -17,13 +17,13 @@ from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import CommConfig
 from rl.distributed.sharding import ShardingOptions
-from rl.models.converters.converter import ModelConverter
+from rl.models.converters.converter import ModelConverter, ModelConverters
 from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import TrainingConfig
 from rl.training.experts import ExpertBalance, check_experts
-from rl.training.layout import check_layout
+from rl.training.layout import check_layout, check_selective_option
 from rl.training.memory import MemoryEstimate, MemoryOptions, check_device_memory, estimate
 from rl.training.optimizer import Optimizer
 from rl.training.policy import check_sequence_length
@@ -69,12 +69,13 @@ class EngineConfig(Configurable.Config):
         )
         check_reference(self.reference, loss=self.loss)
         check_sequence_length(spec, self.training)
-        self.check_experts(spec)
+        self.check_model(spec)
         if self.parallelism.async_tensor_parallel:
             check_peer_access(device=device, num_devices=degrees.tp)
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            check_device_memory(self.estimate_memory(spec, degrees=degrees, on_gpu=True), device_bytes=total)
+            need = self.estimate_memory(spec, degrees=degrees, on_gpu=True)
+            check_device_memory(need, device_bytes=total, compiled=self.compile.enable)
         return degrees
 
     def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
@@ -84,17 +85,18 @@ class EngineConfig(Configurable.Config):
             optimizer=self.optimizer,
             activation_checkpoint=self.activation_checkpoint,
             reference=self.reference.enable,
+            converters=ModelConverters(
+                self.converters, spec=spec, degrees=degrees, device=torch.device("meta")
+            ),
         )
         model: Qwen3.Config = spec.model  # type: ignore[assignment]
         return estimate(model, degrees=degrees, training=self.training, options=options, on_gpu=on_gpu)
 
-    def check_experts(self, spec: ModelSpec) -> None:
-        """Raise ValueError for what a model without experts has no use for, or one with them cannot do."""
-        check_experts(
-            spec.model,  # type: ignore[arg-type]
-            balance=self.experts,
-            converters=self.converters,
-        )
+    def check_model(self, spec: ModelSpec) -> None:
+        """Raise ValueError for what this model has no use for, or cannot do: experts, layers."""
+        model: Qwen3.Config = spec.model  # type: ignore[assignment]
+        check_experts(model, balance=self.experts, converters=self.converters)
+        check_selective_option(self.activation_checkpoint, num_layers=model.num_layers)
 
     def sharding_options(
         self, training: TrainingConfig, *, expert_mesh: DeviceMesh | None

@@ -10,7 +10,7 @@ R rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -110,15 +110,21 @@ class LowRank(nn.Module):
         return (b_OR.unsqueeze(1) * rows_ON.unsqueeze(2)).flatten(1)
 
 
-def follow_base_layers(model: nn.Module) -> None:
-    """Lay all adapters of a model out as the weights that they stand beside; for a tensor-parallel plan,
-    after it placed these and before data parallelism."""
+def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
+    """All adapters of a model, each behind the layer that it stands beside."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, LowRank):
                 base = module.get_submodule(base_name(name))
                 assert isinstance(base, nn.Linear)
-                child.follow(base.weight)
+                yield base, child
+
+
+def follow_base_layers(model: nn.Module) -> None:
+    """Lay all adapters of a model out as the weights that they stand beside; for a tensor-parallel plan,
+    after it placed these and before data parallelism."""
+    for base, adapter in adapted_layers(model):
+        adapter.follow(base.weight)
 
 
 _SUFFIX = "_lora"
