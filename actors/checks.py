@@ -56,7 +56,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
         world_size=trainer.num_procs,
         device_type="cuda" if num_gpus else "cpu",
     )
-    fleet.trainer.check_experts(model_spec)
+    trainer.check_model(model_spec)
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:

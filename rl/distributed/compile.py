@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
@@ -40,6 +40,15 @@ class CompileConfig:
         unknown = [name for name in self.components if name not in ("model", "loss")]
         if unknown or not self.components:
             raise ValueError(f"components={self.components}: must be 'model', 'loss' or both")
+        if self.enable:
+            return
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "enable" and value != f.default:
+                raise ValueError(
+                    f"{f.name}={value!r} has no effect with enable=False: must be {f.default!r}, or enable "
+                    "True"
+                )
 
     def includes(self, component: Literal["model", "loss"]) -> bool:
         return self.enable and component in self.components

@@ -29,3 +29,13 @@ def check_layout(
         )
     check_compiler(compile, device_type=device_type)
     return degrees
+
+
+def check_selective_option(config: ActivationCheckpointConfig, *, num_layers: int) -> None:
+    """Raise ValueError for every n-th block of a model that has fewer."""
+    option = config.selective_option
+    if option != "op" and int(option) > num_layers:
+        raise ValueError(
+            f"activation_checkpoint.selective_option={option!r}: must be 'op', or a number of layers up to "
+            f"{str(num_layers)!r}, which the model has: more checkpoint the first block alone, as that does"
+        )

@@ -47,9 +47,14 @@ def test_components_choose_what_is_compiled(counters):
         ({"backend": "inducto"}, "backend='inducto': must be one of inductor, aot_eager, eager"),
         ({"components": ()}, r"components=\(\): must be 'model', 'loss' or both"),
         ({"components": ("optimizer",)}, r"components=\('optimizer',\): must be"),
+        (
+            {"backend": "eager"},
+            "backend='eager' has no effect with enable=False: must be 'inductor', or enable",
+        ),
+        ({"components": ("model",)}, r"components=\('model',\) has no effect with enable=False"),
     ],
 )
-def test_unknown_settings_are_refused(config, says):
+def test_unknown_settings_and_those_of_what_is_off_are_refused(config, says):
     with pytest.raises(ValueError, match=says):
         CompileConfig(**config)
 

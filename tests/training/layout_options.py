@@ -43,7 +43,8 @@ class Options:
         }.get(self.checkpoint) or ActivationCheckpointConfig(
             mode="selective", selective_option=self.checkpoint
         )
-        config.compile = CompileConfig(enable=self.compiled, backend=self.backend)
+        if self.compiled:
+            config.compile = CompileConfig(enable=True, backend=self.backend)
         return config
 
 

@@ -6,8 +6,8 @@ from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.models.qwen3 import model_registry
-from rl.training.layout import check_layout
-from tests.training.parts import make_engine
+from rl.training.layout import check_layout, check_selective_option
+from tests.training.parts import engine_config, make_engine, small_spec
 
 
 def check(*, world_size=1, device_type="cpu", compile=None, **parallelism):
@@ -70,3 +70,16 @@ def test_a_degree_that_does_not_divide_the_model_is_refused():
     spec = model_registry("tiny")
     with pytest.raises(ValueError, match="tensor_parallel_degree=3 does not divide num_kv_heads=4"):
         spec.check_layout(spec.model, ParallelismConfig(tensor_parallel_degree=3))
+
+
+def test_every_nth_layer_of_a_model_that_has_fewer_is_refused():
+    every_second = ActivationCheckpointConfig(mode="selective", selective_option="2")
+    check_selective_option(every_second, num_layers=2)
+    with pytest.raises(
+        ValueError, match=r"selective_option='2': must be 'op', or .* up to '1', which the model"
+    ):
+        check_selective_option(every_second, num_layers=1)
+    config = engine_config()
+    config.activation_checkpoint = ActivationCheckpointConfig(mode="selective", selective_option="99")
+    with pytest.raises(ValueError, match=r"activation_checkpoint\.selective_option='99': .* up to '2'"):
+        config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")
