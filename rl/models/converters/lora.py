@@ -38,9 +38,10 @@ class LoRA(ModelConverter):
         """Inner width of the products."""
         alpha: float = 32.0
         """The products are scaled by alpha / rank."""
-        target_modules: tuple[str, ...] = ALL_LINEAR
+        target_modules: tuple[str, ...] | None = None
         """Linear layers that get adapters, as Hugging Face names them (q_proj, gate_proj ...) or as ours
-        are (qkv_proj is q_proj, k_proj and v_proj; gate_up_proj is gate_proj and up_proj)."""
+        are (qkv_proj is q_proj, k_proj and v_proj; gate_up_proj is gate_proj and up_proj). None: all of
+        attention and feed-forward; the experts of a mixture are none."""
         unembedding: bool = False
         """Adapt the output head too. Not where it shares the embedding's weight."""
         seed: int = 0
@@ -53,7 +54,7 @@ class LoRA(ModelConverter):
                 raise ValueError(f"rank={self.rank}: must be at least 1")
             if not 0.0 < self.alpha < math.inf:
                 raise ValueError(f"alpha={self.alpha}: must be a finite number above 0")
-            if not self.target_modules and not self.unembedding:
+            if self.target_modules == () and not self.unembedding:
                 raise ValueError("target_modules=(): must name at least one, or unembedding be True")
 
         @property
@@ -73,10 +74,10 @@ class LoRA(ModelConverter):
         if any(isinstance(module, LowRank) for module in model.modules()):
             raise ValueError("the model has adapters already, of an earlier LoRA: make the two one")
         linears = self._linear_layers(model)
-        self._check_targets(linears)
+        targets = self._targets(linears)
         model.requires_grad_(False)
         for name, (linear, hf_names) in linears.items():
-            adapted = [n for n in hf_names if {_leaf(n), name.rpartition(".")[2]} & self._targets]
+            adapted = [n for n in hf_names if {_leaf(n), name.rpartition(".")[2]} & targets]
             if adapted:
                 adapter = self._attach(model, name, linear, adapted)
                 linear.register_forward_hook(lambda _, args, out, a=adapter: a.add_to(out, args[0]))
@@ -86,10 +87,6 @@ class LoRA(ModelConverter):
 
         if self.config.initial_adapter is not None:
             self._open_peft(self.config.initial_adapter)
-
-    @property
-    def _targets(self) -> set[str]:
-        return set(self.config.target_modules)
 
     def _linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
         """Those that could have adapters, and Hugging Face's names of the weights in each."""
@@ -101,17 +98,22 @@ class LoRA(ModelConverter):
                     found[name] = module, self._hf.hf_names(f"{name}.weight")
         return found
 
-    def _check_targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> None:
+    def _targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
+        """The last parts of the names of what gets adapters."""
         valid: dict[str, None] = {}
         for name, (_, hf_names) in linears.items():
             valid |= dict.fromkeys((*map(_leaf, hf_names), name.rpartition(".")[2]))
-        for target in self.config.target_modules:
+        targets = self.config.target_modules
+        if targets is None:
+            return valid.keys() & set(ALL_LINEAR)
+        for target in targets:
             if target not in valid:
                 hint = "; the output head is unembedding=True" if target == HEAD else ""
                 raise ValueError(
                     f"target_modules has {target!r}, which is no linear layer of {self.spec.name} "
                     f"{self.spec.flavor}: valid are {', '.join(valid)}{hint}"
                 )
+        return set(targets)
 
     def _head(self, model: nn.Module) -> nn.Linear:
         head = getattr(model, HEAD, None)
