@@ -2,16 +2,21 @@
 
 A checkpointed block keeps its input and computes what its backward needs again. It is the
 block's `forward` that is wrapped: parameter names and FSDP's hooks, which stand around it, stay.
+
+FSDP has gathered a block's parameters again, in the dtype of the forward, when the block is computed
+again. Where `call_in_dtype` cast them for the forward alone, the checkpoint keeps the cast ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 KEPT_OPS = frozenset(
@@ -69,13 +74,45 @@ def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckp
 
 def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
     inner = block.forward
-    settings: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        contexts = context_fn
+        # A compiled block takes its parameters as inputs of its graph, and so keeps them itself.
+        if torch.compiler.is_compiling():
+            contexts = context_fn or _keep_random
+        elif cast := _cast_parameters(block):
+            contexts = partial(_recompute_with, block, cast, context_fn)
+        settings: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         return checkpoint(inner, *args, use_reentrant=False, **settings, **kwargs)
 
     block.forward = forward
+
+
+def _cast_parameters(block: nn.Module) -> dict[str, Tensor]:
+    """Tensors that stand in the place of parameters during this forward, by name."""
+    return {name: p for name, p in block.named_parameters() if not isinstance(p, nn.Parameter)}
+
+
+def _recompute_with(
+    block: nn.Module, cast: Mapping[str, Tensor], context_fn: Callable[[], Any] | None
+) -> tuple[Any, Any]:
+    """Contexts of the forward and of its repetition, as `checkpoint` takes them."""
+    first, again = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+    return first, _with_parameters(block, cast, again)
+
+
+@contextmanager
+def _with_parameters(block: nn.Module, cast: Mapping[str, Tensor], inside: Any) -> Iterator[None]:
+    """In the context `inside`, with `cast` in the place of parameters."""
+    with ExitStack() as stack:
+        for name, tensor in cast.items():
+            owner, _, leaf = name.rpartition(".")
+            parameters: dict[str, Any] = block.get_submodule(owner)._parameters
+            stack.callback(parameters.__setitem__, leaf, parameters[leaf])
+            parameters[leaf] = tensor
+        stack.enter_context(inside)
+        yield
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -85,3 +122,16 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 _keep_some = partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _random_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Nothing is kept but results of operations that may draw random numbers (attention on a CPU).
+
+    To compute those again, PyTorch 2.13's compiler keeps a random state, and takes it for the mesh of a
+    tensor-parallel block.
+    """
+    kept = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keep_random = partial(create_selective_checkpoint_contexts, _random_policy)

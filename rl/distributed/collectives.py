@@ -35,6 +35,12 @@ def reduce_scatter(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
     return ops.wait_tensor(ops.reduce_scatter_tensor(tensor.contiguous(), "sum", num_ranks, group))
 
 
+def all_to_all(tensor: Tensor, *, sent: list[int], received: list[int], group: str) -> Tensor:
+    """The next `sent[p]` along the first dim go to rank p, `received[p]` come from it; without gradient."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_to_all_single(tensor.contiguous(), received, sent, group))
+
+
 class GatherToUse(torch.autograd.Function):
     """All ranks' tensors along the first dim, of which each rank makes something else.
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl.distributed.collectives import all_to_all
 from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP
 from rl.distributed.rows import exchange_rows, inverse_permutation, select_rows
 
@@ -58,8 +59,8 @@ class ExpertExchange:
             compute: rows [A, E] and ends [L] of this rank's experts to [A, E].
         """
         sent_PL = ends_N.diff(prepend=ends_N.new_zeros(1)).view(self.num_ranks, -1)
-        arrived_PL = torch.empty_like(sent_PL)
-        dist.all_to_all_single(arrived_PL, sent_PL, group=self.group)
+        one_each = [1] * self.num_ranks
+        arrived_PL = all_to_all(sent_PL, sent=one_each, received=one_each, group=self.group.group_name)
         # One wait of the host for both.
         num_sent, num_arrived = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
         arrived_AE = exchange_rows(rows_SE, sent=num_sent, received=num_arrived, group=self.group)

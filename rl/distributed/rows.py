@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl.distributed.collectives import all_to_all
+
 
 def select_rows(x_TE: Tensor, *, rows_S: Tensor, places_S: Tensor) -> Tensor:
     """[S, E]: `x_TE[rows_S]`, where every row is taken S / T times.
@@ -75,6 +77,4 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
+    return all_to_all(rows, sent=sent, received=received, group=group.group_name)

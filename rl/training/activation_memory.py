@@ -137,7 +137,9 @@ def _feed_forward(model: Qwen3.Config, degrees: Degrees, *, keeps_product: bool)
     copies = feed_forward.num_experts_per_token / (1 if degrees.etp > 1 else degrees.tp)
     hidden = feed_forward.hidden_dim / split
     # The copy of a token that an expert takes, what it makes of it, and that in the token's order.
-    return copies * (4 * hidden + 3 * model.dim), copies * (2 * hidden + model.dim)
+    # Selective checkpointing keeps what expert-parallel ranks exchange: rows that arrived, and came back.
+    exchanged = 2 * model.dim if degrees.ep > 1 else 0
+    return copies * (4 * hidden + 3 * model.dim), copies * (2 * hidden + model.dim + exchanged)
 
 
 def _kept_by_norm(itemsize: int, *, trained: bool, on_gpu: bool) -> int:

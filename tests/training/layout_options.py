@@ -19,6 +19,7 @@ from tests.training.parts import engine_config, make_samples, small_spec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint: str = "none"
     """none, full, op, or a number of layers."""
     compiled: bool = False
@@ -35,7 +36,10 @@ class Options:
             reshard_after_forward=self.reshard,
         )
         config = engine_config(
-            parallelism=parallelism, cpu_offload=self.cpu_offload, logits_chunk_tokens=self.chunk
+            parallelism=parallelism,
+            param_dtype=self.param_dtype,
+            cpu_offload=self.cpu_offload,
+            logits_chunk_tokens=self.chunk,
         )
         config.activation_checkpoint = {
             "none": ActivationCheckpointConfig(),
@@ -51,12 +55,16 @@ class Options:
 EAGER = (
     Options(checkpoint="none", cpu_offload=True, loss_parallel=False, chunk=7, reshard="never"),
     Options(checkpoint="full", cpu_offload=True, loss_parallel=True, chunk=None, reshard="always"),
+    Options(param_dtype="bfloat16", checkpoint="full", cpu_offload=False, chunk=7, reshard="default"),
     Options(checkpoint="op", cpu_offload=True, loss_parallel=False, chunk=None, reshard="default"),
     Options(checkpoint="2", cpu_offload=True, loss_parallel=True, chunk=7, reshard="never"),
+    Options(param_dtype="bfloat16", checkpoint="op", cpu_offload=True, chunk=None, reshard="never"),
     Options(checkpoint="none", cpu_offload=False, loss_parallel=True, chunk=None, reshard="always"),
     Options(checkpoint="full", cpu_offload=False, loss_parallel=False, chunk=7, reshard="default"),
+    Options(param_dtype="bfloat16", checkpoint="2", cpu_offload=False, loss_parallel=False, reshard="always"),
     Options(checkpoint="op", cpu_offload=False, loss_parallel=True, chunk=7, reshard="never"),
     Options(checkpoint="2", cpu_offload=False, loss_parallel=False, chunk=None, reshard="always"),
+    Options(param_dtype="bfloat16", checkpoint="none", cpu_offload=True, chunk=7, reshard="always"),
     Options(checkpoint="none", cpu_offload=False, loss_parallel=True, chunk=7, reshard="default"),
     Options(checkpoint="full", cpu_offload=False, loss_parallel=True, chunk=None, reshard="never"),
     Options(checkpoint="op", cpu_offload=False, loss_parallel=True, chunk=7, reshard="always"),

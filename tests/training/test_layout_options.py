@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.distributed import run_ranks
 from tests.training.layout_options import EAGER, Options, compiled, measure_options
-from tests.training.layouts import LAYOUTS
+from tests.training.layouts import LAYOUTS, half_tolerance
 from tests.training.parts import make_samples, write_assets
 
 RANKS = {name: num_ranks for name, (num_ranks, _) in LAYOUTS.items()}
@@ -21,8 +21,11 @@ def assets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(assets):
-    (measured,) = measure_options("one", assets, [Options()])
-    return measured
+    """On one device without options, in the same dtype."""
+    rows = [Options(), Options(param_dtype="bfloat16")]
+    return {
+        row.param_dtype: each for row, each in zip(rows, measure_options("one", assets, rows), strict=True)
+    }
 
 
 def measure(layout, assets, rows):
@@ -32,14 +35,19 @@ def measure(layout, assets, rows):
     return run_ranks(measure_options, RANKS[layout], layout, assets, rows, timeout_s=280)
 
 
-def assert_as_on_one_device(measured, expected, *, relative, case):
-    assert measured.result.loss_sum == pytest.approx(expected.result.loss_sum, rel=relative), case
-    assert measured.result.entropy_mean == pytest.approx(expected.result.entropy_mean, rel=relative), case
+def assert_as_on_one_device(measured, expected, *, layout, row, relative=1e-5):
+    """In bfloat16 up to its rounding."""
+    expected, case = expected[row.param_dtype], f"{layout}: {row}"
+    of_loss = of_gradient = relative
+    if row.param_dtype == "bfloat16":
+        of_loss, of_gradient = 3e-3, half_tolerance(LAYOUTS[layout][1])
+    assert measured.result.loss_sum == pytest.approx(expected.result.loss_sum, rel=of_loss), case
+    assert measured.result.entropy_mean == pytest.approx(expected.result.entropy_mean, rel=of_loss), case
     assert measured.result.denominator == expected.result.denominator, case
     assert list(measured.gradients) == list(expected.gradients), case
     for name, tensor in expected.gradients.items():
         difference = np.linalg.norm(measured.gradients[name] - tensor) / np.linalg.norm(tensor)
-        assert difference <= relative, f"{case}: {name}: {difference}"
+        assert difference <= of_gradient, f"{case}: {name}: {difference}"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,7 @@ def assert_as_on_one_device(measured, expected, *, relative, case):
 def test_options_change_no_number(assets, expected, layout):
     for rank in measure(layout, assets, EAGER):
         for row, measured in zip(EAGER, rank, strict=True):
-            assert_as_on_one_device(measured, expected, relative=1e-5, case=f"{layout}: {row}")
+            assert_as_on_one_device(measured, expected, layout=layout, row=row)
             assert measured.num_graphs == 0
 
 
@@ -66,15 +74,27 @@ def test_options_change_no_number(assets, expected, layout):
 def test_compiling_changes_no_number(assets, expected, layout):
     row = compiled(layout)
     for (measured,) in measure(layout, assets, [row]):
-        assert_as_on_one_device(measured, expected, relative=1e-4, case=f"{layout}: {row}")
+        assert_as_on_one_device(measured, expected, layout=layout, row=row, relative=1e-4)
         assert measured.num_graphs > 0
         assert measured.num_graph_breaks == 0
 
 
 @pytest.mark.slow
+def test_blocks_checkpointed_and_tensor_parallel_compile_in_both_dtypes(assets, expected):
+    rows = [
+        Options(param_dtype=dtype, checkpoint=checkpoint, compiled=True)
+        for dtype, checkpoint in itertools.product(("float32", "bfloat16"), ("full", "op", "2"))
+    ]
+    for rank in measure("tp2", assets, rows):
+        for row, measured in zip(rows, rank, strict=True):
+            assert_as_on_one_device(measured, expected, layout="tp2", row=row, relative=1e-4)
+
+
+@pytest.mark.slow
 def test_inductor_changes_no_number(assets, expected):
-    ((measured,),) = measure("one", assets, [Options(compiled=True, backend="inductor", checkpoint="op")])
-    assert_as_on_one_device(measured, expected, relative=1e-4, case="inductor")
+    row = Options(compiled=True, backend="inductor", checkpoint="op")
+    ((measured,),) = measure("one", assets, [row])
+    assert_as_on_one_device(measured, expected, layout="one", row=row, relative=1e-4)
     assert measured.num_graphs > 0
 
 
@@ -82,7 +102,7 @@ def test_inductor_changes_no_number(assets, expected):
 def test_context_parallel_ranks_share_the_tokens(assets, expected):
     ranks = [rank[0].num_tokens for rank in measure("cp2", assets, [Options()])]
     num_tokens = sum(len(sample.token_ids) - 1 for sample in make_samples())
-    assert expected.num_tokens == num_tokens
+    assert expected["float32"].num_tokens == num_tokens
     assert ranks[0] == ranks[1]
     assert num_tokens <= sum(ranks) < num_tokens + 4 * 4  # padding of at most 3 in each micro-batch
 

@@ -10,7 +10,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.hf import HFFolder, read_parameters
 from tests.support.distributed import run_ranks
-from tests.training.layouts import LAYOUTS, first_rank_alone, measure, one_step, refuse_layout, restore
+from tests.training.layouts import (
+    LAYOUTS,
+    first_rank_alone,
+    half_tolerance,
+    measure,
+    one_step,
+    refuse_layout,
+    restore,
+)
 from tests.training.parts import small_spec, write_assets
 
 SLOW = ("hsdp2x2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "hsdp2_cp2")
@@ -150,6 +158,7 @@ def test_half_precision_is_that_of_one_device_with_float32_gradients(measured, l
     for rank in measured(layout):
         assert rank.half_gradient_dtypes == {"torch.float32"}
         assert rank.half.loss_mean == pytest.approx(one.half.loss_mean, rel=3e-3)
+        assert_near(rank.half_gradients, one.half_gradients, relative=half_tolerance(LAYOUTS[layout][1]))
 
 
 @of_layouts()

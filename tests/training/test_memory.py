@@ -171,6 +171,9 @@ CASES = {
     "logits bf16": Case(shape=LOGITS, training=BF16),
     "mixed, chunked logits": Case(shape=MIXED, training={"logits_chunk_tokens": 128}),
     "activations, full": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=8192), checkpoint=FULL),
+    "activations bf16, full": Case(
+        shape=dataclasses.replace(ACTIVATIONS, num_tokens=16_384), training=BF16, checkpoint=FULL
+    ),
     "activations, by op": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=BY_OP),
     "activations, every second": Case(
         shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=EVERY_SECOND
@@ -210,6 +213,9 @@ CASES = {
     "routed, full": Case(shape=dataclasses.replace(ROUTED, num_tokens=8192), checkpoint=FULL),
     "routed, by op": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), checkpoint=BY_OP),
     "routed, FSDP2 x EP2": Case(shape=ROUTED, degrees=FSDP2 | EP2),
+    "routed, FSDP2 x EP2 by op": Case(
+        shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=FSDP2 | EP2, checkpoint=BY_OP
+    ),
     "routed, TP2": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=TP2),
     "routed, TP2 split": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=TP2 | ETP2),
     "4 layers, every second": Case(shape=FOUR_LAYERS, checkpoint=EVERY_SECOND),
