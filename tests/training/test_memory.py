@@ -233,7 +233,7 @@ CASES = {
     "untied, chunked logits": Case(shape=HEAD, training=CHUNKED),
     "untied, FSDP2 chunked logits": Case(shape=HEAD, degrees=FSDP2, training=CHUNKED, slow=True),
     "untied, TP2": Case(shape=dataclasses.replace(HEAD, num_tokens=1024), degrees=TP2),
-    "LoRA": Case(shape=FROZEN, converters=LORA),
+    "LoRA": Case(shape=FROZEN, converters=LORA, slow=True),
     "LoRA, pushed": Case(shape=PARAMETERS, converters=LORA),
     "LoRA bf16": Case(shape=FROZEN, converters=LORA, training=BF16, slow=True),
     "LoRA, FSDP2": Case(shape=FROZEN, converters=LORA, degrees=FSDP2),
@@ -251,7 +251,10 @@ CASES = {
         shape=dataclasses.replace(FOUR_LAYERS, num_tokens=6144), converters=LORA, degrees=TP2, slow=True
     ),
     "LoRA, mixed, FSDP2 x TP2": Case(
-        shape=dataclasses.replace(MIXED, num_tokens=2048), converters=LORA, degrees=FSDP2 | TP2
+        shape=dataclasses.replace(MIXED, num_tokens=2048),
+        converters=LORA,
+        degrees=FSDP2 | TP2,
+        slow=True,
     ),
     "LoRA, head": Case(shape=HEAD, converters=LORA_AND_HEAD),
     "LoRA, head FSDP2": Case(shape=HEAD, converters=LORA_AND_HEAD, degrees=FSDP2, slow=True),
