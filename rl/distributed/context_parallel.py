@@ -39,9 +39,9 @@ class ContextParallel:
             return None
         return cls(rank=mesh.get_local_rank(), num_ranks=mesh.size(), group=group_name(mesh))
 
-    def pad_multiple(self, tensor_parallel_degree: int) -> int:
-        """T must be a multiple of it: equal pieces, and equal parts of each rank's tokens for TP."""
-        return self.num_ranks * math.lcm(2, tensor_parallel_degree)
+    def pad_multiple(self, multiple: int) -> int:
+        """T must be a multiple of it: equal pieces, and a `multiple` of tokens on each rank."""
+        return self.num_ranks * math.lcm(2, multiple)
 
     def pieces(self, num_tokens: int, *, rank: int | None = None) -> list[tuple[int, int]]:
         """Start and end of the tokens of a rank (this one), in order; one run where its two pieces meet."""

@@ -109,7 +109,9 @@ class Policy:
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
+        # Of the tokens that one rank takes through the model.
         pad_multiple = 1 if self.mesh is None else self.mesh[TP].size()
+        pad_multiple = math.lcm(pad_multiple, self.converters.token_multiple)
         if self.context is not None:
             pad_multiple = self.context.pad_multiple(pad_multiple)
         return pack(
@@ -117,7 +119,7 @@ class Policy:
             max_tokens=self.training.max_tokens_per_microbatch,
             max_sequences=self.training.max_sequences_per_microbatch,
             max_length=self.training.max_sequence_length or num_positions(self.spec),
-            pad_multiple=math.lcm(pad_multiple, self.converters.token_multiple),
+            pad_multiple=pad_multiple,
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
         )

@@ -166,6 +166,8 @@ class MeasuredFloat8:
     checkpoint of another step was read."""
     losses: list[float]
     """After the steps, and then with all scales computed ahead made ten times as large."""
+    num_tokens: set[int]
+    """Of what a float8 layer multiplied."""
 
 
 def float8_samples() -> list[TrainingSample]:
@@ -177,7 +179,11 @@ def measure_float8(layout: str, converters: Sequence[ModelConverter.Config], fol
     """Three steps; after the second a checkpoint is written and read."""
     engine = make(layout, even_spec(), None, converters, max_tokens_per_microbatch=20)
     samples = float8_samples()
+    num_tokens: set[int] = set()
+    layer = engine.policy.model.get_submodule("layers.0.feed_forward.down_proj")
+    handle = layer.register_forward_pre_hook(lambda _, inputs: num_tokens.add(inputs[0].size(0)))
     whole = engine.forward_backward(samples)
+    handle.remove()
     gradients = whole_gradients(engine)
     steps = [engine.optim_step()]
     engine.forward_backward(samples)
@@ -197,7 +203,13 @@ def measure_float8(layout: str, converters: Sequence[ModelConverter.Config], fol
             scale.mul_(10.0)
     losses.append(engine.forward_backward(samples).loss_sum)
     return MeasuredFloat8(
-        whole=whole, gradients=gradients, steps=steps, parameters=parameters, scales=scales, losses=losses
+        whole=whole,
+        gradients=gradients,
+        steps=steps,
+        parameters=parameters,
+        scales=scales,
+        losses=losses,
+        num_tokens=num_tokens,
     )
 
 
@@ -234,8 +246,17 @@ KINDS = {
     "ddp2": ("tensorwise", "with_lora"),
     "fsdp2_tp2": ("gathered", "gathered_with_lora"),
     "hsdp2x2": ("gathered", "rowwise"),
+    "ddp2_tp2": ("with_lora",),
+    "cp2": ("rowwise", "tensorwise", "gathered"),
+    "cp2_tp2": ("rowwise",),
 }
 """What is measured in each layout; shards are gathered in float8 only where there are some."""
+
+
+def has_scales_of_its_own(layout: str, kind: str) -> bool:
+    """Whether a tensor whose scale is one has other values than on one device: a context-parallel rank's
+    tokens."""
+    return LAYOUTS[layout][1].context_parallel_degree > 1 and not kind.startswith("rowwise")
 
 
 def ungathered(kind: str) -> str:

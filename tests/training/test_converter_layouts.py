@@ -8,12 +8,19 @@ from safetensors.numpy import load_file
 
 from rl.models.hf import HFFolder, read_parameters
 from tests.support.distributed import run_ranks
-from tests.training.converter_layouts import KINDS, UNEVEN, measure_all, ungathered, write_adapter
+from tests.training.converter_layouts import (
+    KINDS,
+    UNEVEN,
+    has_scales_of_its_own,
+    measure_all,
+    ungathered,
+    write_adapter,
+)
 from tests.training.layouts import LAYOUTS
 from tests.training.parts import write_assets
 from tests.training.test_layouts import assert_near, assert_same_result
 
-SLOW = ("hsdp2x2",)
+SLOW = ("hsdp2x2", "ddp2_tp2", "cp2", "cp2_tp2")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -26,9 +33,8 @@ def of(*arguments):
 
 
 of_layouts = pytest.mark.parametrize("layout", of(*((layout,) for layout in KINDS)))
-of_kinds = pytest.mark.parametrize(
-    ("layout", "kind"), of(*((layout, kind) for layout, kinds in KINDS.items() for kind in kinds))
-)
+ALL_KINDS = [(layout, kind) for layout, kinds in KINDS.items() for kind in kinds]
+of_kinds = pytest.mark.parametrize(("layout", "kind"), of(*ALL_KINDS))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,9 @@ def test_half_precision_is_that_of_one_device(lora, layout):
         assert rank.half.loss_mean == pytest.approx(one.half.loss_mean, rel=2e-2)
 
 
-@of_kinds
+@pytest.mark.parametrize(
+    ("layout", "kind"), of(*(each for each in ALL_KINDS if not has_scales_of_its_own(*each)))
+)
 def test_float8_is_that_of_one_device(float8, layout, kind):
     (one,) = float8("one", ungathered(kind))
     for rank in float8(layout, kind):
@@ -137,6 +145,26 @@ def test_float8_is_that_of_one_device(float8, layout, kind):
         assert_near(rank.gradients, one.gradients)
         assert [s.grad_norm for s in rank.steps] == pytest.approx([s.grad_norm for s in one.steps], rel=1e-5)
         assert_near(rank.parameters, one.parameters)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), of(*(each for each in ALL_KINDS if has_scales_of_its_own(*each)))
+)
+def test_scales_of_pieces_of_a_micro_batch_change_a_gradient_by_their_rounding(float8, layout, kind):
+    """Measured: the loss by 0.0014, a gradient by up to 0.17 where float8 itself changes it as much."""
+    (one,) = float8("one", ungathered(kind))
+    for rank in float8(layout, kind):
+        assert rank.whole.loss_sum == pytest.approx(one.whole.loss_sum, rel=5e-3)
+        assert_near(rank.gradients, one.gradients, relative=0.25)
+        if layout == "cp2":
+            assert_near(rank.gradients, float8(layout, "tensorwise")[0].gradients)
+
+
+@of_kinds
+def test_each_rank_multiplies_multiples_of_16_tokens(float8, layout, kind):
+    for rank in float8(layout, kind):
+        assert rank.num_tokens
+        assert all(number % 16 == 0 for number in rank.num_tokens)
 
 
 @of_kinds

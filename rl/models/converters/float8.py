@@ -66,10 +66,10 @@ class Float8(ModelConverter):
         super().__init__(config=config, spec=spec, degrees=degrees, device=device)
         if not config.emulate:
             _check_hardware(device)
-        if config.enable_fsdp_float8_all_gather and degrees.dp_shard == 1:
+        if config.enable_fsdp_float8_all_gather and degrees.fsdp == 1:
             raise ValueError(
                 "enable_fsdp_float8_all_gather=True: nothing is gathered, parameters are whole on every "
-                "rank; must be with parallelism.data_parallel_shard_degree above 1"
+                "rank; must be with parallelism.data_parallel_shard_degree or context_parallel_degree above 1"
             )
         if find_spec("torchao") is None:
             raise ValueError("Float8 needs torchao 0.18: pip install 'torchao==0.18.*'")

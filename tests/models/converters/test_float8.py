@@ -22,8 +22,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def converter(config, *, spec=None, device=CPU, tp=1, dp_shard=1):
-    degrees = Degrees(dp_replicate=1, dp_shard=dp_shard, tp=tp)
+def converter(config, *, spec=None, device=CPU, tp=1, dp_shard=1, cp=1):
+    degrees = Degrees(dp_replicate=1, dp_shard=dp_shard, cp=cp, tp=tp)
     return config.build(spec=spec or even_spec(), degrees=degrees, device=device)
 
 
@@ -163,9 +163,13 @@ def test_hardware_without_float8_is_refused_unless_it_is_emulated():
 
 def test_gathering_where_nothing_is_sharded_is_refused():
     config = Float8.Config(emulate=True, enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match=r"must be with parallelism\.data_parallel_shard_degree above 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be with parallelism\.data_parallel_shard_degree or context_parallel_degree above 1",
+    ):
         converter(config)
     converter(config, dp_shard=2)
+    converter(config, cp=2)
 
 
 def test_a_layer_whose_size_float8_cannot_multiply_is_refused_unless_filtered():
