@@ -83,7 +83,7 @@ def test_what_a_registry_function_misspelt_is_refused_wherever_it_is_read(
 
 def test_fields_are_checked_below_sequences_and_losses_too():
     config = example_configs.large()
-    config.schedule[0].num_steps = "5"
+    config.schedule[0].num_steps = "5"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"^schedule\.0: num_steps='5': must be int"):
         check_fields(config)
     config = example_configs.large()

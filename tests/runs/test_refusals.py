@@ -175,8 +175,8 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp
 
 
 def test_a_reference_policy_whose_weights_are_gone_is_refused(refused, checkpoints, assets):
-    load = ("--trainer.checkpoint.initial_load_path", str(checkpoints))
-    load += ("--trainer.checkpoint.initial_load_model_only", "False", "--trainer.reference.enable", "True")
+    load = ["--trainer.checkpoint.initial_load_path", str(checkpoints)]
+    load += ["--trainer.checkpoint.initial_load_model_only", "False", "--trainer.reference.enable", "True"]
     weights = assets / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
