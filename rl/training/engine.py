@@ -105,7 +105,7 @@ class TrainingEngine(Configurable):
             self.policy.load_hf(folder)
         self.reference = make_reference(config.reference, policy=self.policy, build=make_policy)
         self.optimizer: Optimizer = config.optimizer.build(
-            parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
+            parameters=self.policy.trained_parameters, adapter=self.policy.trained_adapter
         )
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.checkpointer: Checkpointer = config.checkpoint.build(

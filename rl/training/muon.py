@@ -4,11 +4,11 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 https://kellerjordan.github.io/posts/muon; scale of the update: Liu et al., "Muon is Scalable
 for LLM Training" (arXiv:2502.16982), equation 4.
 
-A matrix is one tensor of the Hugging Face checkpoint: of a fused projection (q, k, v; gate, up)
-or of stacked experts each part is orthogonalised alone, or the result would depend on how we
-store them. Orthogonalisation needs the whole matrix: shards of the momentum are gathered, the
-parameters are dealt out to the ranks, and each rank sends what it has computed to all others.
-So the work is shared, and all ranks apply the same bits.
+A matrix is one tensor of the Hugging Face checkpoint, or a factor of the adapter beside one: of a
+fused projection (q, k, v; gate, up) or of stacked experts each part is orthogonalised alone, or the
+result would depend on how we store them. Orthogonalisation needs the whole matrix: shards of the
+momentum are gathered, the parameters are dealt out to the ranks, and each rank sends what it has
+computed to all others. So the work is shared, and all ranks apply the same bits.
 
 Shape legend: A, B rows and columns of a matrix.
 """
@@ -167,7 +167,7 @@ def _matrices(adapter: StateDictAdapter | None, name: str, whole: Tensor) -> dic
         return {name: whole}
     try:
         adapter.hf_names(name)
-    except KeyError:  # a parameter that only training has: a low-rank adapter
+    except KeyError:  # a parameter that a converter added and says nothing of
         return {name: whole}
     return adapter.to_hf(name, whole)
 

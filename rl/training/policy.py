@@ -32,7 +32,7 @@ from rl.models.converters.lora import LoRA
 from rl.models.converters.peft_folder import write_peft_folder
 from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, StateDictAdapter
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
@@ -106,6 +106,11 @@ class Policy:
         if any(loaded):
             self._loaded_from = base_model if all(loaded) else None
         self.converters.weights_loaded(self.model, fresh=False)
+
+    @property
+    def trained_adapter(self) -> StateDictAdapter:
+        """Which matrices they are made of, those of converters too."""
+        return self.converters.adapter(self.spec.adapter(self.spec.model))
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""

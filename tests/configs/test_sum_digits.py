@@ -86,6 +86,17 @@ def test_a_model_larger_than_a_machine_without_gpus_is_refused_with_both_sizes()
         check_memory(config.fleet, model_spec=config.model, memory_bytes=4 * need.total - 1)
 
 
+def test_a_compiled_model_that_may_be_too_large_is_warned_of(caplog):
+    config = sum_digits.qwen3_8b()
+    config.trainer.compile.enable = True
+    config.trainer.parallelism.data_parallel_shard_degree = 4
+    check_memory(config.fleet, model_spec=config.model, memory_bytes=10**9)
+    (record,) = caplog.records
+    assert (record.levelname, record.name) == ("WARNING", "rl.training.memory")
+    assert "qwen3 8B needs" in record.getMessage()
+    assert "this machine has 1 GB and no GPU" in record.getMessage()
+
+
 def test_gpus_go_to_the_trainer_first_then_to_the_generator():
     assert assign_gpus(num_available=0, num_trainer=2, num_generator=1) == (None, None)
     trainer, generator = assign_gpus(num_available=4, num_trainer=2, num_generator=1)

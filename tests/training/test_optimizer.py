@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rl.distributed.mesh import ParallelismConfig
+from rl.models.converters.lora import ALL_LINEAR, LoRA
 from rl.training.muon import Muon, MuonConfig, orthogonalize
 from rl.training.optimizer import Optimizer
 from rl.types import OptimParams
@@ -99,8 +100,9 @@ def assets(tmp_path_factory):
     return write_assets(tmp_path_factory.mktemp("assets") / "model")
 
 
-def muon_engine(assets, parallelism=None, *, compute_dtype="float32"):
+def muon_engine(assets, parallelism=None, *, compute_dtype="float32", converters=()):
     config = engine_config(parallelism=parallelism)
+    config.converters = converters
     config.optimizer.name = "Muon"
     # Products in bfloat16 would turn rounding of the last bits of a sum into differences of 2^-9.
     config.optimizer.muon.compute_dtype = compute_dtype
@@ -163,6 +165,48 @@ def test_fused_weight_stepped_as_one_matrix_would_be_another_step(assets):
     assert (apart - together).norm() > 0.1 * apart.norm()
 
 
+@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "v_proj", "down_proj")])
+def test_factors_of_every_adapted_weight_step_alone(assets, targets):
+    lora = LoRA.Config(rank=3, target_modules=targets)
+    engine = muon_engine(assets, compute_dtype="bfloat16", converters=(lora,))  # as PyTorch's
+    adapter = small_spec().adapter(small_spec().model)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in engine.policy.trained_parameters.items():
+        if name.endswith("lora_b"):  # Zero, it would leave A without a gradient.
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    before = whole_parameters(engine)
+    engine.forward_backward(make_samples())
+    gradients = {n: p.grad / engine._step.denominator for n, p in engine.policy.trained_parameters.items()}
+    engine.optim_step(OptimParams(max_norm=np.inf))
+
+    def muon(parameters):
+        return torch.optim.Muon(
+            parameters, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def parts(name, tensor):
+        """By the last part of Hugging Face's name of the weight, those that have no A too."""
+        base = name.replace("_lora.lora_a", ".weight").replace("_lora.lora_b", ".weight")
+        leaves = [hf_name.split(".")[-2] for hf_name in adapter.hf_names(base)]
+        if name.endswith("lora_b"):
+            return dict(zip(leaves, adapter.to_hf(base, torch.as_tensor(tensor)).values(), strict=True))
+        adapted = [leaf for leaf in leaves if leaf in targets]
+        return dict(zip(adapted, torch.as_tensor(tensor).split(3), strict=True))
+
+    num_matrices = 0
+    after = whole_parameters(engine)
+    for name in gradients:
+        old, new, gradient = (parts(name, x[name]) for x in (before, after, gradients))
+        for leaf in old:
+            if leaf in targets:
+                wanted = stepped_alone(muon, old[leaf], gradient[leaf].contiguous()) - old[leaf]
+                num_matrices += 1
+            else:
+                wanted = -1e-2 * 0.1 * old[leaf]  # Rows of B without an A decay.
+            assert (new[leaf] - old[leaf] - wanted).norm() <= 5e-3 * wanted.norm(), f"{name}, {leaf}"
+    assert num_matrices == 2 * 2 * len(targets)  # A and B of each, in each layer
+
+
 def test_momentum_of_one_step_can_be_given_to_muon_alone(assets):
     given, configured = muon_engine(assets), muon_engine(assets)
     configured.optimizer.config.muon.momentum = 0.5
@@ -198,29 +242,39 @@ LAYOUTS = {
     "hsdp2x2": ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2),
     "fsdp2_tp2": ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2),
 }
+WITH_LORA = ("fsdp4", "fsdp2_tp2")
+
+
+LORA = (LoRA.Config(rank=3),)
 
 
 def train_in_every_layout(assets):
-    """[layout] parameters after three steps with Muon, on this one of four ranks."""
+    """[layout, converters] parameters after three steps with Muon, on this one of four ranks."""
     trained = {}
     for name, parallelism in LAYOUTS.items():
-        engine = muon_engine(assets, dataclasses.replace(parallelism))
-        train(engine)
-        trained[name] = whole_parameters(engine)
+        for converters in ((), LORA) if name in WITH_LORA else ((),):
+            engine = muon_engine(assets, dataclasses.replace(parallelism), converters=converters)
+            train(engine)
+            trained[name, bool(converters)] = whole_parameters(engine)
     return trained
 
 
 @pytest.mark.medium
 def test_muon_steps_sharded_matrices_as_whole_ones(assets):
-    one = muon_engine(assets)
-    start = whole_parameters(one)
-    train(one)
-    expected = whole_parameters(one)
+    expected, moved = {}, {}
+    for converters in ((), LORA):
+        one = muon_engine(assets, converters=converters)
+        start = whole_parameters(one)
+        train(one)
+        expected[bool(converters)] = whole_parameters(one)
+        moved[bool(converters)] = {
+            name: np.linalg.norm(tensor - start[name]) for name, tensor in whole_parameters(one).items()
+        }
     ranks = run_ranks(train_in_every_layout, 4, assets, timeout_s=200)
-    for layout in LAYOUTS:
+    for layout, has_lora in ranks[0]:
         for rank in ranks:
-            for name, tensor in rank[layout].items():
-                moved = np.linalg.norm(expected[name] - start[name])
-                difference = np.linalg.norm(tensor - expected[name])
-                assert difference <= 1e-4 * moved, f"{layout}, {name}: {difference / moved}"
-                np.testing.assert_array_equal(tensor, ranks[0][layout][name])
+            for name, tensor in rank[layout, has_lora].items():
+                difference = np.linalg.norm(tensor - expected[has_lora][name])
+                assert difference <= 1e-4 * moved[has_lora][name], f"{layout}, {has_lora}, {name}"
+                np.testing.assert_array_equal(tensor, ranks[0][layout, has_lora][name])
+    assert len(ranks[0]) == len(LAYOUTS) + len(WITH_LORA)

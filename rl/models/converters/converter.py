@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rl.config.configurable import Configurable
 from rl.distributed.mesh import Degrees
 from rl.models.buffers import persistent_buffers
-from rl.models.spec import ModelSpec
+from rl.models.spec import ModelSpec, StateDictAdapter
 
 
 class ModelConverter(Configurable):
@@ -81,6 +81,11 @@ class ModelConverter(Configurable):
         for the same names in the same order."""
         return tensor
 
+    def adapter(self, plain: StateDictAdapter) -> StateDictAdapter:
+        """`plain`, and which matrices the parameters that this converter added are made of, for an
+        optimizer that steps matrices; one that it leaves out is one matrix."""
+        return plain
+
 
 class ModelConverters:
     """Several converters as one, applied in order and undone in the opposite one."""
@@ -138,6 +143,12 @@ class ModelConverters:
     def post_optimizer_hook(self, model: nn.Module) -> None:
         for member in self.members:
             member.post_optimizer_hook(model)
+
+    def adapter(self, plain: StateDictAdapter) -> StateDictAdapter:
+        """`plain`, and what the parameters of all members are made of."""
+        for member in self.members:
+            plain = member.adapter(plain)
+        return plain
 
     def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
         """The plain model's parameters, one at a time, in the layout of the converted one.

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
 from rl.models.converters.converter import ModelConverter
+from rl.models.converters.factors import Factor, FactorAdapter
 from rl.models.converters.low_rank import LowRank, adapter_name
 from rl.models.converters.peft_folder import PeftAdapter, PeftSettings, read_peft_folder
+from rl.models.spec import StateDictAdapter
 
 HEAD = "lm_head"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -170,6 +172,16 @@ class LoRA(ModelConverter):
     def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
         adapter = self._adapters.get(name)
         return tensor if adapter is None else adapter.merged_like(tensor)
+
+    def adapter(self, plain: StateDictAdapter) -> StateDictAdapter:
+        factors = {}
+        for weight, low_rank in self._adapters.items():
+            parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
+            name = f"{parent}.{adapter_name(leaf)}" if parent else adapter_name(leaf)
+            rows, adapted = self._hf_rows(weight, low_rank.lora_b.size(0)), self._adapted[weight]
+            factors[f"{name}.lora_a"] = Factor(weight=weight, adapted=adapted, num_rows=None)
+            factors[f"{name}.lora_b"] = Factor(weight=weight, adapted=adapted, num_rows=rows)
+        return FactorAdapter(plain, factors)
 
     def peft_settings(self, *, base_model: str | None) -> PeftSettings:
         targets = dict.fromkeys(_leaf(name) for names in self._adapted.values() for name in names)
