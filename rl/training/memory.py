@@ -104,7 +104,7 @@ def estimate(
     # What lives on the host is no burden of a GPU.
     kept_on_device = 0 if training.cpu_offload and on_gpu else 1
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
-    first: TransformerBlock = module.layers[0]  # type: ignore[assignment]
+    first: TransformerBlock = module.layers[0]
     block = block_memory(
         model, first, num_tokens=num_tokens, degrees=degrees, itemsize=computed, on_gpu=on_gpu
     )

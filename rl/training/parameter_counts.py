@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from rl.distributed.mesh import Degrees
 from rl.models.converters.low_rank import adapted_layers
@@ -106,14 +106,14 @@ class _Ranks:
         self.whole = _whole_factors(module)
         """Factors of adapters that every tensor-parallel rank has whole."""
 
-    def shards(self, part: Collection[nn.Parameter]) -> int:
+    def shards(self, part: Collection[Tensor]) -> int:
         return self._share(part, num_shards=self.degrees.fsdp, num_expert_shards=self.degrees.fsdp)
 
-    def gathered(self, part: Collection[nn.Parameter]) -> int:
+    def gathered(self, part: Collection[Tensor]) -> int:
         # Under expert parallelism a rank gathers its own experts alone.
         return self._share(part, num_shards=1, num_expert_shards=self.degrees.ep)
 
-    def gathered_at_once(self, part: Collection[nn.Parameter], *, among: int = 1) -> Gathered:
+    def gathered_at_once(self, part: Collection[Tensor], *, among: int = 1) -> Gathered:
         """One of `among` equal parts."""
         return Gathered(
             parameters=self.gathered(part) // among,
@@ -122,7 +122,7 @@ class _Ranks:
             in_float8=self.gathered([p for p in part if hasattr(p, "fsdp_pre_all_gather")]) // among,
         )
 
-    def _share(self, part: Collection[nn.Parameter], *, num_shards: int, num_expert_shards: int) -> int:
+    def _share(self, part: Collection[Tensor], *, num_shards: int, num_expert_shards: int) -> int:
         """Experts are split by their own degree of tensor parallelism."""
         tp, etp = self.degrees.tp, self.degrees.etp
         num_experts = sum(p.numel() for p in part if p in self.experts)
