@@ -46,18 +46,18 @@ def even_spec() -> ModelSpec:
     return dataclasses.replace(UNEVEN, model=model)
 
 
-def write_adapter(folder: Path) -> str:
-    """For `UNEVEN`, with a B that is not zero, so that the gradient of A is not either."""
-    assert isinstance(UNEVEN.model, Qwen3.Config)
+def write_adapter(folder: Path, spec: ModelSpec = UNEVEN, *, scale: float = 0.2) -> str:
+    """With a B that is not zero, so that the gradient of A is not either."""
+    assert isinstance(spec.model, Qwen3.Config)
     with torch.device("meta"):
-        model = UNEVEN.model.build()
-    adapter = UNEVEN.adapter(UNEVEN.model)
+        model = spec.model.build()
+    adapter = spec.adapter(spec.model)
     generator = torch.Generator().manual_seed(8)
     factors = [
         (
             name,
-            0.2 * torch.randn(RANK, weight.size(1), generator=generator),
-            0.2 * torch.randn(weight.size(0), RANK, generator=generator),
+            scale * torch.randn(RANK, weight.size(1), generator=generator),
+            scale * torch.randn(weight.size(0), RANK, generator=generator),
         )
         for ours, parameter in model.named_parameters()
         for name, weight in adapter.to_hf(ours, parameter).items()
@@ -246,9 +246,7 @@ KINDS = {
     "ddp2": ("tensorwise", "with_lora"),
     "fsdp2_tp2": ("gathered", "gathered_with_lora"),
     "hsdp2x2": ("gathered", "rowwise"),
-    "ddp2_tp2": ("with_lora",),
     "cp2": ("rowwise", "tensorwise", "gathered"),
-    "cp2_tp2": ("rowwise",),
 }
 """What is measured in each layout; shards are gathered in float8 only where there are some."""
 

@@ -60,8 +60,21 @@ LAYOUTS = {
             data_parallel_shard_degree=2, tensor_parallel_degree=2, expert_tensor_parallel_degree=2
         ),
     ),
+    "fsdp2_tp2": (4, ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)),
+    "ddp2_tp2": (4, ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=2)),
+    "cp2_tp2": (4, ParallelismConfig(context_parallel_degree=2, tensor_parallel_degree=2)),
+    "cp2_ep2_etp2": (
+        4,
+        ParallelismConfig(
+            context_parallel_degree=2,
+            expert_parallel_degree=2,
+            tensor_parallel_degree=2,
+            expert_tensor_parallel_degree=2,
+        ),
+    ),
 }
 """Number of processes and degrees, by name."""
+SLOW = ("fsdp2_tp2", "ddp2_tp2", "cp2_tp2", "cp2_ep2_etp2")
 
 BIAS_RATE = 0.01
 

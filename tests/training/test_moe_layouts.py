@@ -10,6 +10,7 @@ from tests.support.distributed import run_ranks
 from tests.training.moe_layouts import (
     BIAS_RATE,
     LAYOUTS,
+    SLOW,
     measure,
     measure_layouts,
     moe_spec,
@@ -24,7 +25,8 @@ EXPERTS = 2 * (6 * 40 * 36 + 6 * 36 * 20)
 
 def of_layouts():
     """Once for each parallel layout."""
-    return pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.medium) for n in PARALLEL])
+    marks = {name: pytest.mark.slow if name in SLOW else pytest.mark.medium for name in PARALLEL}
+    return pytest.mark.parametrize("layout", [pytest.param(n, marks=mark) for n, mark in marks.items()])
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +46,13 @@ def one(folder, assets):
 
 @pytest.fixture(scope="module")
 def measured(folder, assets):
-    """What each rank of a layout measured; layouts of one size share their processes."""
+    """What each rank of a layout measured; layouts of one size and mark share their processes."""
     results = {}
 
     def ranks_of(layout):
         if layout not in results:
-            size = LAYOUTS[layout][0]
-            together = [name for name in PARALLEL if LAYOUTS[name][0] == size]
+            size, slow = LAYOUTS[layout][0], layout in SLOW
+            together = [name for name in PARALLEL if LAYOUTS[name][0] == size and (name in SLOW) == slow]
             ranks = run_ranks(measure_layouts, size, together, assets, str(folder), timeout_s=250)
             results.update({name: [rank[name] for rank in ranks] for name in together})
         return results[layout]
@@ -121,6 +123,7 @@ def test_half_precision_is_near_one_device_with_float32_gradients(measured, one,
 def test_ranks_keep_their_share_of_the_experts(measured, layout):
     size, parallelism = LAYOUTS[layout]
     ways = max(1, parallelism.data_parallel_shard_degree) * parallelism.expert_tensor_parallel_degree
+    ways *= parallelism.context_parallel_degree
     kept = [
         sum(number for name, number in rank.num_local.items() if ".experts." in name)
         for rank in measured(layout)

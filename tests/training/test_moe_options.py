@@ -73,11 +73,20 @@ def test_context_parallel_ranks_share_tokens_and_experts(assets, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_options_change_no_number_with_context_parallelism(assets, expected):
+    run = ("none", "full", "selective_op", "bfloat16_full")
+    cases = [(layout, option) for layout in CONTEXT for option in OPTIONS if option not in run]
+    check(cases, assets, expected)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiling_changes_no_number(assets, expected):
     (measured,) = measure_options([("one", "compile")], assets)
     assert_as_on_one_device(measured, expected, layout="one", option="compile", relative=1e-4)
-    check([(layout, "compile") for layout in PAIRS], assets, expected, relative=1e-4)
+    layouts = (*PAIRS, "cp2_ep2")
+    check([(layout, "compile") for layout in layouts], assets, expected, relative=1e-4)
 
 
 @pytest.mark.medium

@@ -241,6 +241,8 @@ LAYOUTS = {
     "ddp4": ParallelismConfig(data_parallel_replicate_degree=4, data_parallel_shard_degree=1),
     "hsdp2x2": ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2),
     "fsdp2_tp2": ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2),
+    "fsdp2_cp2": ParallelismConfig(data_parallel_shard_degree=2, context_parallel_degree=2),
+    "cp2_tp2": ParallelismConfig(context_parallel_degree=2, tensor_parallel_degree=2),
 }
 WITH_LORA = ("fsdp4", "fsdp2_tp2")
 
@@ -257,6 +259,34 @@ def train_in_every_layout(assets):
             train(engine)
             trained[name, bool(converters)] = whole_parameters(engine)
     return trained
+
+
+def adam_parameters(assets, implementation, parallelism=None):
+    config = engine_config(parallelism=parallelism)
+    config.optimizer.implementation = implementation
+    engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    train(engine)
+    return whole_parameters(engine)
+
+
+def step_by_each_implementation(assets):
+    """[layout, implementation] parameters after three steps with AdamW, on this one of four ranks."""
+    return {
+        (name, implementation): adam_parameters(assets, implementation, dataclasses.replace(parallelism))
+        for name, parallelism in LAYOUTS.items()
+        if name not in ("ddp4", "hsdp2x2")
+        for implementation in ("foreach", "for-loop")  # Fused is what every other test of layouts has.
+    }
+
+
+@pytest.mark.slow
+def test_each_implementation_of_adam_steps_shards_as_whole_parameters(assets):
+    expected = adam_parameters(assets, "fused")
+    for rank in run_ranks(step_by_each_implementation, 4, assets, timeout_s=200):
+        for case, parameters in rank.items():
+            for name, tensor in parameters.items():
+                difference = np.linalg.norm(tensor - expected[name])
+                assert difference <= 1e-5 * np.linalg.norm(expected[name]), f"{case}, {name}"
 
 
 @pytest.mark.medium
