@@ -1,5 +1,6 @@
 """What each mode computes again, counted, and that no gradient changes."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
+from rl.distributed.sharding import call_in_dtype
 
 
 class Block(nn.Module):
@@ -95,3 +97,18 @@ def test_unknown_option_is_refused(option):
 def test_option_without_its_mode_is_refused(mode):
     with pytest.raises(ValueError, match=f"selective_option='2' has no effect with mode='{mode}'"):
         ActivationCheckpointConfig(mode=mode, selective_option="2")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_cast_for_a_forward_are_computed_again_in_its_dtype(mode):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 6)) for _ in range(2)))
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_activations(checkpointed, ActivationCheckpointConfig(mode=mode))
+    x = torch.randn(3, 6, dtype=torch.bfloat16)
+    for model in (plain, checkpointed):
+        call_in_dtype(model, torch.bfloat16, x).float().square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert parameter.dtype == torch.float32
+        assert isinstance(parameter, nn.Parameter)
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=0)

@@ -80,17 +80,6 @@ def test_compiling_changes_no_number(assets, expected, layout):
 
 
 @pytest.mark.slow
-def test_blocks_checkpointed_and_tensor_parallel_compile_in_both_dtypes(assets, expected):
-    rows = [
-        Options(param_dtype=dtype, checkpoint=checkpoint, compiled=True)
-        for dtype, checkpoint in itertools.product(("float32", "bfloat16"), ("full", "op", "2"))
-    ]
-    for rank in measure("tp2", assets, rows):
-        for row, measured in zip(rows, rank, strict=True):
-            assert_as_on_one_device(measured, expected, layout="tp2", row=row, relative=1e-4)
-
-
-@pytest.mark.slow
 def test_inductor_changes_no_number(assets, expected):
     row = Options(compiled=True, backend="inductor", checkpoint="op")
     ((measured,),) = measure("one", assets, [row])
