@@ -92,9 +92,9 @@ def measure_options(layout: str, assets: str, rows: Sequence[Options]) -> list[M
     engines = []
     measured = []
     for row in rows:
+        torch._dynamo.utils.counters.clear()  # what was compiled in this process before is not this row's
         if row.compiled:
             torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
         engine = row.config(layout).build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
         engines.append(engine)
         measured.append(_measure(engine))
