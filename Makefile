@@ -1,9 +1,11 @@
 # Every target sets up what it needs first: .venv, made and filled by tools/setup_env.py.
 # ARGS goes to the program: make sum-digits ARGS="--trainer.optimizer.lr 3e-4", make test ARGS="-k grpo".
+# make bench BENCH=train_step runs one benchmark alone, ARGS then being any of its options.
 # PYTHON names the Python that .venv is made from (3.11 or 3.12).
 
 PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
 ARGS ?=
+BENCH ?= grpo_vs_trl train_step
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow
@@ -13,7 +15,7 @@ FAST := not medium and not slow
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits test test-fast test-slow lint format types check bench hooks clean clean-venv
+.PHONY: help setup sum-digits test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -47,8 +49,11 @@ types: setup ## mypy over everything
 
 check: lint types test-fast ## what has to be clean before a commit
 
-bench: setup ## samples a second, beside TRL's trainer on the same weights and prompts
-	$(RUN) -m benchmarks.grpo_vs_trl $(ARGS) $(NO_INPUT)
+bench: setup ## speed of whole steps beside TRL's trainer, of training steps beside transformers
+	@set -e; for name in $(BENCH); do (set -x; $(RUN) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
+
+golden: setup ## losses of ten steps of the tiny config, renewed for this machine: old and new side by side
+	$(RUN) -m tests.training.golden
 
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
 	@$(SETUP) test trl hooks

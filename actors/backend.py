@@ -14,6 +14,7 @@ from rl.training.config import Dtype
 from rl.types import (
     Completion,
     ForwardBackwardResult,
+    LoopPosition,
     OptimParams,
     OptimStepResult,
     PublishResult,
@@ -43,15 +44,26 @@ class ActorLearner:
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return await self._rank0("compute_logprobs", samples, limit="train_s")
 
-    async def save_checkpoint(self, folder: str) -> None:
-        await self._rank0("save_checkpoint", folder, limit="checkpoint_s")
+    async def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        await self._rank0("save_checkpoint", folder, position, model_only, wait, limit="checkpoint_s")
 
-    async def load_checkpoint(self, folder: str) -> int:
-        return await self._rank0("load_checkpoint", folder, limit="checkpoint_s")
+    async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
+        return await self._rank0("load_checkpoint", folder, model_only, limit="checkpoint_s")
 
     async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
         """Write the weights as a Hugging Face folder, in `checkpoint.export_dtype` when None."""
         await self._rank0("export_hf", folder, dtype, limit="checkpoint_s")
+
+    async def save_adapter(self, folder: str) -> None:
+        """Write LoRA's adapters as a folder that PEFT opens."""
+        await self._rank0("save_adapter", folder, limit="checkpoint_s")
 
     async def _rank0(self, endpoint: str, *args: Any, limit: str) -> Any:
         return (await self.trainer.call(endpoint, *args, limit=limit))[0]

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
+import torch
+from torch import nn
 
 from actors.fleet import FleetConfig, assign_gpus
 from rl.loop import SyncLoop
+from rl.models.converters.converter import ModelConverters
+from rl.models.converters.lora import LoRA
+from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
+from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
-from rl.training.memory import estimate
+from rl.training import layout
+from rl.training.checkpoint import model_tensors, optimizer_tensors
+from rl.training.checkpoint_config import LoadSource
+from rl.training.checkpoint_files import ADAPTER_FOLDER, check_sizes, is_checkpoint, read_state
+from rl.training.checkpoint_match import Destination, matching_tensors
+from rl.training.checkpointer import check_device
+from rl.training.memory import too_large
+from rl.training.optimizer import Optimizer
+from rl.training.policy import check_sequence_length
+from rl.training.reference import check_reference
+from rl.training.schedule import check_total_steps
+from rl.training.starting_weights import reference_folder
 from rl.types import Completion, Problem, Rollout
 
 NUM_PROBED_PROBLEMS = 64
@@ -26,19 +44,19 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
     Raises:
         ValueError: names the field.
     """
-    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
-    kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
-    if kv_heads % degrees.tp:
-        raise ValueError(
-            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the {kv_heads} "
-            f"key-value heads of {model_spec.name} {model_spec.flavor}"
-        )
-    vocab_size = model_spec.model.vocab_size  # type: ignore[attr-defined]
-    if vocab_size % degrees.tp:
-        raise ValueError(
-            f"trainer.parallelism.tensor_parallel_degree={degrees.tp} does not divide the vocab_size of "
-            f"{vocab_size} of {model_spec.name} {model_spec.flavor}"
-        )
+    trainer = fleet.trainer
+    trainer.parallelism.__post_init__()  # A field may have been edited since.
+    # First what no number of processes could mend.
+    check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
+    model_spec.check_layout(model_spec.model, trainer.parallelism)
+    layout.check_layout(
+        parallelism=trainer.parallelism,
+        activation_checkpoint=trainer.activation_checkpoint,
+        compile=trainer.compile,
+        world_size=trainer.num_procs,
+        device_type="cuda" if num_gpus else "cpu",
+    )
+    trainer.check_model(model_spec)
     fleet.generator.check_model(model_spec.model)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:
@@ -52,6 +70,16 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.training.max_tokens_per_microbatch={max_tokens} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
+    check_total_steps(trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches)
+    check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
+    check_sequence_length(model_spec, fleet.trainer.training)
+    max_length = fleet.trainer.training.max_sequence_length
+    if max_length is not None and max_length < max_model_len:
+        raise ValueError(
+            f"trainer.training.max_sequence_length={max_length} is less than "
+            f"generator.max_model_len={max_model_len}: the longest sample would be refused"
+        )
+    check_device(fleet.trainer.checkpoint, has_gpu=num_gpus > 0)
     assign_gpus(
         num_available=num_gpus,
         num_trainer=fleet.trainer.num_procs,
@@ -59,19 +87,166 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
     )
 
 
-def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:
-    """On a machine without GPUs: what the trainer holds at least, against all of its memory.
+def check_divisible(tensor_parallel_degree: int, *, model_spec: ModelSpec) -> None:
+    """Raise ValueError unless that many ranks can share heads and vocabulary."""
+    kv_heads = model_spec.model.block.attention.num_kv_heads  # type: ignore[attr-defined]
+    vocab_size = model_spec.model.vocab_size  # type: ignore[attr-defined]
+    of_model = f"of {model_spec.name} {model_spec.flavor}"
+    for size, named in (
+        (kv_heads, f"the {kv_heads} key-value heads {of_model}"),
+        (vocab_size, f"the vocab_size of {vocab_size} {of_model}"),
+    ):
+        if size % tensor_parallel_degree:
+            raise ValueError(
+                f"trainer.parallelism.tensor_parallel_degree={tensor_parallel_degree} does not divide {named}"
+            )
+
+
+def check_load_source(
+    source: LoadSource | None, *, fleet: FleetConfig, model_spec: ModelSpec, num_steps: int, num_gpus: int
+) -> None:
+    """What is loaded fits the model with its converters, and the optimizer, and has steps left.
 
     Raises:
-        ValueError: names the model and both sizes.
+        ValueError: names the folder, the first tensor that does not fit with both shapes, and the difference.
     """
-    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
-    rank = estimate(model_spec.model, degrees=degrees, training=fleet.trainer.training)  # type: ignore[arg-type]
-    held = fleet.trainer.num_procs * (rank.parameters + rank.gradients + rank.optimizer)
-    if held > memory_bytes:
+    if source is None:
+        return
+    if source.position is not None and source.position.step >= num_steps:
         raise ValueError(
-            f"{model_spec.name} {model_spec.flavor} needs {held / 1e9:.0f} GB for parameters, gradients and "
-            f"optimizer state; this machine has {memory_bytes / 1e9:.0f} GB and no GPU"
+            f"loop.num_steps={num_steps}: {source.path} has done {source.position.step} steps already; "
+            "give more to continue"
+        )
+    trainer = fleet.trainer
+    adapter = model_spec.adapter(model_spec.model)
+    model, converters = _converted(fleet, model_spec=model_spec, num_gpus=num_gpus)
+    if source.in_hf:
+        HFFolder(source.path).check(model, adapter, names=set(converters.plain_names))
+        return
+    tensors = model_tensors(model)
+    if not source.model_only:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer: Optimizer = trainer.optimizer.build(parameters=trained, adapter=adapter)
+        tensors |= optimizer_tensors(trained, optimizer)
+    matching_tensors(
+        source.path,
+        read_state(source.path),
+        Destination(tensors=tensors, converters=converters),
+        model_only=source.model_only,
+        exclude=trainer.checkpoint.exclude_from_loading,
+    )
+
+
+def check_reference_weights(
+    source: LoadSource | None, *, start: StartingPoint, fleet: FleetConfig, num_gpus: int
+) -> Path | None:
+    """The folder that the reference policy of a run that is continued is loaded from; None: it has none, or
+    the weights of `start`.
+
+    Raises:
+        ValueError: it is gone, does not fit the model, or it is not known which it is.
+    """
+    if not fleet.trainer.reference.enable or source is None or source.model_only:
+        return None
+    folder = reference_folder(
+        source.started_from,
+        of=source.path,
+        present=start.origin,
+        exclude=fleet.trainer.checkpoint.exclude_from_loading,
+    )
+    if folder is None:
+        return None
+    model, converters = _converted(fleet, model_spec=start.spec, num_gpus=num_gpus)
+    if is_checkpoint(folder):
+        check_sizes(folder)
+        into = Destination(tensors=model_tensors(model), converters=converters)
+        matching_tensors(folder, read_state(folder), into, model_only=True, exclude=())
+    else:
+        adapter = start.spec.adapter(start.spec.model)
+        HFFolder(folder).check(model, adapter, names=set(converters.plain_names))
+    return folder
+
+
+def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int) -> None:
+    """What the trainer's converters ask of model, layout and machine, on a model without memory.
+
+    Raises:
+        ValueError: names the converter by its number, and the field.
+    """
+    _converted(fleet, model_spec=model_spec, num_gpus=num_gpus)
+
+
+def _converted(
+    fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
+) -> tuple[nn.Module, ModelConverters]:
+    """The trainer's model, without memory, and what changed it."""
+    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
+    # A GPU is asked by its own process: this one is to hold nothing on it.
+    device = torch.device("meta" if num_gpus else "cpu")
+    try:
+        converters = ModelConverters(
+            fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
+        )
+        with torch.device("meta"):
+            model: nn.Module = model_spec.model.build()
+            converters.convert(model)
+    except ValueError as error:
+        raise ValueError(f"trainer.{error}") from error
+    return model, converters
+
+
+def has_lora(fleet: FleetConfig) -> bool:
+    """Whether the trainer trains adapters."""
+    return any(isinstance(converter, LoRA.Config) for converter in fleet.trainer.converters)
+
+
+def check_end(fleet: FleetConfig, *, warms_up: bool) -> None:
+    """What would only be noticed when a run starts to train, or when it ends.
+
+    Raises:
+        ValueError: names the field.
+    """
+    checkpoint, timeouts = fleet.trainer.checkpoint, fleet.timeouts
+    if checkpoint.saves and checkpoint.timeout_s > timeouts.checkpoint_s:
+        raise ValueError(
+            f"trainer.checkpoint.timeout_s={checkpoint.timeout_s:g} is more than timeouts.checkpoint_s="
+            f"{timeouts.checkpoint_s:g}, after which the run stops: raise that too"
+        )
+    if not has_lora(fleet):
+        return
+    if checkpoint.saves and checkpoint.shared_folder is not None:
+        adapter = checkpoint.shared_folder / ADAPTER_FOLDER
+        if adapter.exists():
+            raise ValueError(
+                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a run that "
+                "ended; move it away"
+            )
+    for number, converter in enumerate(fleet.trainer.converters):
+        if warms_up and isinstance(converter, LoRA.Config) and converter.initial_adapter is not None:
+            raise ValueError(
+                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a warm-up, "
+                "which starts from weights without it: set warmup to None, and hf_assets_path to the weights "
+                "that the adapter belongs to"
+            )
+
+
+def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:
+    """On a machine without GPUs: the trainer's ranks together against all of its memory.
+
+    A GPU's memory is checked by each rank, which knows it, before it allocates anything.
+
+    Raises:
+        ValueError: names the model, both sizes and what they are made of; with compile this is a warning.
+    """
+    trainer = fleet.trainer
+    degrees = trainer.parallelism.degrees(trainer.num_procs)
+    rank = trainer.estimate_memory(model_spec, degrees=degrees, on_gpu=False)
+    if trainer.num_procs * rank.total > memory_bytes:
+        too_large(
+            f"{model_spec.name} {model_spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
+            f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
+            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
+            compiled=trainer.compile.enable,
         )
 
 

@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,17 @@ from typing import Any, Literal
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
-from actors.checks import check_demonstrations, check_layout, check_memory, check_task
+from actors.checks import (
+    check_converters,
+    check_demonstrations,
+    check_end,
+    check_layout,
+    check_load_source,
+    check_memory,
+    check_reference_weights,
+    check_task,
+    has_lora,
+)
 from actors.fleet import Fleet, FleetConfig, LogSettings, close_fleet, num_gpus, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
@@ -37,8 +49,13 @@ from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import ChatRenderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
+from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
+from rl.training.checkpoint_config import LoadSource, find_load_source
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER
+from rl.training.experts import ExpertBalance
+from rl.weights.files import check_unused, make_store
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -52,8 +69,17 @@ class _Prepared:
     """What a run needs to start, checked."""
 
     start: StartingPoint
+    source: LoadSource | None
+    """What the trainer loads instead of the starting point's weights."""
+    reference: Path | None
+    """What the trainer loads into the reference policy, where that is not the starting point."""
     task: Task
     renderer: ChatRenderer
+
+    def inputs(self, config: Controller.Config) -> dict[str, Path]:
+        """Files and folders that the run reads, by the field that they come from."""
+        paths = {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
+        return paths | ({} if self.reference is None else {"trainer.reference": self.reference})
 
 
 class Controller(Configurable):
@@ -82,6 +108,10 @@ class Controller(Configurable):
         any_model_size: bool = False
         """Take the model's sizes from `hf_assets_path` rather than asking for those of this config."""
         task: Configurable.Config
+        dataset: str | None = None
+        """Name of a dataset; refused, because problems come from `task`."""
+        dataset_path: str | None = None
+        """Folder of a dataset; refused, because problems come from `task`."""
         warmup: SupervisedWarmup.Config | None = None
         """Supervised steps that make the starting point; its result is kept for later runs."""
         trainer: PolicyTrainer.Config
@@ -93,6 +123,12 @@ class Controller(Configurable):
 
         def __post_init__(self) -> None:
             check_seed(self.seed)
+            for field_name, value in (("dataset", self.dataset), ("dataset_path", self.dataset_path)):
+                if value is not None:
+                    raise ValueError(
+                        f"{field_name}={value!r}: must be None, as problems come from the config's task: "
+                        "choose one by --module and --config, or write one (docs/extending.md)"
+                    )
             if self.name == STARTING_POINTS:
                 raise ValueError(
                     f"name={self.name!r} is the folder of the starting points that runs share: choose another"
@@ -104,7 +140,6 @@ class Controller(Configurable):
                 trainer=self.trainer,
                 generator=self.generator,
                 reward=self.reward,
-                weights=self.weights,
                 timeouts=self.timeouts,
             )
 
@@ -130,7 +165,8 @@ class Controller(Configurable):
             name,
             time_stamp=config.name is None,
             overwrite=config.overwrite,
-            inputs={field: path for field, path in input_paths(config).items() if field != "dump_folder"},
+            inputs=prepared.inputs(config),
+            checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
                 write_json(self.source, folder.config_json)
@@ -152,8 +188,10 @@ class Controller(Configurable):
         return folder.path
 
     def _run(self, folder: RunFolder, prepared: _Prepared) -> None:
+        config = self.config
+        store = make_store(config.weights, dtype=config.generator.dtype, run_folder=folder.path)
         try:
-            launch.run(self._main(folder, prepared))
+            launch.run(self._main(folder, prepared, store))
         except BaseException as error:
             # For the log, with its traceback; the console gets the message from the entry.
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
@@ -163,13 +201,27 @@ class Controller(Configurable):
             stopped = RunError(str(error))
             stopped.where = ", ".join(getattr(error, "__notes__", ()))
             raise stopped from error
+        finally:
+            store.discard()
 
     def _prepare(self) -> _Prepared:
         """Check all that can be checked without starting or writing anything."""
         config = self.config
         task: Task = config.task.build()
-        start = self._starting_point(task)
+        source = find_load_source(config.trainer.checkpoint)
+        start = self._starting_point(task, source)
+        check_load_source(
+            source,
+            fleet=config.fleet,
+            model_spec=start.spec,
+            num_steps=config.loop.num_steps,
+            num_gpus=num_gpus(),
+        )
         check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
+        check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
+        reference = check_reference_weights(source, start=start, fleet=config.fleet, num_gpus=num_gpus())
+        check_end(config.fleet, warms_up=config.warmup is not None)
+        check_unused(config.weights)
         if num_gpus() == 0:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
@@ -184,14 +236,15 @@ class Controller(Configurable):
             check_demonstrations(
                 task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
             )
-        return _Prepared(start=start, task=task, renderer=renderer)
+        return _Prepared(start=start, source=source, reference=reference, task=task, renderer=renderer)
 
-    def _starting_point(self, task: Task) -> StartingPoint:
+    def _starting_point(self, task: Task, source: LoadSource | None) -> StartingPoint:
         config = self.config
         if config.hf_assets_path is not None:
             return given_folder(config.hf_assets_path, spec=config.model, any_size=config.any_model_size)
         cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-        if config.warmup is None:
+        starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
+        if config.warmup is None or not starts_here:
             return random_model(cache, spec=config.model, seed=config.seed)
         return warmed_up_model(
             cache,
@@ -202,13 +255,14 @@ class Controller(Configurable):
             arithmetic=warmup_arithmetic(config.trainer),
         )
 
-    async def _main(self, folder: RunFolder, prepared: _Prepared) -> None:
+    async def _main(self, folder: RunFolder, prepared: _Prepared, store: WeightStore) -> None:
         started = time.monotonic()
         config = self.config
         start, task, renderer = prepared.start, prepared.task, prepared.renderer
         with progress("starting the actors (import, load, compile)"):
             fleet = await start_fleet(
                 config.fleet,
+                store=store,
                 model_spec=start.spec,
                 hf_assets_path=str(start.folder),
                 rubric=task.rubric(seed=config.seed),
@@ -216,8 +270,12 @@ class Controller(Configurable):
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
             )
         learner = ActorLearner(fleet.trainer)
+        source = prepared.source
         if start.warmed_up is not None:
             await self._warm_up(learner, renderer=renderer, task=task, destination=start.warmed_up)
+        if source is not None:
+            version = await learner.load_checkpoint(str(source.path), model_only=source.model_only)
+            logger.info("loaded %s, policy version %d", source.path, version)
         with MetricsWriter(folder.metrics) as metrics:
             loop: SyncLoop = config.loop.build(
                 seams=self._seams(fleet, learner),
@@ -225,12 +283,19 @@ class Controller(Configurable):
                 train_problems=task.train_problems(seed=config.seed),
                 eval_problems=task.eval_problems(),
                 sinks=[metrics, ConsoleSink()],
-                checkpoint_folder=str(folder.checkpoints),
+                checkpoints=StepCheckpoints(
+                    learner=learner, config=config.trainer.checkpoint, folder=str(folder.checkpoints)
+                ),
                 seed=config.seed,
                 watch=progress,
+                position=None if source is None else source.position,
             )
-            await loop.run()
-        await learner.export_hf(str(folder.checkpoints / "hf"))
+            async with _last_save_ends(fleet, background=config.trainer.checkpoint.async_mode != "disabled"):
+                await loop.run()
+        if config.trainer.checkpoint.exports:
+            await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
+        if config.trainer.checkpoint.saves and has_lora(config.fleet):
+            await learner.save_adapter(str(folder.checkpoints / ADAPTER_FOLDER))
         if config.loop.num_steps or config.loop.eval_every:
             write_learning_curve(folder.metrics, folder.learning_curve)
         folder.mark_finished()
@@ -280,6 +345,22 @@ def warmup_arithmetic(trainer: PolicyTrainer.Config) -> dict[str, Any]:
         "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
         "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
     }
+    if trainer.converters:
+        arithmetic["converters"] = to_dict(trainer)["converters"]
+    if trainer.experts != ExpertBalance.Config():
+        arithmetic["experts"] = to_dict(trainer.experts)
     known = {f.name for f in fields(PolicyTrainer.Config)}
     added = {name: value for name, value in to_dict(trainer).items() if name not in known}
     return arithmetic | ({"added": added} if added else {})
+
+
+@asynccontextmanager
+async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
+    """A run that an error stops lets its trainer finish the checkpoint that is written in the background."""
+    try:
+        yield
+    except RunError:
+        if background:
+            with suppress(RunError):  # the trainer itself may be what the run stops for
+                await fleet.trainer.call("finish_saving", limit="checkpoint_s")
+        raise

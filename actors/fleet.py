@@ -29,7 +29,6 @@ class FleetConfig:
     trainer: PolicyTrainer.Config
     generator: VLLMGenerator.Config
     reward: RewardActor.Config
-    weights: WeightStore.Config
     timeouts: Timeouts
 
 
@@ -54,6 +53,7 @@ class Fleet:
 async def start_fleet(
     config: FleetConfig,
     *,
+    store: WeightStore,
     model_spec: ModelSpec,
     hf_assets_path: str,
     rubric: Rubric,
@@ -65,7 +65,6 @@ async def start_fleet(
     After an error, and after `close_fleet`, the processes are ended by `launch.run`.
     """
     meshes = await _spawn_meshes(config, logs)
-    store: WeightStore = config.weights.build(dtype=config.generator.dtype)
     await store.start(meshes["trainer"])
 
     def group(role: str, actor: type, **arguments: Any) -> ActorGroup:

@@ -22,6 +22,7 @@ from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.types import (
     ForwardBackwardResult,
+    LoopPosition,
     OptimParams,
     OptimStepResult,
     PushResult,
@@ -91,16 +92,31 @@ class PolicyTrainer(Actor, Configurable):
         return logprobs if current_rank().rank == 0 else []
 
     @endpoint
-    async def save_checkpoint(self, folder: str) -> None:
-        self.engine.save_checkpoint(folder)
+    async def save_checkpoint(
+        self,
+        folder: str,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait)
 
     @endpoint
-    async def load_checkpoint(self, folder: str) -> int:
-        return self.engine.load_checkpoint(folder)
+    async def finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written in the background."""
+        self.engine.checkpointer.wait()
+
+    @endpoint
+    async def load_checkpoint(self, folder: str, model_only: bool = False) -> int:
+        return self.engine.load_checkpoint(folder, model_only=model_only)
 
     @endpoint
     async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
         self.engine.export_hf(folder, dtype=dtype)
+
+    @endpoint
+    async def save_adapter(self, folder: str) -> None:
+        self.engine.save_adapter(folder)
 
     @endpoint
     async def push_model_state_dict(self) -> PushResult:

@@ -10,6 +10,7 @@ from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.loop import Sampling, SyncLoop
+from rl.models import qwen3_moe
 from rl.models.qwen3 import model_registry
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import INSTRUCTION, SumDigits
@@ -70,6 +71,17 @@ def tiny_fsdp2_tp2() -> Controller.Config:
     return _tiny_on(ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2), num_procs=4)
 
 
+def tiny_moe() -> Controller.Config:
+    """A mixture of eight experts, two for each token, of 2.1M parameters."""
+    config = tiny()
+    config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
+    config.model = qwen3_moe.model_registry("tiny")
+    # Where two experts score alike to the last bits, trainer and generator may choose differently: rare,
+    # but then the difference is that of two experts.
+    config.loop.max_logprob_diff = 1e-3
+    return config
+
+
 def tiny_noise() -> Controller.Config:
     """The control: rewards drawn by chance, from which nothing can be learnt."""
     config = tiny()
@@ -118,6 +130,19 @@ def qwen3_32b() -> Controller.Config:
     parallelism = ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=4)
     config = _qwen3("32B", trainer=parallelism, num_procs=16, max_tokens=4096)
     config.generator.tensor_parallel_degree = 4
+    return config
+
+
+def qwen3_30b_a3b() -> Controller.Config:
+    """Eighteen GPUs: sixteen train (FSDP, the experts over groups of eight), two generate."""
+    parallelism = ParallelismConfig(data_parallel_shard_degree=16, expert_parallel_degree=8)
+    config = _qwen3("32B", trainer=parallelism, num_procs=16, max_tokens=4096)
+    config.description = "Qwen3-30B-A3B on sum-digits, on GPUs"
+    config.model = qwen3_moe.model_registry("30B-A3B")
+    config.hf_assets_path = "assets/Qwen3-30B-A3B"
+    # Eight experts' inputs and results for each token are more than fits beside the rest.
+    config.trainer.activation_checkpoint.mode = "selective"
+    config.generator.tensor_parallel_degree = 2
     return config
 
 

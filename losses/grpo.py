@@ -6,11 +6,12 @@ Shape legend: T packed tokens of one micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from losses.ops import drawn_tokens, importance_ratios, masked_sum
+from losses.ops import KL_ESTIMATORS, drawn_tokens, importance_ratios, masked_sum
 from losses.types import LossInputs, LossOutput
 
 
@@ -19,7 +20,7 @@ class GRPOLoss:
     """Group-relative policy optimisation, averaged over all valid tokens of a step.
 
     Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language
-    Models" (arXiv:2402.03300), equation 3 without its KL term; the surrogate is equation 7 of
+    Models" (arXiv:2402.03300), equation 3; its KL term is off by default. The surrogate is equation 7 of
     Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347). Two bounds
     as in DAPO (arXiv:2503.14476, equation 8), which also averages over tokens.
 
@@ -27,25 +28,40 @@ class GRPOLoss:
     drawn, A its advantage and m = mask and finite(q):
 
         r = exp(clamp(p - q, -20, 20))
-        token loss = -m min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        token loss = -m min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + m kl_coef k
+
+    where k estimates the KL divergence from the reference policy, see `losses.ops`.
 
     It asks for the number of valid tokens as denominator. Metrics: `ratio`, r itself, and
-    `clipped_fraction`, 1 where the clipped branch is the smaller one, which stops the gradient.
+    `clipped_fraction`, 1 where the clipped branch is the smaller one, which stops the gradient; with a
+    reference policy also `kl`, k itself.
 
     Raises:
-        ValueError: when made or called, if a bound is negative or `clip_low` is above 1.
+        ValueError: when made or called, if a bound is negative or `clip_low` is above 1, or `kl_coef` is
+            negative, or above 0 and there are no logprobs of a reference policy.
     """
+
+    uses_reference: ClassVar[bool] = True
 
     clip_low: float = 0.2
     """The ratio stops paying below 1 - clip_low, for negative advantages."""
     clip_high: float = 0.2
     """The ratio stops paying above 1 + clip_high, for positive advantages."""
+    kl_coef: float = 0.0
+    """Weight of the KL term; above 0 it needs the reference policy (reference.enable)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = p_ref - p: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d."""
+    kl_importance_weighted: bool = False
+    """Multiply the estimate by r, which makes the gradients of k1 and k3 unbiased; alone, that of k1 is 0 on
+    average."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low={self.clip_low}: must be between 0 and 1")
         if not self.clip_high >= 0.0:
             raise ValueError(f"clip_high={self.clip_high}: must be at least 0")
+        if not 0.0 <= self.kl_coef < float("inf"):
+            raise ValueError(f"kl_coef={self.kl_coef}: must be a finite number of at least 0")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         self.__post_init__()  # A field may have been edited since.
@@ -55,13 +71,32 @@ class GRPOLoss:
         )
         plain_T = ratios_T * inputs.advantages
         clipped_T = ratios_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * inputs.advantages
+        loss_sum = -masked_sum(torch.minimum(plain_T, clipped_T), valid_T)
+        metric_sums = _metrics(ratios_T.detach(), clipped_T < plain_T, valid_T)
+        kl_T = self._kl(inputs, ratios_T, valid_T)
+        if kl_T is not None:
+            metric_sums["kl"] = masked_sum(kl_T.detach(), valid_T)
+            if self.kl_coef:
+                loss_sum = loss_sum + self.kl_coef * masked_sum(kl_T, valid_T)
         num_tokens = valid_T.sum().float()
         return LossOutput(
-            loss_sum=-masked_sum(torch.minimum(plain_T, clipped_T), valid_T),
-            denominator=num_tokens,
-            num_tokens=num_tokens,
-            metric_sums=_metrics(ratios_T.detach(), clipped_T < plain_T, valid_T),
+            loss_sum=loss_sum, denominator=num_tokens, num_tokens=num_tokens, metric_sums=metric_sums
         )
+
+    def _kl(self, inputs: LossInputs, ratios_T: Tensor, valid_T: Tensor) -> Tensor | None:
+        """[T] nats; None without a reference policy."""
+        if inputs.reference_logprobs is None:
+            if self.kl_coef:
+                raise ValueError(
+                    f"kl_coef={self.kl_coef}: needs the logprobs of a reference policy: must be 0, or "
+                    "reference.enable True, or the samples must bring their reference_logprobs"
+                )
+            return None
+        # Where not valid both are equal, so that a NaN there reaches no gradient.
+        reference_T = torch.where(valid_T, inputs.reference_logprobs, inputs.logprobs.detach())
+        estimate = KL_ESTIMATORS[self.kl_estimator]
+        kl_T = estimate(logprobs_T=inputs.logprobs, reference_logprobs_T=reference_T)
+        return ratios_T * kl_T if self.kl_importance_weighted else kl_T
 
 
 def _metrics(ratios_T: Tensor, is_clipped_T: Tensor, valid_T: Tensor) -> dict[str, Tensor]:

@@ -27,3 +27,39 @@ def importance_ratios(*, logprobs_T: Tensor, generator_logprobs_T: Tensor, valid
 def masked_sum(values_T: Tensor, valid_T: Tensor) -> Tensor:
     """[] sum over valid tokens; the others give exactly 0, to the gradient too."""
     return torch.where(valid_T, values_T, 0.0).sum()
+
+
+def kl_k1(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """[T] estimate k1 of KL(policy || reference), from one token each: p - p_ref.
+
+    Of tokens drawn from the policy its mean is the KL, but the mean of its gradient is 0: as a
+    term of a loss it needs the importance ratio as a factor.
+
+    k1, k2 and k3 are those of Schulman, "Approximating KL divergence" (2020),
+    http://joschu.net/blog/kl-approx.html; what their gradients estimate is worked out by Tang and
+    Munos, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
+    """
+    return logprobs_T - reference_logprobs_T
+
+
+def kl_k2(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """[T] estimate k2: (p - p_ref)^2 / 2, biased, of low variance, never negative.
+
+    Of tokens drawn from the policy its gradient (p - p_ref) dp is an unbiased one of
+    KL(policy || reference).
+    """
+    return 0.5 * (logprobs_T - reference_logprobs_T).square()
+
+
+def kl_k3(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """[T] estimate k3: exp(d) - 1 - d with d = p_ref - p, clamped to +-20 nats; never negative.
+
+    Unbiased, of lower variance than k1. Its gradient (1 - exp(d)) dp is, of tokens drawn from the
+    policy, an unbiased one of the other direction, KL(reference || policy); with the importance
+    ratio as a factor it is one of KL(policy || reference).
+    """
+    d_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(d_T) - d_T
+
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

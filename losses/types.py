@@ -25,6 +25,8 @@ class LossInputs:
     """[T] int64, which sequence of the micro-batch a token belongs to: 0 .. num_sequences - 1;
     padding holds num_sequences."""
     num_sequences: int
+    reference_logprobs: Tensor | None = None
+    """[T] float32, nats, of the frozen reference policy, without gradient; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,8 @@ class Loss(Protocol):
 
     A micro-batch may hold no valid token and, on a rank that has none left, no sequence:
     then the sum, the denominator and every metric are 0 and finite.
+
+    One that reads `reference_logprobs` says so by a class attribute, `uses_reference = True`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...

@@ -27,8 +27,17 @@ from rl.rollouts.evaluation import evaluate, raise_on_failures
 from rl.rollouts.grading import GradedRollout, grade, teaches_nothing
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import policy_sample
+from rl.step_checkpoints import StepCheckpoints
 from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
-from rl.types import ForwardBackwardResult, Problem, Rollout, SamplingParams, Score, TrainingSample
+from rl.types import (
+    ForwardBackwardResult,
+    LoopPosition,
+    Problem,
+    Rollout,
+    SamplingParams,
+    Score,
+    TrainingSample,
+)
 
 
 class Sink(Protocol):
@@ -119,17 +128,9 @@ class SyncLoop(Configurable):
         before the run stops: beyond rounding it means that they do not hold the same weights."""
         eval_every: int = 20
         """Steps between evaluations; also before the first and after the last step. 0: none."""
-        checkpoint_every: int = 0
-        """Steps between checkpoints. 0: after the last step alone."""
 
         def __post_init__(self) -> None:
-            for name in (
-                "num_steps",
-                "eval_every",
-                "checkpoint_every",
-                "max_empty_steps",
-                "max_logprob_diff",
-            ):
+            for name in ("num_steps", "eval_every", "max_empty_steps", "max_logprob_diff"):
                 if not getattr(self, name) >= 0:
                     raise ValueError(f"{name}={getattr(self, name)} is not at least 0")
             if self.num_prompts < 1 or self.num_samples < 2:
@@ -153,18 +154,25 @@ class SyncLoop(Configurable):
         train_problems: Iterator[Problem],
         eval_problems: Sequence[Problem],
         sinks: Sequence[Sink],
-        checkpoint_folder: str,
+        checkpoints: StepCheckpoints,
         seed: int,
         watch: Watch = nullcontext,
+        position: LoopPosition | None = None,
     ) -> None:
-        """`watch` is told of evaluations, which are silent until they are done."""
+        """
+        Args:
+            watch: is told of evaluations, which are silent until they are done.
+            position: of an earlier loop that is continued; the learner holds that loop's state.
+        """
         self.config = config
         self.seams = seams
         self.renderer = renderer
-        self.train_problems = train_problems
+        self._position = position or LoopPosition(step=0, num_problems=0)
+        self._continues = position is not None
+        self.train_problems = islice(train_problems, self._position.num_problems, None)
         self.eval_prompts = [renderer.prompt(p) for p in eval_problems]
         self.sinks = sinks
-        self.checkpoint_folder = checkpoint_folder
+        self.checkpoints = checkpoints
         self.seed = seed
         self.watch = watch
         self.policy_version = 0
@@ -172,19 +180,21 @@ class SyncLoop(Configurable):
 
     async def run(self) -> None:
         """Publish the starting weights, evaluate, train, evaluate, save."""
-        with naming("before step 1"):
+        done = self._position.step
+        with naming(f"before step {done + 1}"):
             published = await self.seams.publisher.publish()
             self.policy_version = published.policy_version
-            await self._evaluate(step=0)
-        for step in range(1, self.config.num_steps + 1):
+            if not self._continues:
+                await self.checkpoints.save_if_due(self._position)
+            await self._evaluate(step=done)
+        for step in range(done + 1, self.config.num_steps + 1):
             with naming(f"step {step}"):
                 await self._step(step)
             last = step == self.config.num_steps
             with naming(f"after step {step}"):
                 if last or (self.config.eval_every and step % self.config.eval_every == 0):
                     await self._evaluate(step=step)
-                if last or (self.config.checkpoint_every and step % self.config.checkpoint_every == 0):
-                    await self.seams.learner.save_checkpoint(f"{self.checkpoint_folder}/step-{step}")
+                await self.checkpoints.save_if_due(self._position, last=last)
 
     async def _step(self, step: int) -> None:
         clock = _Clock()
@@ -212,6 +222,7 @@ class SyncLoop(Configurable):
                 ),
             }
         )
+        self._position = LoopPosition(step=step, num_problems=self._position.num_problems + len(groups))
         self._stop_if_nothing_to_learn(graded_PG)
 
     async def _generate(self, step: int) -> list[list[Rollout]]:
@@ -275,7 +286,8 @@ class SyncLoop(Configurable):
                 f"policy version {self.policy_version}: the logprobs of trainer and generator "
                 f"differ by {result.logprob_diff_mean:.3g} nats a token (at most "
                 f"{result.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
-                f"{self.config.max_logprob_diff:g}: they do not hold the same weights"
+                f"{self.config.max_logprob_diff:g}: they do not hold the same weights, or compute them in "
+                "other precisions"
             )
 
     def _samples(self, graded_PG: list[list[GradedRollout]]) -> list[TrainingSample]:

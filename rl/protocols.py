@@ -15,6 +15,7 @@ from losses.types import Loss
 from rl.types import (
     Completion,
     ForwardBackwardResult,
+    LoopPosition,
     OptimParams,
     OptimStepResult,
     PublishResult,
@@ -51,9 +52,21 @@ class Learner(Protocol):
         """[T] float32 nats for each sample, entry t of token t; entry 0 is 0."""
         ...
 
-    async def save_checkpoint(self, folder: str) -> None: ...
+    async def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Let a folder appear, whole, with the loop's `position` in it.
 
-    async def load_checkpoint(self, folder: str) -> int:
+        `wait` False allows it to appear later; what goes wrong then is raised by the next call.
+        """
+        ...
+
+    async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
         """Load a folder of `save_checkpoint`, or a Hugging Face one; returns the policy version."""
         ...
 

@@ -46,6 +46,11 @@ class StartingPoint:
     seed: int | None = None
     """Of the random model that `make` writes into `folder`; None for a folder that is there."""
 
+    @property
+    def origin(self) -> str:
+        """The folder of the weights that training starts from, as checkpoints note it."""
+        return str((self.warmed_up or self.folder).resolve())
+
     def make(self) -> None:
         """Write the random model, unless it is there."""
         if self.seed is not None:

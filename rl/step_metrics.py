@@ -68,6 +68,9 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
         "loss/grad_norm_max": Max(update.grad_norm),
         "loss/lr": Last(update.lr),
     }
+    if gradient.expert_load is not None:
+        metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
+        metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
     return metrics | _own_metrics(gradient, taken=metrics)
 
 

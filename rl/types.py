@@ -120,6 +120,8 @@ class TrainingSample:
     """[T] int32; -1 where the generator drew nothing."""
     temperature: float = 1.0
     """Of the distribution that was sampled from; the trainer divides its logits by it."""
+    reference_logprobs: np.ndarray | None = None
+    """[T] float32, nats, of a reference policy. None: of the trainer's own where that is switched on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +132,20 @@ class OptimParams:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
+    momentum: float | None = None
+    """Of Muon alone."""
     max_norm: float | None = None
     """Gradient clip norm; `inf` measures and does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLoad:
+    """How evenly a mixture's experts share the tokens: 1 is even, the number of experts the worst."""
+
+    busiest_mean: float
+    """Tokens of the busiest expert over the mean of all experts, averaged over the layers."""
+    busiest_max: float
+    """The same, in the layer where it is largest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +174,8 @@ class ForwardBackwardResult:
     """Whether every valid token's two logprobs are the same bits."""
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the loss itself reports, averaged over valid tokens."""
+    expert_load: ExpertLoad | None = None
+    """None for a model without experts."""
     time_s: float
 
     @property
@@ -198,3 +214,13 @@ class PublishResult:
     policy_version: int
     push_s: float
     pull_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopPosition:
+    """Where a loop stands between two steps: what a checkpoint keeps of it."""
+
+    step: int
+    """Steps done."""
+    num_problems: int
+    """Training problems drawn for them, in the task's order."""

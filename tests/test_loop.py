@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
@@ -10,8 +11,10 @@ from rl.errors import RunError
 from rl.loop import LogprobMismatchError, NothingToLearnError, Sampling, Seams, SyncLoop, Watch
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Criterion, Rubric
+from rl.step_checkpoints import StepCheckpoints
 from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
-from rl.types import Rollout
+from rl.training.checkpoint_config import CheckpointConfig
+from rl.types import LoopPosition, Problem, Rollout
 from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
 
 PROBLEM = make_problem([12, 34])  # its digits sum to 10
@@ -26,7 +29,9 @@ def run_loop(
     *,
     rubric: Rubric | None = None,
     watch: Watch = nullcontext,
-    num_problems: int | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    position: LoopPosition | None = None,
+    problems: Iterator[Problem] | None = None,
     **config: Any,
 ) -> list[dict]:
     sink = ListSink()
@@ -39,12 +44,13 @@ def run_loop(
             scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
         ),
         renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
-        train_problems=repeat(PROBLEM) if num_problems is None else repeat(PROBLEM, num_problems),
+        train_problems=repeat(PROBLEM) if problems is None else problems,
         eval_problems=[PROBLEM],
         sinks=[sink],
-        checkpoint_folder="ckpt",
+        checkpoints=StepCheckpoints(learner=policy, config=checkpoint or CheckpointConfig(), folder="ckpt"),
         seed=0,
         watch=watch,
+        position=position,
     )
     asyncio.run(loop.run())
     return sink.records
@@ -55,6 +61,48 @@ def test_a_step_is_generate_train_publish_in_that_order_and_the_last_saves():
     run_loop(policy, num_steps=2)
     step = ["generate", "forward_backward", "optim_step", "publish"]
     assert policy.calls == ["publish", *step, *step, "save ckpt/step-2"]
+
+
+def test_checkpoints_are_saved_when_due_and_only_the_last_is_waited_for():
+    policy = FakePolicy(reply=half_right)
+    every = CheckpointConfig(
+        interval=2, enable_first_step_checkpoint=True, create_seed_checkpoint=True, last_save_model_only=True
+    )
+    run_loop(policy, num_steps=5, num_prompts=3, checkpoint=every)
+    assert [call for call in policy.calls if call.startswith("save")] == [
+        f"save ckpt/step-{step}" for step in (0, 1, 2, 4, 5)
+    ]
+    assert policy.calls[1] == "save ckpt/step-0"  # before the first step
+    positions = [LoopPosition(step=step, num_problems=3 * step) for step in (0, 1, 2, 4, 5)]
+    assert policy.saved == [(position, False, False) for position in positions[:-1]] + [
+        (positions[-1], True, True)
+    ]
+
+
+@pytest.mark.parametrize("off", [{"enable": False}, {"load_only": True}])
+def test_nothing_is_saved_where_checkpoints_are_off(off):
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, num_steps=2, checkpoint=CheckpointConfig(interval=1, **off))
+    assert policy.saved == []
+
+
+def test_a_loop_continues_with_the_steps_problems_and_seeds_of_one_that_did_not_stop():
+    def problems():
+        return (make_problem([11 + i % 80, 34]) for i in range(100))
+
+    def seen(policy):
+        trained = [[sample.token_ids.tolist() for sample in step] for step in policy.trained]
+        return list(zip(trained, [params.seed for params in policy.sampled], strict=True))
+
+    whole, rest = FakePolicy(reply=half_right), FakePolicy(reply=half_right)
+    every = CheckpointConfig(interval=2, create_seed_checkpoint=True)
+    records = run_loop(whole, num_steps=4, problems=problems(), checkpoint=every)
+    position, *_ = whole.saved[1]
+    assert position == LoopPosition(step=2, num_problems=4)
+    continued = run_loop(rest, num_steps=4, problems=problems(), checkpoint=every, position=position)
+    assert seen(rest) == seen(whole)[2:]
+    assert [record["step"] for record in continued] == [record["step"] for record in records[2:]] == [3, 4]
+    assert rest.saved == whole.saved[2:]  # and the seed is not saved again
 
 
 def test_samples_carry_prompt_mask_logprobs_and_group_advantages():
@@ -197,10 +245,10 @@ def test_a_minibatch_whose_rewards_all_failed_is_left_out():
 
 
 def test_a_task_that_runs_out_of_problems_stops_the_run_and_says_so():
-    run_loop(FakePolicy(reply=half_right), num_steps=2, num_problems=4)  # just enough
+    run_loop(FakePolicy(reply=half_right), num_steps=2, problems=repeat(PROBLEM, 4))  # just enough
     says = r"^step 2: the task's training problems are used up: 1 are left, of loop\.num_prompts=2 "
     with pytest.raises(RunError, match=says):
-        run_loop(FakePolicy(reply=half_right), num_steps=2, num_problems=3)
+        run_loop(FakePolicy(reply=half_right), num_steps=2, problems=repeat(PROBLEM, 3))
 
 
 def test_steps_without_any_gradient_stop_with_a_message():

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rl.rollouts.grading import grade
 from rl.rollouts.renderer import ChatRenderer
 from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
 from rl.tasks.sum_digits import make_problem
-from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Score
+from rl.types import ExpertLoad, ForwardBackwardResult, OptimStepResult, PublishResult, Score
 from tests.support.fakes import ByteTokenizer, completion
 from tests.training.parts import make_engine, make_samples
 
@@ -98,6 +98,18 @@ def test_minibatches_are_joined_each_number_by_its_own_reduction():
         "logprob_diff/max": pytest.approx(3e-6),
         "logprob_diff/identical": 0,
     }
+
+
+def test_load_of_experts_is_reported_where_there_are_some():
+    even, uneven = (
+        TrainedMinibatch(gradient=replace(m.gradient, expert_load=load), update=m.update)
+        for m, load in (
+            (minibatch(), ExpertLoad(busiest_mean=1.0, busiest_max=1.5)),
+            (minibatch(), ExpertLoad(busiest_mean=2.0, busiest_max=4.0)),
+        )
+    )
+    merged = values(training_metrics([uneven, even]))
+    assert (merged["experts/busiest_mean"], merged["experts/busiest_max"]) == (1.5, 4.0)
 
 
 def test_metrics_of_the_loss_itself_are_joined_by_token():

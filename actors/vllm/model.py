@@ -27,6 +27,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.buffers import persistent_buffers, reset_buffers
+from rl.models.hf import hf_buffers
 from rl.models.qwen3.parallelize_generator import generator_head
 from rl.models.spec import ModelSpec
 
@@ -36,7 +37,7 @@ FROM_STORE = "relay_store"
 
 def register_policy(spec: ModelSpec) -> str:
     """Make vLLM know the model of `spec`; returns the architecture to ask it for."""
-    architecture = f"Relay{spec.name.title()}ForCausalLM"
+    architecture = f"Relay{spec.name.title().replace('_', '')}ForCausalLM"
     ModelRegistry.register_model(architecture, type(architecture, (Policy,), {"spec": spec}))
     return architecture
 
@@ -104,8 +105,9 @@ class Policy(nn.Module):
             ValueError: naming parameters for which tensors are missing.
         """
         parameters = dict(self.model.named_parameters())
-        owner = {hf_name: name for name in parameters for hf_name in self.adapter.hf_names(name)}
-        waiting: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+        tensors = parameters | hf_buffers(self.model, self.adapter)
+        owner = {hf_name: name for name in tensors for hf_name in self.adapter.hf_names(name)}
+        waiting: dict[str, dict[str, Tensor]] = {name: {} for name in tensors}
         for hf_name, tensor in weights:
             # A tied model's folder may hold the output head once more.
             if (name := owner.get(hf_name)) is None:
@@ -115,10 +117,11 @@ class Policy(nn.Module):
             needed = self.adapter.hf_names(name)
             if len(parts) == len(needed):
                 whole = self.adapter.from_hf(name, [parts[n] for n in needed])
-                local_tensor(parameters[name]).copy_(local_shard_of(whole, parameters[name]))
+                local_tensor(tensors[name]).copy_(local_shard_of(whole, tensors[name]))
                 del waiting[name]
-        if waiting:
-            raise ValueError(f"tensors are missing for {', '.join(sorted(waiting))}")
+        # A buffer that the folder does not have stays at zero.
+        if missing := sorted(waiting.keys() & parameters.keys()):
+            raise ValueError(f"tensors are missing for {', '.join(missing)}")
         return {f"model.{name}" for name in parameters}
 
 

@@ -133,7 +133,7 @@ def _unknown(option: str, entries: dict[str, Entry]) -> NoReturn:
     for path, entry in entries.items():
         if entry.kind == "absent" and option.startswith(f"{path}."):
             raise ConfigError(
-                f"--{option}: {path} is None in this config; a registry function can turn it on"
+                f"--{option}: {path} is {_absence(entry)} in this config; a registry function can turn it on"
             )
     leaves = [path for path, entry in entries.items() if entry.kind == "leaf"] + list(SOURCE_OPTIONS)
     name = option.rpartition(".")[2]
@@ -164,13 +164,19 @@ def _value(entry: Entry, values: list[str]) -> Any:
         if entry.optional and values == ["None"]:
             return None
         if entry.kind == "absent":
-            raise ConfigError(f"--{entry.path}: is None in this config; a registry function can turn it on")
+            raise ConfigError(
+                f"--{entry.path}: is {_absence(entry)} in this config; a registry function can turn it on"
+            )
         fields = ", ".join(f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}."))
         off = f"; --{entry.path} None turns it off" if entry.optional else ""
         raise ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
     if _is_bool(entry):
         values = [value.capitalize() for value in values] or ["True"]
     return _typed(entry, values)
+
+
+def _absence(entry: Entry) -> str:
+    return "None" if entry.value is None else "empty"
 
 
 def _is_bool(entry: Entry) -> bool:
@@ -213,11 +219,12 @@ def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
 
 
 def _mirror_fields(node: Any, *, prefix: str) -> list[tuple[str, Any, Any]]:
-    """Fields for a dataclass with the shape of `node` and nothing hidden, which tyro prints the help of."""
+    """Fields for a dataclass with the shape of `node`, without what no option can set, which tyro prints the
+    help of."""
     fields = []
     for entry in children(node, prefix=prefix):
         annotation, doc, value = entry.annotation, entry.doc, entry.value
-        if entry.kind == "hidden":
+        if entry.kind == "hidden" or (entry.kind == "absent" and value is not None):
             continue
         if entry.kind == "node":
             annotation = value = dataclasses.make_dataclass(

@@ -21,6 +21,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rl.config.tree import check_fields
+
 HIDDEN = {"hidden": True}
 """Metadata of a field that holds code (`field(metadata=HIDDEN)`): not on the command line,
 and listed by name in JSON."""
@@ -46,7 +48,12 @@ class Configurable:
         owner: ClassVar[type[Configurable]]
 
         def build(self, **runtime: Any) -> Any:
-            """`Owner(config=copy of self, **runtime)`; the caller's config is never shared."""
+            """`Owner(config=copy of self, **runtime)`; the caller's config is never shared.
+
+            Raises:
+                ConfigError: a field that was edited is not of its type, or is refused.
+            """
+            check_fields(self)
             return self.owner(config=copy.deepcopy(self), **runtime)  # type: ignore[call-arg]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

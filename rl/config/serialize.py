@@ -3,7 +3,8 @@
 A run's `config.json` is `{"module": ..., "config": ..., "values": {...}}`: the registry
 function and every field. To load it is to call the function again and set the values, so
 that fields that hold code come from the function; in the file they are names, and a name
-that no longer matches is an error. Numbers that JSON lacks are the strings "inf", "-inf"
+that no longer matches is an error; so is, in a sequence of components of several kinds, the
+`class` that stands beside the fields of each. Numbers that JSON lacks are the strings "inf", "-inf"
 and "nan"; tuples are lists, enums their names, paths strings.
 """
 
@@ -24,6 +25,8 @@ from rl.config.registry import ResolvedRun, resolve
 from rl.config.tree import ConfigError, Entry, children, rebuild, type_name
 
 ConfigT = TypeVar("ConfigT")
+
+_CLASS = "class"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -166,12 +169,20 @@ def _dump(entry: Entry) -> Any:
     if entry.kind == "hidden":
         return code_name(entry.value)
     if entry.kind == "node":
-        fields = [_dump(child) for child in children(entry.value)]
-        return fields if isinstance(entry.value, list | tuple) else to_dict(entry.value)
+        if isinstance(entry.value, list | tuple):
+            return [_dump_item(child, entry) for child in children(entry.value)]
+        return to_dict(entry.value)
     try:
         return encode(entry.value)
     except TypeError as error:
         raise TypeError(f"{entry.owner.__qualname__}.{entry.name}: {error}; mark code with HIDDEN") from error
+
+
+def _dump_item(item: Entry, sequence: Entry) -> dict[str, Any]:
+    """With its class, where the sequence's type does not say which it is; no field can have that name."""
+    kind = type(item.value)
+    named = {} if kind in typing.get_args(sequence.annotation) else {_CLASS: code_name(kind)}
+    return named | to_dict(item.value)
 
 
 @dataclass(slots=True)
@@ -187,6 +198,13 @@ class _Loading:
         if not isinstance(data, Mapping):
             self.problems.append(f"{prefix.rstrip('.') or 'values'} is {data!r}, not an object of fields")
             return
+        if _CLASS in data:
+            data = dict(data)
+            if (name := data.pop(_CLASS)) != (own := code_name(type(config))):
+                self.problems.append(
+                    f"{prefix.rstrip('.')} was {name!r} and is {own!r} in the registry function"
+                )
+                return
         entries = {entry.name: entry for entry in children(config, prefix=prefix)}
         self.problems += [f"unknown key {prefix}{name}" for name in data if name not in entries]
         self.problems += [f"missing key {entry.path}" for name, entry in entries.items() if name not in data]
@@ -199,8 +217,11 @@ class _Loading:
             self.changes[entry.path] = None
         elif entry.kind == "node":
             self.node(entry.value, data, prefix=f"{entry.path}.")
+        elif entry.kind == "absent" and data == encode(entry.value):
+            self.changes[entry.path] = entry.value
         elif entry.kind == "absent":
-            self.problems.append(f"{entry.path} has fields, but is None in the registry function")
+            absence = "None" if entry.value is None else "empty"
+            self.problems.append(f"{entry.path} has fields, but is {absence} in the registry function")
         elif entry.kind == "hidden":
             if data != (name := code_name(entry.value)):
                 self.problems.append(f"{entry.path} was {data!r} and is {name!r} in the registry function")

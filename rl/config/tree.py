@@ -8,6 +8,7 @@ lists or tuples of them, whose elements are named by index; everything else is a
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from rl.config.plain_types import is_of_type
 
 NodeT = TypeVar("NodeT")
 
@@ -34,7 +37,7 @@ class Entry:
     path: str
     """Dotted, from the root."""
     kind: Literal["leaf", "node", "absent", "hidden"]
-    """`absent` is an optional node that is None; `hidden` holds code."""
+    """`absent` is an optional node that is None or an empty sequence of nodes; `hidden` holds code."""
     value: Any
     annotation: Any
     """The field's type; of a hidden entry None."""
@@ -100,7 +103,8 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
     """A copy with the values of `changes`, by path; every `__post_init__` runs on the result.
 
     Raises:
-        ConfigError: a `__post_init__` refused the values; the message starts with the node's path.
+        ConfigError: a value is not of its field's type, or a `__post_init__` refused the values; the message
+            starts with the node's path.
         TypeError: a `__post_init__` rewrote a field (it may only validate).
     """
     changes = changes or {}
@@ -115,14 +119,51 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
     cls: Any = type(node)
     if isinstance(node, list | tuple):
         return cls(values.values())
-    try:
+    with _at(prefix):
+        _check_types(cls, values)
         built = cls(**values)
-    except ValueError as error:
-        raise ConfigError(_placed(str(error), path=prefix.rstrip("."))) from error
     for name, value in values.items():
         if getattr(built, name) is not value:
             raise TypeError(f"{cls.__qualname__}.__post_init__ rewrites {name!r}; it may only validate")
     return built
+
+
+def check_fields(node: Any, *, prefix: str = "") -> None:
+    """Check a config again, fields of which may have been edited since its construction.
+
+    Raises:
+        ConfigError: as `rebuild`.
+    """
+    if isinstance(node, list | tuple):
+        for i, item in enumerate(node):
+            check_fields(item, prefix=f"{prefix}{i}.")
+        return
+    values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if f.init}
+    for f in dataclasses.fields(node):
+        if f.init and not f.metadata.get("hidden") and is_node(values[f.name]):
+            check_fields(values[f.name], prefix=f"{prefix}{f.name}.")
+    with _at(prefix):
+        _check_types(type(node), values)
+        if hasattr(node, "__post_init__"):
+            node.__post_init__()
+
+
+def _check_types(cls: type, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of a node's values that is not of its field's type."""
+    for f in dataclasses.fields(cls):
+        if f.name not in values or f.metadata.get("hidden") or is_node(values[f.name]):
+            continue
+        value, annotation = values[f.name], _annotation(cls, f.name)
+        if annotation is not None and not is_of_type(value, annotation):
+            raise ValueError(f"{f.name}={value!r}: must be {type_name(annotation)}")
+
+
+@contextlib.contextmanager
+def _at(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(_placed(str(error), path=prefix.rstrip("."))) from error
 
 
 def _placed(message: str, *, path: str) -> str:
@@ -158,7 +199,8 @@ def _entry(cls: type, f: dataclasses.Field[Any], value: Any, *, path: str) -> En
         raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
     if annotation is None:
         raise TypeError(f"{cls.__qualname__}.{f.name}: its type {f.type!r} cannot be resolved")
-    absent = value is None and any(_is_component(arm) for arm in typing.get_args(annotation))
+    empty = value is None or (isinstance(value, list | tuple) and not value)
+    absent = empty and any(_is_component(arm) for arm in typing.get_args(annotation))
     kind: Literal["absent", "leaf"] = "absent" if absent else "leaf"
     return Entry(path=path, kind=kind, value=value, annotation=annotation, owner=cls)
 
@@ -174,6 +216,7 @@ def _is_component(arm: Any) -> bool:
     return dataclasses.is_dataclass(arm) or getattr(arm, "_is_protocol", False)
 
 
+@functools.cache
 def _annotation(cls: type, name: str) -> Any:
     """The resolved type of a field, None if a name in it is out of reach (defined in a function)."""
     for base in cls.__mro__:

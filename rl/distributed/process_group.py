@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.distributed import flight_recorder
+from rl.distributed.mesh import CP, fsdp_axis
+
 
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
@@ -21,8 +24,13 @@ class CommConfig:
     """For all ranks to appear, build the model and load its weights."""
     train_timeout_s: float = 300.0
     """For every collective after that."""
+    trace_buffer_size: int = 2000
+    """Latest collectives that each rank remembers, with the code that called them; they are written
+    to the run's folder when one fails. 0: none."""
 
     def __post_init__(self) -> None:
+        if self.trace_buffer_size < 0:
+            raise ValueError(f"trace_buffer_size={self.trace_buffer_size}: must be at least 0")
         for name in ("init_timeout_s", "train_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
@@ -81,10 +89,13 @@ def _int(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"environment variable {name}={value!r}: must be an integer") from error
 
 
-def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
+def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
     """Join the other ranks; returns whether a group was made here (then `disconnect` it).
 
     A single process needs none. A group that exists already is used as it is.
+
+    Args:
+        always: make a group for a single process too.
 
     Raises:
         ValueError: the existing group is of another size.
@@ -98,12 +109,18 @@ def connect(*, world: World, device: torch.device, comm: CommConfig) -> bool:
                 f"world size {world.size} differs from the existing process group's {dist.get_world_size()}"
             )
         return False
-    if world.size == 1:
+    if world.size == 1 and not always:
         return False
+    flight_recorder.configure(comm.trace_buffer_size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world.size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # Public, though imported on a condition.
+        dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
+        return True
     address = f"{world.master_addr}:{world.master_port}"
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             init_method=f"tcp://{address}",
             rank=world.rank,
             world_size=world.size,
@@ -136,16 +153,25 @@ def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
     if mesh is None:
         return
     timeout = timedelta(seconds=timeout_s)
-    for group in (None, *mesh.get_all_groups()):
+    groups = [None, *mesh.get_all_groups()]
+    if CP in (mesh.mesh_dim_names or ()):
+        groups.append(fsdp_axis(mesh).get_group())
+    for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager
-def awaiting(what: str) -> Iterator[None]:
-    """Add to the error of a failed collective which call it happened in, and on which rank."""
+def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
+    """Add to the error of a failed collective which call it happened in, and on which rank.
+
+    `record_in` is a folder that receives the latest collectives of this rank.
+    """
     try:
         yield
     except RuntimeError as error:
         if dist.is_initialized():
             error.add_note(f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer, in {what}")
+            file = None if record_in is None else flight_recorder.write_collectives(record_in)
+            if file is not None:
+                error.add_note(f"the latest collectives of this rank are in {file}")
         raise

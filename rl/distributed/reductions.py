@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.mesh import TP
+from rl.distributed.mesh import CP, TP
 
 
 def reduce_sums_and_maxima(
     sums: Tensor, maxima: Tensor, *, mesh: DeviceMesh | None
 ) -> tuple[list[float], list[float]]:
-    """Sums and maxima over the data-parallel ranks; tensor-parallel ranks hold the same numbers.
+    """Sums and maxima over the data-parallel ranks; context- and tensor-parallel ones hold the same numbers.
 
     Args:
         sums, maxima: [A] and [B] float64, on the mesh's device. One copy to the host.
     """
     rows = _gather(torch.cat((sums, maxima)), mesh)
     if mesh is not None:
-        rows = rows[:: mesh[TP].size()]
+        rows = rows[:: mesh[CP].size() * mesh[TP].size()]
     num_sums = sums.numel()
     largest = rows[:, num_sums:].amax(0).tolist() if maxima.numel() else []
     return rows[:, :num_sums].sum(0).tolist(), largest

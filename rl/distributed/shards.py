@@ -14,6 +14,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor without the class that torchao puts around a shard to gather it in float8; the same
+    memory, so writing into it writes into the parameter."""
+    local = local_tensor(tensor)
+    inner = getattr(local, "_tensor", None)
+    if not isinstance(inner, Tensor):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return inner
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(inner, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
 def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of `like`; a view, no communication.
 

@@ -6,14 +6,10 @@ Nothing here knows a model family: an adapter (`rl.models.spec`) translates.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rl.atomic_folder import appearing_folder
+from rl.models.buffers import persistent_buffers
 from rl.models.spec import StateDictAdapter
 from rl.models.tokenizer import TOKENIZER_FILES, check_tokenizer_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LOCKED = ".being-written"
-"""Ends the name of a hidden folder that is locked as long as somebody writes it."""
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Buffers that old versions of transformers saved."""
 
@@ -75,26 +71,43 @@ class HFFolder:
                     f"tensor {tensor} is missing from {self.path / name}, where {INDEX_FILE} has it"
                 )
 
-    def check(self, model: nn.Module, adapter: StateDictAdapter) -> None:
+    def check(
+        self, model: nn.Module, adapter: StateDictAdapter, *, names: Collection[str] | None = None
+    ) -> None:
         """Whether the tensors are exactly those that the model's parameters are made of.
 
-        `model` may be on the meta device or sharded. A tied model may come with an output head.
+        `model` may be on the meta device or sharded. A tied model may come with an output head, any
+        model with tensors of its persistent buffers.
+
+        Args:
+            names: of the parameters that count; None counts all.
 
         Raises:
             ValueError: naming the first tensor that is missing, of another shape, or unknown.
         """
         known = {"lm_head.weight"}
         for name, parameter in model.named_parameters():
+            if names is not None and name not in names:
+                continue
             meta = torch.empty(parameter.shape, device="meta")
             for hf_name, tensor in adapter.to_hf(name, meta).items():
                 known.add(hf_name)
                 self._check_tensor(hf_name, tuple(tensor.shape))
+        for name, buffer in hf_buffers(model, adapter).items():
+            for hf_name in adapter.hf_names(name):
+                known.add(hf_name)
+                if hf_name in self.shapes:
+                    self._check_tensor(hf_name, tuple(buffer.shape))
         for hf_name in self.shapes:
             if hf_name not in known and not hf_name.endswith(_IGNORED_ENDINGS):
                 raise ValueError(
                     f"{self.path}: tensor {hf_name} has no place in the model: "
                     "a checkpoint of another architecture or size"
                 )
+
+    def present(self, names: Iterable[str], adapter: StateDictAdapter) -> list[str]:
+        """Those of our `names` that the folder has all tensors of."""
+        return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.shapes:
@@ -137,6 +150,16 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def hf_buffers(model: nn.Module, adapter: StateDictAdapter) -> dict[str, Tensor]:
+    """The persistent buffers that a Hugging Face folder may have, by our names."""
+    found = {}
+    for name, buffer in persistent_buffers(model).items():
+        with suppress(KeyError):  # of a buffer that the family's folders have no place for
+            adapter.hf_names(name)
+            found[name] = buffer
+    return found
+
+
 def write_hf_folder(
     path: str | Path,
     params: Iterable[tuple[str, Tensor]],
@@ -159,53 +182,13 @@ def write_hf_folder(
     Raises:
         FileExistsError: `path` is already there and not an empty folder.
     """
-    path = Path(path).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} already exists")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path.parent)
-    with _temporary_folder(path) as temporary:
+    with appearing_folder(path) as temporary:
         config = adapter.hf_config() | {"dtype": str(dtype).removeprefix("torch.")}
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), temporary)
             config |= _token_ids(Path(tokenizer_from))
         _write_json(temporary / "config.json", config)
         _write_shards(temporary, _hf_tensors(params, adapter, dtype), max_shard_bytes=max_shard_bytes)
-        _publish(temporary, path)
-
-
-@contextmanager
-def _temporary_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder beside `path`, so that the rename stays within one file system; gone afterwards.
-
-    While this process lives it is locked. The kernel drops the lock of a process that was killed,
-    which tells `_remove_leftovers` that nobody writes the folder any more.
-    """
-    folder = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    locked = folder.with_name(f"{folder.name}{_LOCKED}")
-    with ExitStack() as stack:
-        for name in (folder, locked):
-            stack.callback(shutil.rmtree, name, ignore_errors=True)
-        folder.mkdir()
-        descriptor = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        # Some network file systems cannot lock a folder; then it keeps a name that nobody looks for.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = folder.rename(locked)
-        yield folder
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove temporary folders whose process was killed; those of a living one are locked."""
-    for folder in parent.glob(f".*.{'[0-9a-f]' * 32}{_LOCKED}"):
-        with suppress(OSError):  # it is locked, already gone, or somebody else's
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
 
 
 def _hf_tensors(
@@ -243,27 +226,6 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_sh
         weight_map |= dict.fromkeys(sizes, file_name)
     total_size = sum(sum(sizes.values()) for sizes in shards)
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Flush everything to the disk, then let the folder appear under its name."""
-    for file in (*temporary.iterdir(), temporary):
-        _fsync(file)
-    try:
-        temporary.rename(path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(f"{path} already exists") from error
-        raise
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -3,10 +3,19 @@
     head = functools.partial(token_logprobs, targets_T=targets, temperatures_T=temperatures)
     logprobs_T, entropy_T = model(tokens, positions=positions, sequences=layout, head=head)
 
-Shape legend: T packed tokens, C tokens of one chunk, E model width, V vocabulary.
+Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum,
+sum of exponentials and the target's logit are reduced over the ranks, [C] numbers each; the
+whole vocabulary is nowhere.
+
+Shape legend: T packed tokens, C tokens of one chunk, E model width, V vocabulary, W the part
+of the vocabulary that this rank holds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +23,31 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
+
+from rl.distributed.collectives import all_reduce
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShard:
+    """Which rows of the head's weight this rank holds."""
+
+    first_row: int
+    group: str
+    """Name of the process group whose ranks hold the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """What turns a rank's logits into whole ones."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    """Of the logits."""
+    vocab_size: int
+
+
+Split = VocabularyShard | Gather | None
+"""How logits are split over ranks, and what is to be done about it; None where they are whole."""
 
 
 def token_logprobs(
@@ -23,32 +57,37 @@ def token_logprobs(
     targets_T: Tensor,
     temperatures_T: Tensor,
     chunk_tokens: int | None = None,
+    loss_parallel: bool = True,
+    chunk_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, Split], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target under `softmax(hidden @ weight.T / temperature)`, and the entropy of that.
 
     Logits are computed in the inputs' dtype, as the generator does, everything after in float32.
     Under tensor parallelism hidden is a DTensor, replicated or sharded by token, and the weight
-    is sharded by vocabulary; every rank gathers the logits and returns the same plain tensors.
+    is sharded by vocabulary; every rank returns the same plain tensors.
 
     Args:
         targets_T: int64.
         temperatures_T: float32, above 0.
         chunk_tokens: with it, logits of at most that many tokens exist at once, in the forward
             and, by computing them again, in the backward.
+        loss_parallel: leave each rank its part of the vocabulary; False gathers the logits.
+        chunk_logprobs: a compiled form of `logprobs_of_chunk`.
 
     Returns:
         [T] float32 nats with gradient, and [T] float32 nats without.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for no chunks")
-    hidden_TE, weight, gather = _local_inputs(hidden_TE, weight_VE)
+    compute = chunk_logprobs or logprobs_of_chunk
+    hidden_TE, weight, split = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     num_tokens = targets_T.numel()
     if chunk_tokens is None or num_tokens <= chunk_tokens:
-        return _chunk_logprobs(hidden_TE, weight, targets_T, temperatures_T, gather)
+        return compute(hidden_TE, weight, targets_T, temperatures_T, split)
     chunks = zip(*(x.split(chunk_tokens) for x in (hidden_TE, targets_T, temperatures_T)), strict=True)
     parts = [
         checkpoint(
-            _chunk_logprobs, hidden, weight, targets, temperatures, gather,
+            compute, hidden, weight, targets, temperatures, split,
             use_reentrant=False, preserve_rng_state=False,
         )
         for hidden, targets, temperatures in chunks
@@ -57,11 +96,9 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-_Gather = tuple[DeviceMesh, tuple[Placement, ...], int]
-"""Mesh, placements of the logits and vocabulary size: what turns local logits into whole ones."""
-
-
-def _local_inputs(hidden_TE: Tensor, weight_VE: Tensor) -> tuple[Tensor, Tensor, _Gather | None]:
+def _local_inputs(
+    hidden_TE: Tensor, weight_VE: Tensor, *, loss_parallel: bool
+) -> tuple[Tensor, Tensor, Split]:
     """All tokens and this rank's vocabulary rows, as plain tensors."""
     if not isinstance(weight_VE, DTensor):
         if isinstance(hidden_TE, DTensor):
@@ -76,17 +113,34 @@ def _local_inputs(hidden_TE: Tensor, weight_VE: Tensor) -> tuple[Tensor, Tensor,
     # Each rank's gradient of the hidden states comes from its own vocabulary rows alone.
     grad_placements = [Partial() if p.is_shard(0) else Replicate() for p in weight_VE.placements]
     hidden_TE = hidden_TE.redistribute(mesh, [Replicate()] * mesh.ndim)
-    logit_placements = tuple(Shard(1) if p.is_shard(0) else Replicate() for p in weight_VE.placements)
-    gather = (mesh, logit_placements, weight_VE.size(0))
-    return hidden_TE.to_local(grad_placements=grad_placements), weight_VE.to_local(), gather
+    split = _split(weight_VE, loss_parallel=loss_parallel)
+    return hidden_TE.to_local(grad_placements=grad_placements), weight_VE.to_local(), split
 
 
-def _chunk_logprobs(
-    hidden_CE: Tensor, weight: Tensor, targets_C: Tensor, temperatures_C: Tensor, gather: _Gather | None
+def _split(weight_VE: DTensor, *, loss_parallel: bool) -> Split:
+    mesh, vocab_size = weight_VE.device_mesh, weight_VE.size(0)
+    sharded = [axis for axis, placement in enumerate(weight_VE.placements) if placement.is_shard(0)]
+    if loss_parallel and len(sharded) == 1:
+        (axis,) = sharded
+        # As DTensor cuts a dim: every part is as large as the first, as far as there are rows.
+        num_rows = -(-vocab_size // mesh.size(axis))
+        return VocabularyShard(
+            first_row=min(mesh.get_local_rank(axis) * num_rows, vocab_size),
+            group=mesh.get_group(axis).group_name,
+        )
+    placements = tuple(Shard(1) if axis in sharded else Replicate() for axis in range(mesh.ndim))
+    return Gather(mesh=mesh, placements=placements, vocab_size=vocab_size)
+
+
+def logprobs_of_chunk(
+    hidden_CE: Tensor, weight: Tensor, targets_C: Tensor, temperatures_C: Tensor, split: Split
 ) -> tuple[Tensor, Tensor]:
+    """What `token_logprobs` returns, of plain tensors of which all fits into memory."""
     logits_CV = F.linear(hidden_CE, weight)
-    if gather is not None:
-        logits_CV = _gather_vocabulary(logits_CV, gather)
+    if isinstance(split, VocabularyShard):
+        return _ShardedLogprobs.apply(logits_CV, targets_C, temperatures_C, split.first_row, split.group)
+    if split is not None:
+        logits_CV = _gather_vocabulary(logits_CV, split)
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
     # Not a view, as gather and squeeze would be: FSDP2 warns of views that leave the model.
     logprobs_C = -F.nll_loss(logprobs_CV, targets_C, reduction="none")
@@ -95,11 +149,55 @@ def _chunk_logprobs(
     return logprobs_C, entropy_C
 
 
-def _gather_vocabulary(logits: Tensor, gather: _Gather) -> Tensor:
+class _ShardedLogprobs(torch.autograd.Function):
+    """Of logits [C, W] split over ranks by vocabulary: two reductions of [C] forward, none backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_CW: Tensor, targets_C: Tensor, temperatures_C: Tensor, first_row: int, group: str
+    ) -> tuple[Tensor, Tensor]:
+        scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
+        maxima_C = all_reduce(scaled_CW.amax(-1), "max", group)
+        scaled_CW -= maxima_C.unsqueeze(1)
+        rows_C, is_here_C = _local_rows(targets_C, first_row, logits_CW.size(1))
+        target_C = scaled_CW.gather(1, rows_C.unsqueeze(1)).squeeze(1)
+        exponentials_CW = scaled_CW.exp()
+        parts = (
+            exponentials_CW.sum(-1),
+            (exponentials_CW * scaled_CW).sum(-1),
+            torch.where(is_here_C, target_C, 0.0),
+        )
+        total_C, weighted_C, target_C = all_reduce(torch.stack(parts), "sum", group).unbind(0)
+        log_total_C = total_C.log()
+        ctx.save_for_backward(logits_CW, targets_C, temperatures_C, maxima_C + log_total_C)
+        ctx.first_row = first_row
+        logprobs_C, entropy_C = target_C - log_total_C, log_total_C - weighted_C / total_C
+        ctx.mark_non_differentiable(entropy_C)
+        return logprobs_C, entropy_C
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_CW, targets_C, temperatures_C, log_normalizer_C = ctx.saved_tensors
+        # d logprob / d logit = (1 if target else 0) - probability, over the temperature.
+        grad_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
+        grad_CW = grad_CW.sub_(log_normalizer_C.unsqueeze(1)).exp_().neg_()
+        rows_C, is_here_C = _local_rows(targets_C, ctx.first_row, logits_CW.size(1))
+        grad_CW.scatter_add_(1, rows_C.unsqueeze(1), is_here_C.float().unsqueeze(1))
+        grad_CW *= (grads[0] / temperatures_C).unsqueeze(1)
+        return grad_CW.to(logits_CW.dtype), None, None, None, None
+
+
+def _local_rows(targets_C: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Row of each target in this rank's part of the vocabulary, 0 where it is not there; whether it is."""
+    rows_C = targets_C - first_row
+    is_here_C = (rows_C >= 0) & (rows_C < num_rows)
+    return torch.where(is_here_C, rows_C, 0), is_here_C
+
+
+def _gather_vocabulary(logits: Tensor, gather: Gather) -> Tensor:
     """[C, rows of this rank] -> [C, V], the same on every rank."""
-    mesh, placements, vocab_size = gather
-    shape = torch.Size((logits.size(0), vocab_size))
+    shape = torch.Size((logits.size(0), gather.vocab_size))
     sharded = DTensor.from_local(
-        logits, mesh, placements, run_check=False, shape=shape, stride=(vocab_size, 1)
+        logits, gather.mesh, gather.placements, run_check=False, shape=shape, stride=(gather.vocab_size, 1)
     )
     return sharded.full_tensor()

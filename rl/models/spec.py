@@ -13,6 +13,8 @@ from rl.config.configurable import Configurable
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rl.distributed.mesh import ParallelismConfig
+
 
 class StateDictAdapter(Protocol):
     """Between our parameters and Hugging Face's tensors, one parameter at a time.
@@ -48,6 +50,8 @@ class ModelSpec:
     """The model's own nested config; `model.build()` makes the module."""
     parallelize: Callable[..., nn.Module]
     """`parallelize(model, *, mesh, config)`: the trainer's plan (FSDP, TP, DDP), in place."""
+    check_layout: Callable[[Any, ParallelismConfig], None]
+    """`check_layout(model config, parallelism)`: raises ValueError for degrees that do not fit the model."""
     parallelize_generator: Callable[[nn.Module, DeviceMesh], nn.Module]
     """The generator's plan: tensor parallel only, any token count, in place."""
     adapter: Callable[[Any], StateDictAdapter]

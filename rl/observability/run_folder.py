@@ -34,11 +34,11 @@ class RunFolder:
     Leaving it does not make a run finished: a run that fails or is killed stays unfinished.
     """
 
-    def __init__(self, path: Path, *, lock_fd: int, created: Path | None) -> None:
+    def __init__(self, path: Path, *, checkpoints: Path | None, lock_fd: int, created: Path | None) -> None:
         """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
         self.path = path
         self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = checkpoints or path / "checkpoints"
         self.config_json = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.learning_curve = path / "learning_curve.png"
@@ -54,10 +54,13 @@ class RunFolder:
         time_stamp: bool = False,
         overwrite: bool = False,
         inputs: Mapping[str, Path] | None = None,
+        checkpoints: Path | None = None,
     ) -> RunFolder:
         """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name.
 
-        `inputs` are files and folders, by field, that the run is going to read.
+        Args:
+            inputs: files and folders, by field, that the run is going to read.
+            checkpoints: a folder elsewhere for them, which is neither made nor cleared here.
 
         Raises:
             ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
@@ -79,7 +82,7 @@ class RunFolder:
                 raise ValueError(_occupied(path, status))
             _refuse_inputs(path, inputs or {})
             _clear(path)
-            for folder in OWN_FOLDERS:
+            for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
                 (path / folder).mkdir()
             _write_status(path, "running")
         except BaseException:
@@ -89,7 +92,7 @@ class RunFolder:
                 (path / LOCK).unlink()
             os.close(lock_fd)
             raise
-        return cls(path, lock_fd=lock_fd, created=created)
+        return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=created)
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's."""

@@ -14,6 +14,7 @@ def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s:
       evaluation      correct 0.375 -> 0.979 of 512 problems
       checkpoint      outputs/x/checkpoints/step-80
       Hugging Face    outputs/x/checkpoints/hf
+      LoRA adapter    outputs/x/checkpoints/adapter
       learning curve  outputs/x/learning_curve.png
 
     Args:
@@ -26,6 +27,7 @@ def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s:
     results = {
         "checkpoint": folder.checkpoints / f"step-{num_steps}",
         "Hugging Face": folder.checkpoints / "hf",
+        "LoRA adapter": folder.checkpoints / "adapter",
         "learning curve": folder.learning_curve,
     }
     lines += [f"  {title:<14}  {path}" for title, path in results.items() if path.exists()]

@@ -49,6 +49,8 @@ class PackedBatch:
     """[T] float32; 1 in the padding."""
     sequence_ids: Tensor
     """[T] int64."""
+    reference_logprobs: Tensor | None = None
+    """[T] float32, nats; None where the samples bring none."""
     num_sequences: int
     """Samples in this micro-batch; 0 for one of padding alone."""
     sample_indices: tuple[int, ...]
@@ -64,8 +66,15 @@ class PackedBatch:
             self.sequences,
             offsets=self.sequences.offsets.to(device, non_blocking=True),
             slots=self.sequences.slots.to(device, non_blocking=True),
+            run_slots=self.sequences.run_slots.to(device, non_blocking=True),
         )
         return PackedBatch(**(values | moved | {"sequences": sequences}))
+
+    @property
+    def all_lengths(self) -> list[int]:
+        """L of each sequence, the padding included."""
+        num_padding = self.input_ids.numel() - sum(self.lengths)
+        return [*self.lengths, num_padding] if num_padding else list(self.lengths)
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
         """Values per token as one [L + 1] array a sample, by its index; entry 0, no target, is 0."""
@@ -82,6 +91,8 @@ def pack(
     samples: Sequence[TrainingSample],
     *,
     max_tokens: int,
+    max_sequences: int | None = None,
+    max_length: int | None = None,
     pad_multiple: int = 1,
     rank: int = 0,
     num_ranks: int = 1,
@@ -90,18 +101,25 @@ def pack(
 
     Args:
         max_tokens: most tokens of a micro-batch, padding not counted.
+        max_sequences: most samples of a micro-batch.
+        max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
 
     Raises:
-        ValueError: for a sample that is longer than `max_tokens`, has fewer than two tokens,
+        ValueError: for a sample that is longer than `max_tokens` or `max_length`, has fewer than two tokens,
             or whose arrays differ in length.
     """
-    lengths = [_input_length(sample, index, max_tokens) for index, sample in enumerate(samples)]
-    plan = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=num_ranks)[rank]
-    return [_pack_one(samples, indices, pad_multiple=pad_multiple) for indices in plan]
+    _check_reference(samples)
+    lengths = [_input_length(sample, index, max_tokens, max_length) for index, sample in enumerate(samples)]
+    plan = plan_micro_batches(
+        lengths, max_tokens=max_tokens, num_ranks=num_ranks, max_sequences=max_sequences
+    )
+    return [_pack_one(samples, indices, pad_multiple=pad_multiple) for indices in plan[rank]]
 
 
-def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, max_sequences: int | None = None
+) -> list[list[list[int]]]:
     """[R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in each.
 
     Ranks get samples longest first, each to the one with the fewest tokens so far. Within a
@@ -115,14 +133,16 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, num_ranks: in
         tokens, rank = heapq.heappop(load)
         shares[rank].append(index)
         heapq.heappush(load, (tokens + lengths[index], rank))
-    plan = [_first_fit(share, lengths, max_tokens) for share in shares]
+    plan = [_first_fit(share, lengths, max_tokens, max_sequences or len(share)) for share in shares]
     num_micro_batches = max(1, *(len(micro_batches) for micro_batches in plan))
     for micro_batches in plan:
         micro_batches.extend([] for _ in range(num_micro_batches - len(micro_batches)))
     return plan
 
 
-def _first_fit(indices: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit(
+    indices: list[int], lengths: Sequence[int], max_tokens: int, max_sequences: int
+) -> list[list[int]]:
     micro_batches: list[list[int]] = []
     room: list[int] = []
     for index in indices:
@@ -132,20 +152,32 @@ def _first_fit(indices: list[int], lengths: Sequence[int], max_tokens: int) -> l
             micro_batches.append([])
             room.append(max_tokens)
         micro_batches[place].append(index)
-        room[place] -= length
+        room[place] = room[place] - length if len(micro_batches[place]) < max_sequences else 0
     return micro_batches
 
 
-def _input_length(sample: TrainingSample, index: int, max_tokens: int) -> int:
+def _check_reference(samples: Sequence[TrainingSample]) -> None:
+    """All samples bring logprobs of a reference policy, or none does."""
+    for index, sample in enumerate(samples):
+        if (sample.reference_logprobs is None) != (samples[0].reference_logprobs is None):
+            which = f"sample {index} has none" if sample.reference_logprobs is None else f"sample {index} has"
+            raise ValueError(f"reference_logprobs must be there in all samples or in none: {which}")
+
+
+def _input_length(sample: TrainingSample, index: int, max_tokens: int, max_length: int | None) -> int:
     num_tokens = len(sample.token_ids)
-    for name in ("mask", "generator_logprobs", "advantages"):
-        if len(getattr(sample, name)) != num_tokens:
+    for name in ("mask", "generator_logprobs", "advantages", "reference_logprobs"):
+        if getattr(sample, name) is not None and len(getattr(sample, name)) != num_tokens:
             raise ValueError(
                 f"sample {index}: {name} has {len(getattr(sample, name))} entries for {num_tokens} tokens"
             )
     if num_tokens < 2:
         raise ValueError(
             f"sample {index} has {num_tokens} tokens: must have at least 2, one input and one target"
+        )
+    if max_length is not None and num_tokens > max_length:
+        raise ValueError(
+            f"sample {index} has {num_tokens} tokens, more than max_sequence_length={max_length}"
         )
     if num_tokens - 1 > max_tokens:
         raise ValueError(
@@ -164,6 +196,7 @@ def _pack_one(samples: Sequence[TrainingSample], indices: list[int], *, pad_mult
     lengths_S = np.asarray(all_lengths, dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
     num_total = num_tokens + num_padding
+    has_reference = samples[0].reference_logprobs is not None
 
     def joined(arrays: list[np.ndarray], dtype: type, padding: float) -> Tensor:
         values_T: np.ndarray = np.full(num_total, padding, dtype=dtype)
@@ -180,6 +213,11 @@ def _pack_one(samples: Sequence[TrainingSample], indices: list[int], *, pad_mult
         mask=joined([s.mask[1:] for s in chosen], np.bool_, False),
         advantages=joined([s.advantages[1:] for s in chosen], np.float32, 0.0),
         generator_logprobs=joined([s.generator_logprobs[1:] for s in chosen], np.float32, np.nan),
+        reference_logprobs=joined(
+            [s.reference_logprobs[1:] for s in chosen if s.reference_logprobs is not None], np.float32, 0.0
+        )
+        if has_reference
+        else None,
         temperatures=torch.from_numpy(np.repeat(temperatures_S, lengths_S)),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(all_lengths)), lengths_S)),
         num_sequences=len(chosen),

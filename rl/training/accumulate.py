@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from losses.ops import drawn_tokens
-from losses.types import LossInputs, LossOutput
+from losses.types import Loss, LossInputs, LossOutput
 from rl.distributed.reductions import reduce_sums_and_maxima
 from rl.rollouts.packing import PackedBatch
-from rl.types import ForwardBackwardResult, TrainingSample
+from rl.training.errors import NonFiniteLossError
+from rl.training.failures import non_finite
+from rl.types import ExpertLoad, ForwardBackwardResult, TrainingSample
 
 _SUMS = (
     "loss", "denominator", "num_valid", "num_masked", "entropy", "num_drawn", "logprob_diff", "num_different",
@@ -67,6 +69,10 @@ class StepState:
             )
         return 1.0 / self.denominator
 
+    def not_finite(self, what: str, policy_version: int, folder: str | None) -> NonFiniteLossError:
+        """The error to raise on every rank; `folder` receives the samples."""
+        return non_finite(what, policy_version=policy_version, samples=self.samples, folder=folder)
+
 
 def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
     """What a loss takes, of a batch and the policy's logprobs of it."""
@@ -77,7 +83,25 @@ def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
         mask=batch.mask,
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
+        reference_logprobs=batch.reference_logprobs,
     )
+
+
+def backward(
+    batch: PackedBatch, logprobs_T: Tensor, *, loss: Loss, step: StepState
+) -> tuple[LossInputs, LossOutput]:
+    """Add the gradient of the batch's loss to what the step has.
+
+    Raises:
+        ValueError: the loss asks for a denominator where an earlier one of the step did not.
+    """
+    inputs = loss_inputs(batch, logprobs_T)
+    output = loss(inputs)
+    step.check_denominator(output.denominator)
+    # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
+    loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
+    loss_sum.backward()
+    return inputs, output
 
 
 class MicroBatchSums:
@@ -144,7 +168,9 @@ class Totals:
     def denominator(self) -> float | None:
         return self.sums["denominator"] if self.normalized else None
 
-    def result(self, samples: Sequence[TrainingSample], *, time_s: float) -> ForwardBackwardResult:
+    def result(
+        self, samples: Sequence[TrainingSample], *, time_s: float, expert_load: ExpertLoad | None = None
+    ) -> ForwardBackwardResult:
         """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical."""
         sums = self.sums
         num_valid = sums["num_valid"]
@@ -165,6 +191,7 @@ class Totals:
             logprob_diff_max=self.logprob_diff_max,
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
+            expert_load=expert_load,
             time_s=time_s,
         )
 

@@ -7,49 +7,44 @@ no process group.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from losses.grpo import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
-from rl.distributed.mesh import DataRank, ParallelismConfig, build_mesh
 from rl.distributed.process_group import (
-    CommConfig,
     World,
     awaiting,
     barrier,
-    connect,
-    disconnect,
-    set_timeout,
 )
-from rl.distributed.seeds import seed_everything
-from rl.distributed.sharding import ShardingOptions
 from rl.models.buffers import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.rollouts.packing import PackedBatch
-from rl.training import checkpoint
-from rl.training.accumulate import MicroBatchSums, StepState, loss_inputs
-from rl.training.checkpoint import CheckpointConfig
+from rl.training.accumulate import MicroBatchSums, StepState, backward
+from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
-from rl.training.errors import NonFiniteLossError
-from rl.training.failures import write_batch
+from rl.training.engine_config import EngineConfig
+from rl.training.errors import unwritten
+from rl.training.experts import ExpertBalance
+from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
-from rl.training.policy import Policy
+from rl.training.place import Place
+from rl.training.reference import make_reference, with_reference
 from rl.training.schedule import LRSchedule
-from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+from rl.training.starting_weights import StartingWeights
+from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingEngine(Configurable):
@@ -60,15 +55,8 @@ class TrainingEngine(Configurable):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
-        lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
-        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-        comm: CommConfig = field(default_factory=CommConfig)
-        loss: Loss = field(default_factory=GRPOLoss)
-        """Of `forward_backward` calls that bring none."""
-        training: TrainingConfig = field(default_factory=TrainingConfig)
-        checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    class Config(EngineConfig):
+        pass
 
     def __init__(
         self,
@@ -82,11 +70,11 @@ class TrainingEngine(Configurable):
     ) -> None:
         """
         Args:
-            hf_assets_path: Hugging Face folder that gives sizes, weights and, to what is
-                exported, the tokenizer; None draws the spec's model at random.
+            hf_assets_path: Hugging Face folder of sizes, weights and tokenizer; None draws a random model.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
-            failure_folder: receives the batch on which a loss was not finite.
+            failure_folder: receives the batch on which a loss was not finite, and the latest
+                collectives when one failed.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -94,39 +82,42 @@ class TrainingEngine(Configurable):
             TimeoutError: not all ranks appeared in time.
         """
         world = World.from_env() if world is None else world
-        degrees = config.parallelism.degrees(world.size)
+        self.device = world.default_device() if device is None else torch.device(device)
         folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
         if folder is not None:
             model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
+        degrees = config.check(model_spec, world_size=world.size, device=self.device)
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self.device = world.default_device() if device is None else torch.device(device)
-        self._made_group = connect(world=world, device=self.device, comm=config.comm)
-        self.mesh = build_mesh(degrees, device_type=self.device.type)
-        self.policy = self._build_policy(model_spec)
+        self._place = Place.take(
+            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder
+        )
+        self.mesh = self._place.mesh
+        make_policy = partial(self._place.make_policy, model_spec)
+        self.policy = make_policy(config.training)
+        self.experts: ExpertBalance = config.experts.build(
+            model=self.policy.model, mesh=self.mesh, device=self.device
+        )
         if folder is None:
             self.policy.init_weights()
         else:
             self.policy.load_hf(folder)
-        self.optimizer: Optimizer = config.optimizer.build(parameters=self.policy.parameters.values())
+        self.reference = make_reference(config.reference, policy=self.policy, build=make_policy)
+        self.optimizer: Optimizer = config.optimizer.build(
+            parameters=self.policy.trained_parameters, adapter=self.policy.trained_adapter
+        )
         self.schedule: LRSchedule = config.lr_scheduler.build()
+        self.checkpointer: Checkpointer = config.checkpoint.build(
+            policy=self.policy, optimizer=self.optimizer
+        )
+        self._start = StartingWeights(folder, checkpointer=self.checkpointer, reference=self.reference)
         self.policy_version = 0
         self._step = StepState()
+        training = config.training
+        self._garbage = GarbageCollector(every_steps=training.gc_every_steps, debug=training.gc_debug)
         barrier()
-        set_timeout(self.mesh, timeout_s=config.comm.train_timeout_s)
-
-    def _build_policy(self, spec: ModelSpec) -> Policy:
-        training = self.config.training
-        seed_everything(
-            training.seed, offset=DataRank.of(self.mesh).index, deterministic=training.deterministic
-        )
-        options = ShardingOptions(
-            param_dtype=getattr(torch, training.param_dtype),
-            reduce_dtype=getattr(torch, training.reduce_dtype),
-            reshard_after_forward=self.config.parallelism.reshard_after_forward,
-        )
-        return Policy(spec=spec, mesh=self.mesh, device=self.device, training=training, options=options)
+        self._place.set_timeout(config.comm.train_timeout_s)
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -141,26 +132,21 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
+        loss = self.config.loss if loss is None else loss
         batches = self.policy.pack(samples)
         sums = MicroBatchSums(device=self.device)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in batches:
-                self._accumulate(batch.to(self.device), self.config.loss if loss is None else loss, sums)
+            for batch in with_reference(batches, reference=self.reference, loss=loss):
+                batch = batch.to(self.device)
+                logprobs_T, entropy_T = self.policy.forward(batch)
+                self.experts.count(self.policy.real_tokens(batch))
+                sums.add(*backward(batch, logprobs_T, loss=loss, step=self._step), entropy_T)
             totals = sums.reduce(mesh=self.mesh)
+            expert_load = self.experts.reduce()
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
-                self._stop_on_non_finite(f"loss {totals.loss}")
-        return totals.result(samples, time_s=time.perf_counter() - started)
-
-    def _accumulate(self, batch: PackedBatch, loss: Loss, sums: MicroBatchSums) -> None:
-        logprobs_T, entropy_T = self.policy.forward(batch)
-        inputs = loss_inputs(batch, logprobs_T)
-        output = loss(inputs)
-        self._step.check_denominator(output.denominator)
-        # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
-        loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
-        loss_sum.backward()
-        sums.add(inputs, output, entropy_T)
+                raise self._step.not_finite(f"loss {totals.loss}", self.policy_version, self.failure_folder)
+        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.
@@ -178,16 +164,20 @@ class TrainingEngine(Configurable):
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = _max_norm(self.config.training, params)
         scale = self._step.scale()
-        parameters = list(self.policy.parameters.values())
+        parameters = list(self.policy.trained_parameters.values())
         with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
             sum_partial_gradients(parameters)
             grad_norm = global_norm(parameters, mesh=self.mesh) * scale
             if not math.isfinite(grad_norm):
-                self._stop_on_non_finite(f"gradient norm {grad_norm}")
+                what = f"gradient norm {grad_norm}"
+                raise self._step.not_finite(what, self.policy_version, self.failure_folder)
             scale_gradients(parameters, scale * clip_factor(grad_norm, max_norm=max_norm))
             self.optimizer.step(settings)
+            self.policy.converters.post_optimizer_hook(self.policy.model)
+            self.experts.step()
         self._drop_gradient()
         self.policy_version += 1
+        self._garbage.after_step(self.policy_version)
         return OptimStepResult(
             grad_norm=grad_norm,
             lr=settings["lr"],
@@ -197,44 +187,48 @@ class TrainingEngine(Configurable):
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
-        with awaiting("compute_logprobs"):
+        with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, version and random states; the folder appears whole or not at all.
+    def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Let a folder with weights, optimizer, version and random states appear, as `Checkpointer.save`.
 
         Raises:
             FileExistsError: the folder is already there.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
+            CheckpointError: it could not be written, or the one before that was in the background.
         """
         if self._step.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
+        state = self._start.saved_state(self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
-            checkpoint.save(
-                folder,
-                parameters=self.policy.parameters,
-                optimizer=self.optimizer,
-                policy_version=self.policy_version,
-            )
+            self.checkpointer.save(folder, state, wait=wait)
 
-    def load_checkpoint(self, folder: str) -> int:
-        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one.
+    def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one or,
+        with the weights that are loaded, from an adapter in PEFT's format.
 
-        An accumulated gradient is dropped. Returns the policy version.
+        An accumulated gradient is dropped. Where the policy starts at step 0, so does the reference policy,
+        else it is that of the run that saved. Returns the policy version.
 
         Raises:
-            ValueError: the folder is neither, is incomplete, or is of another architecture.
+            ValueError: the folder is none of these, incomplete, damaged or of another architecture, or
+                the reference policy's weights are gone.
         """
         self._drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
-            if checkpoint.is_checkpoint(folder):
-                self.policy_version = checkpoint.load(
-                    folder, parameters=self.policy.parameters, optimizer=self.optimizer
-                )
-            else:
-                self.policy.load_hf(HFFolder(folder))
-                self.optimizer.reset()
-                self.policy_version = 0
+            self.policy_version = self._start.load(
+                folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
+            )
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
@@ -245,32 +239,49 @@ class TrainingEngine(Configurable):
 
         Raises:
             FileExistsError: the folder is there and not empty.
+            CheckpointError: it could not be written; nothing of it remains.
         """
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
-        with awaiting(f"export_hf of step {self.policy_version}"):
+        with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
             self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
+    def save_adapter(self, folder: str) -> None:
+        """Write LoRA's adapters as a folder that PEFT opens.
+
+        Raises:
+            FileExistsError: the folder is there and not empty.
+            CheckpointError: it could not be written; nothing of it remains.
+            ValueError: there is no LoRA among the converters.
+        """
+        with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
+            self.policy.save_adapter(folder)
+
     def model_state_dict(self) -> dict[str, Tensor]:
-        """The parameters themselves, without gradient, by name, DTensors wherever a mesh shards them;
-        and the persistent buffers, which every rank has the same."""
-        parameters = {name: parameter.detach() for name, parameter in self.policy.parameters.items()}
-        return parameters | persistent_buffers(self.policy.model)
+        """The plain model's parameters by name, without gradient, DTensors wherever a mesh shards them;
+        and the persistent buffers, which every rank has the same.
+
+        The parameters themselves, except where a converter has its part in them: LoRA's are merged.
+        """
+        with awaiting("model_state_dict"):
+            return dict(self.policy.plain_tensors()) | persistent_buffers(self.policy.model)
 
     def buffer_names(self) -> set[str]:
         """What of `model_state_dict` are buffers: they keep their dtype wherever the weights go."""
         return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
-        """Leave the process group that this engine joined."""
-        if self._made_group:
-            disconnect()
-            self._made_group = False
+        """Wait for a checkpoint being written, and leave the process group that this engine joined."""
+        self._garbage.close()
+        try:
+            self.checkpointer.close()
+        finally:
+            self._place.leave()
 
     @contextmanager
     def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
         done = False
         try:
-            with awaiting(what):
+            with awaiting(what, record_in=self.failure_folder):
                 yield
             done = True
         finally:
@@ -282,15 +293,7 @@ class TrainingEngine(Configurable):
         for parameter in self.policy.parameters.values():
             parameter.grad = None
         self._step = StepState()
-
-    def _stop_on_non_finite(self, what: str) -> NoReturn:
-        """Save the samples of the step and raise; the quantity is the same on every rank."""
-        file = None
-        if self.failure_folder is not None:
-            file = Path(self.failure_folder) / f"nan_batch_version_{self.policy_version}.npz"
-            if self.mesh is None or dist.get_rank() == 0:
-                write_batch(file, self._step.samples)
-        raise NonFiniteLossError(what, self.policy_version, None if file is None else str(file))
+        self.experts.forget()
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:

@@ -1,6 +1,11 @@
-"""What stops a run because of its numbers."""
+"""What stops a run because of its numbers, or of the disk."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
 
 from rl.errors import RunError
 
@@ -23,3 +28,18 @@ class NonFiniteLossError(RunError, ArithmeticError):
     def message(self) -> str:
         saved = f"; the batch is in {self.batch_file}" if self.batch_file else ""
         return f"{self.what} at policy version {self.policy_version}{saved}"
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written or read; earlier ones are as they were."""
+
+
+@contextmanager
+def unwritten(folder: str) -> Iterator[None]:
+    """Errors of the disk as a CheckpointError that names the folder; FileExistsError stays what it is."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} was not written, what was there is as it was: {error}") from error

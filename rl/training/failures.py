@@ -9,16 +9,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
+from rl.training.errors import NonFiniteLossError
 from rl.types import TrainingSample
 
 _PER_TOKEN = ("token_ids", "mask", "generator_logprobs", "advantages", "policy_versions")
+_REFERENCE = "reference_logprobs"
+"""Kept where every sample has it."""
+
+
+def non_finite(
+    what: str, *, policy_version: int, samples: Sequence[TrainingSample], folder: str | None
+) -> NonFiniteLossError:
+    """The error to raise on every rank, with the samples in `folder`, if any, written by the first."""
+    file = None
+    if folder is not None:
+        file = Path(folder) / f"nan_batch_version_{policy_version}.npz"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_batch(file, samples)
+    return NonFiniteLossError(what, policy_version, None if file is None else str(file))
 
 
 def write_batch(file: str | Path, samples: Sequence[TrainingSample]) -> None:
     """An npz of each per-token array joined to [T], with `lengths` and `temperatures` [S]."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    joined = {name: np.concatenate([getattr(s, name) for s in samples]) for name in _PER_TOKEN}
+    names = [*_PER_TOKEN, *([_REFERENCE] if all(s.reference_logprobs is not None for s in samples) else [])]
+    joined = {name: np.concatenate([getattr(s, name) for s in samples]) for name in names}
     np.savez_compressed(
         file,
         allow_pickle=False,
@@ -32,9 +49,10 @@ def read_batch(file: str | Path) -> list[TrainingSample]:
     """The samples that `write_batch` wrote."""
     with np.load(file, allow_pickle=False) as content:
         ends = np.cumsum(content["lengths"])[:-1]
-        columns = {name: np.split(content[name], ends) for name in _PER_TOKEN}
+        names = [name for name in (*_PER_TOKEN, _REFERENCE) if name in content]
+        columns = {name: np.split(content[name], ends) for name in names}
         temperatures = content["temperatures"].tolist()
     return [
-        TrainingSample(**{name: columns[name][i] for name in _PER_TOKEN}, temperature=temperature)
+        TrainingSample(**{name: columns[name][i] for name in names}, temperature=temperature)
         for i, temperature in enumerate(temperatures)
     ]

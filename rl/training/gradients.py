@@ -14,11 +14,15 @@ from torch.distributed.tensor import DTensor
 from rl.distributed.reductions import sum_over_world
 from rl.distributed.shards import local_tensor, num_shards
 
+COALESCED = 1 << 16
+"""Numbers of a gradient that is summed together with others: a norm's, not that of whole experts."""
+
 
 def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Finish the sums over tensor-parallel ranks that backward has left open, in one collective a mesh.
+    """Finish the sums over tensor-parallel ranks that backward has left open.
 
-    A replicated parameter (a norm's weight) has seen only its rank's tokens or heads.
+    A replicated parameter has seen only its rank's tokens or heads. Small ones, as a norm's weight, share
+    one collective a mesh; larger ones, as experts that are not split, are summed where they are.
     """
     partial: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -27,13 +31,23 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
             assert grad.device_mesh.ndim == 1, "a partial sum is over the tensor-parallel axis alone"
             partial.setdefault((grad.device_mesh, grad.dtype), []).append(parameter)
     for (mesh, _), members in partial.items():
-        local = [p.grad.to_local() for p in members]  # type: ignore[union-attr]
-        flat = torch.cat([grad.flatten() for grad in local])
-        dist.all_reduce(flat, group=mesh.get_group())
-        for parameter, grad in zip(members, flat.split([grad.numel() for grad in local]), strict=True):
+        local = [p.grad.to_local().contiguous() for p in members]  # type: ignore[union-attr]
+        _sum_in_place(local, group=mesh.get_group())
+        for parameter, grad in zip(members, local, strict=True):
             assert isinstance(parameter.data, DTensor)
-            summed = grad.view(parameter.shape).clone()
-            parameter.grad = DTensor.from_local(summed, mesh, parameter.data.placements, run_check=False)
+            parameter.grad = DTensor.from_local(grad, mesh, parameter.data.placements, run_check=False)
+
+
+def _sum_in_place(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> None:
+    small = [tensor for tensor in tensors if tensor.numel() < COALESCED]
+    if small:
+        flat = torch.cat([tensor.flatten() for tensor in small])
+        dist.all_reduce(flat, group=group)
+        for tensor, summed in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+    for tensor in tensors:
+        if tensor.numel() >= COALESCED:
+            dist.all_reduce(tensor, group=group)
 
 
 def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) -> float:

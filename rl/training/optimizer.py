@@ -1,15 +1,17 @@
-"""Adam and AdamW over the model's parameters, whole or sharded."""
+"""Adam, AdamW and Muon over the model's parameters, whole or sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
+from rl.models.spec import StateDictAdapter
+from rl.training.muon import Muon, MuonConfig, check_momentum, is_hidden_matrix
 from rl.types import OptimParams
 
 
@@ -21,8 +23,9 @@ class Optimizer(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        name: Literal["AdamW", "Adam"] = "AdamW"
-        """AdamW decays weights apart from the gradient; Adam adds the decay to it."""
+        name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+        """AdamW decays weights apart from the gradient; Adam adds the decay to it; Muon steps the matrices
+        of the blocks, and AdamW with it all other parameters."""
         lr: float = 1e-5
         """Peak learning rate; the schedule scales it."""
         betas: tuple[float, float] = (0.9, 0.95)
@@ -32,17 +35,43 @@ class Optimizer(Configurable):
         weight_decay: float = 0.0
         """Share of lr by which every parameter shrinks each step, norms and embeddings too."""
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """One kernel for all parameters, one per operation, or one per operation and parameter."""
+        """One kernel for all parameters, one per operation, or one per operation and parameter; of Adam and
+        AdamW, while Muon has one implementation."""
+        muon: MuonConfig = field(default_factory=MuonConfig)
+        """Of name Muon alone."""
+        early_step_in_backward: bool = False
+        """Step each parameter as soon as its gradient is there; refused."""
 
         def __post_init__(self) -> None:
             _check_settings(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+            _check_muon(name=self.name, config=self.muon)
+            if self.early_step_in_backward:
+                raise ValueError(
+                    "early_step_in_backward=True: must be False: optim_step divides the gradient by the sum "
+                    "of the denominators of all forward_backward calls and clips it by its norm over all "
+                    "parameters, and neither is known during a backward pass"
+                )
 
-    def __init__(self, *, config: Config, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        parameters: Mapping[str, nn.Parameter],
+        adapter: StateDictAdapter | None = None,
+    ) -> None:
+        """`parameters` by name; `adapter` says which matrices they are made of, for Muon."""
+        config.__post_init__()  # A field may have been edited since.
         self.config = config
-        make = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
+        self.muon: Muon | None = None
+        parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        if config.name == "Muon":
+            matrices = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p)}
+            self.muon = Muon(config=config.muon, parameters=matrices, adapter=adapter)
+            parameters = {name: p for name, p in parameters.items() if name not in matrices}
+        make = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.inner: torch.optim.Optimizer = make(
-            list(parameters),
-            **self.settings(lr=config.lr),
+            [{"params": list(parameters.values())}],
+            **self._adam_settings(self.settings(lr=config.lr)),
             fused=config.implementation == "fused",
             foreach=config.implementation == "foreach",
         )
@@ -59,7 +88,13 @@ class Optimizer(Configurable):
             "eps": self.config.eps,
             "weight_decay": self.config.weight_decay,
         }
+        if self.muon is not None:
+            settings["momentum"] = self.config.muon.momentum
         if params is not None:
+            if params.momentum is not None and self.muon is None:
+                raise ValueError(
+                    f"momentum={params.momentum}: is Muon's; optimizer.name={self.config.name!r} has betas"
+                )
             given = {name: getattr(params, name) for name in settings}
             settings |= {name: value for name, value in given.items() if value is not None}
         _check_settings(**settings)
@@ -68,15 +103,25 @@ class Optimizer(Configurable):
     def step(self, settings: dict[str, Any]) -> None:
         """Update the parameters from their gradients, with what `settings` returned."""
         for group in self.inner.param_groups:
-            group.update(settings)
-        self.inner.step()
+            group.update(self._adam_settings(settings))
+        if self.muon is not None:
+            self.muon.step(
+                lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
+            )
+        self.inner.step()  # last: hooks after it find every parameter stepped
+
+    @staticmethod
+    def _adam_settings(settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name != "momentum"}
 
     def reset(self) -> None:
         """Forget the running means."""
         self.inner.state.clear()
+        if self.muon is not None:
+            self.muon.momenta.clear()
 
     def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """The running means and step count of each parameter, made where there are none yet.
+        """The running means of each parameter, and Adam's step count, made where there are none yet.
 
         The tensors are the optimizer's own: writing into them restores a state.
         """
@@ -88,15 +133,41 @@ class Optimizer(Configurable):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return {parameter: self.inner.state[parameter] for parameter in parameters}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {p: self.inner.state[p] for p in parameters}
+        if self.muon is not None:
+            matrices = self.muon.parameters.values()
+            states |= {p: {"momentum_buffer": self.muon.momentum_of(p)} for p in matrices}
+        return states
 
 
-def _check_settings(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def _check_muon(*, name: str, config: MuonConfig) -> None:
+    config.__post_init__()
+    if name == "Muon":
+        return
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if value != f.default:
+            raise ValueError(
+                f"muon.{f.name}={value!r} has no effect with name={name!r}: must be {f.default!r}, or name "
+                "'Muon'"
+            )
+
+
+def _check_settings(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    momentum: float | None = None,
+) -> None:
     if not 0.0 <= lr < float("inf"):
         raise ValueError(f"lr={lr}: must be a finite number of at least 0")
     if not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas={betas}: each must be at least 0 and below 1")
     if not eps >= 0.0:
         raise ValueError(f"eps={eps}: must be at least 0")
+    if momentum is not None:
+        check_momentum(momentum)
     if not weight_decay >= 0.0:
         raise ValueError(f"weight_decay={weight_decay}: must be at least 0")

@@ -5,8 +5,12 @@ Shape legend: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +19,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.mesh import TP, DataRank
+from rl.distributed.compile import compile_function
+from rl.distributed.context_parallel import ContextParallel
+from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import barrier
-from rl.distributed.sharding import ShardingOptions, call_in_dtype, reshard
+from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
+from rl.models.attention import SequenceLayout, SequenceShare
 from rl.models.buffers import reset_buffers
-from rl.models.hf import HFFolder, read_parameters, write_hf_folder
-from rl.models.logprobs import token_logprobs
-from rl.models.spec import ModelSpec
+from rl.models.converters.converter import ModelConverters
+from rl.models.converters.lora import LoRA
+from rl.models.converters.peft_folder import write_peft_folder
+from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
+from rl.models.logprobs import logprobs_of_chunk, token_logprobs
+from rl.models.spec import ModelSpec, StateDictAdapter
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
+
+logger = logging.getLogger(__name__)
 
 
 class Policy:
@@ -42,48 +54,128 @@ class Policy:
         device: torch.device,
         training: TrainingConfig,
         options: ShardingOptions,
+        converters: ModelConverters,
     ) -> None:
-        """`mesh` None is a single process. Raises ValueError for sizes that the mesh does not divide."""
+        """`mesh` None is a single process.
+
+        Raises:
+            ValueError: for sizes that the mesh does not divide, or what a converter cannot do.
+        """
         self.spec = spec
         self.mesh = mesh
         self.device = device
         self.data_rank = DataRank.of(mesh)
         self.training = training
+        self.context = None if mesh is None else ContextParallel.of(mesh[CP])
+        """How this rank shares its micro-batches with others; None where it has them alone."""
+        self.converters = converters
         self._param_dtype = options.param_dtype
+        self._loss_parallel = options.loss_parallel
+        self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
         with torch.device("meta"):
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
+            converters.convert(model)
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.model = spec.parallelize(model, mesh=mesh, config=options)
-        self.model.to_empty(device=device)
+        for name, parameter in self.model.named_parameters():
+            # PyTorch's plan for norms makes new parameters, which would be trained though they were frozen.
+            parameter.requires_grad_(trained[name])
+        materialize(self.model, device=device, cpu_offload=options.cpu_offload)
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        """By name, this rank's shards: the ones that are stepped."""
+        """By name, this rank's shards, frozen ones too."""
+        self._loaded_from: str | None = None
+        """Hugging Face folder that the plain model's weights were read from."""
+
+    @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The ones that get gradients and are stepped, by name."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    @property
+    def base_model(self) -> str | None:
+        """Hugging Face folder that the plain model's weights, all frozen, came from; None where some are
+        trained or they came from elsewhere."""
+        if any(self.parameters[name].requires_grad for name in self.converters.plain_names):
+            return None
+        return self._loaded_from
+
+    def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:
+        """A checkpoint has just set these parameters and buffers; `base_model` is what it was saved with."""
+        loaded = [name in names for name in self.converters.plain_names]
+        if any(loaded):
+            self._loaded_from = base_model if all(loaded) else None
+        self.converters.weights_loaded(self.model, fresh=False)
+
+    @property
+    def trained_adapter(self) -> StateDictAdapter:
+        """Which matrices they are made of, those of converters too."""
+        return self.converters.adapter(self.spec.adapter(self.spec.model))
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
+        # Of the tokens that one rank takes through the model.
+        pad_multiple = 1 if self.mesh is None else self.mesh[TP].size()
+        pad_multiple = math.lcm(pad_multiple, self.converters.token_multiple)
+        if self.context is not None:
+            pad_multiple = self.context.pad_multiple(pad_multiple)
         return pack(
             samples,
             max_tokens=self.training.max_tokens_per_microbatch,
-            pad_multiple=1 if self.mesh is None else self.mesh[TP].size(),
+            max_sequences=self.training.max_sequences_per_microbatch,
+            max_length=self.training.max_sequence_length or num_positions(self.spec),
+            pad_multiple=pad_multiple,
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
         )
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each target, [T] float32 with gradient, and entropy, [T] float32 without; nats."""
+        if self.context is None:
+            return self._forward(
+                batch.input_ids, batch.positions, batch.targets, batch.temperatures, batch.sequences
+            )
+        num_tokens = batch.input_ids.numel()
+        mine_t = self.context.token_indices(num_tokens).to(self.device)
+        share = SequenceShare.from_lengths(batch.all_lengths, context=self.context, device=self.device)
+        values = self._forward(
+            batch.input_ids[mine_t],
+            batch.positions[mine_t],
+            batch.targets[mine_t],
+            batch.temperatures[mine_t],
+            share,
+        )
+        places_T = self.context.places(num_tokens).to(self.device)
+        logprobs_T, entropy_T = (self.context.gather(value_t, places_T) for value_t in values)
+        return logprobs_T, entropy_T
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        sequences: SequenceLayout | SequenceShare,
+    ) -> tuple[Tensor, Tensor]:
+        """Of this rank's tokens."""
         head = partial(
             token_logprobs,
-            targets_T=batch.targets,
-            temperatures_T=batch.temperatures,
+            targets_T=targets,
+            temperatures_T=temperatures,
             chunk_tokens=self.training.logits_chunk_tokens,
+            loss_parallel=self._loss_parallel,
+            chunk_logprobs=self._chunk_logprobs,
         )
         return call_in_dtype(
-            self.model,
-            self._param_dtype,
-            batch.input_ids,
-            positions=batch.positions,
-            sequences=batch.sequences,
-            head=head,
+            self.model, self._param_dtype, input_ids, positions=positions, sequences=sequences, head=head
         )
+
+    def real_tokens(self, batch: PackedBatch) -> Tensor:
+        """[t] bool: which of the tokens that this rank takes through the model are no padding."""
+        real_T = batch.sequence_ids < batch.num_sequences
+        if self.context is None:
+            return real_T
+        return real_T[self.context.token_indices(real_T.numel()).to(self.device)]
 
     def release(self) -> None:
         """Free what a forward without a backward has left gathered."""
@@ -109,8 +201,10 @@ class Policy:
         return np.split(summed.cpu().numpy(), ends[:-1])
 
     def init_weights(self) -> None:
-        """Draw weights from the configured seed, the same in every layout."""
-        self.model.init_weights(seed=self.training.seed)  # type: ignore[operator]
+        """Draw weights from the configured seed, the same in every layout and with any converters."""
+        names = set(self.converters.plain_names)
+        self.model.init_weights(seed=self.training.seed, names=names)  # type: ignore[operator]
+        self.converters.weights_loaded(self.model, fresh=True)
 
     @torch.no_grad()
     def load_hf(self, folder: HFFolder) -> None:
@@ -126,24 +220,88 @@ class Policy:
                 f"the model's {self.spec.model}"
             )
         adapter = self.spec.adapter(self.spec.model)
-        folder.check(self.model, adapter)
-        for name, whole in read_parameters(folder, adapter, self.parameters):
+        names = self.converters.plain_names
+        folder.check(self.model, adapter, names=set(names))
+        for name, whole in read_parameters(folder, adapter, names):
             parameter = self.parameters[name]
             local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+        buffers = hf_buffers(self.model, adapter)
+        for buffer in buffers.values():
+            buffer.zero_()
+        for name, whole in read_parameters(folder, adapter, folder.present(buffers, adapter)):
+            buffers[name].copy_(whole)
+        self._loaded_from = str(folder.path.expanduser().absolute())
+        self.converters.weights_loaded(self.model, fresh=True)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype, tokenizer_from: str | None) -> None:
-        """Write a Hugging Face folder, from rank 0; every rank gathers along.
+        """Write the plain model as a Hugging Face folder, from rank 0; every rank gathers along.
 
         Raises:
             FileExistsError: the folder is there and not empty.
         """
-        tensors = ((name, whole_tensor(p.detach())) for name, p in self.parameters.items())
-        try:
-            if self.mesh is None or dist.get_rank() == 0:
-                adapter = self.spec.adapter(self.spec.model)
+        adapter = self.spec.adapter(self.spec.model)
+        # Without a number in it, a buffer says what its absence does, and others know the model without it.
+        buffers = {name: b for name, b in hf_buffers(self.model, adapter).items() if b.any()}
+        plain = chain(self.plain_tensors(), buffers.items())
+        tensors = ((name, whole_tensor(tensor)) for name, tensor in plain)
+        with self._gathering(tensors) as writes:
+            if writes:
                 write_hf_folder(folder, tensors, adapter, dtype=dtype, tokenizer_from=tokenizer_from)
+
+    def plain_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The model without its converters (adapters merged), in this layout; the parameters themselves
+        where no converter changed them. One at a time: every rank goes through all."""
+        return self.converters.plain_tensors(self.parameters)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapters of LoRA in PEFT's format, from rank 0; every rank gathers along.
+
+        Raises:
+            FileExistsError: the folder is there and not empty.
+            ValueError: there is no LoRA among the converters.
+        """
+        lora = self.lora
+        factors = lora.peft_factors()
+        with self._gathering(factors) as writes:
+            if writes:
+                write_peft_folder(folder, factors, lora.peft_settings(base_model=self.base_model))
+                if self.base_model is None:
+                    logger.warning(
+                        "adapter %s: it is not known of which Hugging Face folder its base weights are, so "
+                        "none is named in it (docs/converters.md)",
+                        folder,
+                    )
+
+    @property
+    def lora(self) -> LoRA:
+        """Raises ValueError where there is none."""
+        for converter in self.converters.members:
+            if isinstance(converter, LoRA):
+                return converter
+        raise ValueError("converters has no LoRA: there is no adapter to save or to load")
+
+    @contextmanager
+    def _gathering(self, gathered: Iterable[object]) -> Iterator[bool]:
+        """Whether this rank is the one that writes, and so steps through what all ranks gather."""
+        try:
+            yield self.mesh is None or dist.get_rank() == 0
         finally:
             # The other ranks gather here, and so does the first after an error, with which it alone ends.
-            for _ in tensors:
+            for _ in gathered:
                 pass
         barrier()
+
+
+def num_positions(spec: ModelSpec) -> int:
+    """Tokens of the longest sample that the model has positions for."""
+    return spec.model.rope.max_positions  # type: ignore[attr-defined]
+
+
+def check_sequence_length(spec: ModelSpec, training: TrainingConfig) -> None:
+    """Raise ValueError if samples may be longer than the model has positions for."""
+    length = training.max_sequence_length
+    if length is not None and length > num_positions(spec):
+        raise ValueError(
+            f"max_sequence_length={length}: must be at most {num_positions(spec)}, the positions of "
+            f"{spec.name} {spec.flavor}"
+        )

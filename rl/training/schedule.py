@@ -27,7 +27,7 @@ class LRSchedule(Configurable):
         min_ratio: float = 0.0
         """Learning rate after the decay, as a share of the peak."""
         total_steps: int = 0
-        """Steps of the whole run; needed for a decay."""
+        """Optimizer steps of the whole run; needed for a decay, and checked against the loop's in a run."""
 
         def __post_init__(self) -> None:
             _check(self)
@@ -63,5 +63,34 @@ def _check(config: LRSchedule.Config) -> None:
     for name in ("decay_ratio", "min_ratio"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"{name}={getattr(config, name)}: must be between 0 and 1")
-    if config.decay != "constant" and config.total_steps == 0:
-        raise ValueError(f"total_steps=0: decay={config.decay!r} needs the steps of the run")
+    if config.decay == "constant":
+        for name, default in (("decay_ratio", 1.0), ("min_ratio", 0.0), ("total_steps", 0)):
+            if getattr(config, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(config, name)} has no effect with decay='constant': must be {default}, "
+                    "or decay 'linear', 'cosine' or 'sqrt'"
+                )
+        return
+    if config.total_steps <= config.warmup_steps:
+        raise ValueError(
+            f"total_steps={config.total_steps}: decay={config.decay!r} needs the steps of the run, more "
+            f"than warmup_steps={config.warmup_steps}"
+        )
+    if config.min_ratio == 1.0:
+        raise ValueError(f"min_ratio=1.0: decay={config.decay!r} to the peak is none: must be below 1")
+    if not round(config.decay_ratio * config.total_steps):
+        raise ValueError(
+            f"decay_ratio={config.decay_ratio}: decay={config.decay!r} over no step of "
+            f"total_steps={config.total_steps}: must be larger, or decay 'constant'"
+        )
+
+
+def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatches: int) -> None:
+    """Raise ValueError for a decay over another number of steps than those of the loop."""
+    in_loop = num_steps * num_minibatches
+    if config.decay != "constant" and num_steps and config.total_steps != in_loop:
+        raise ValueError(
+            f"trainer.lr_scheduler.total_steps={config.total_steps} with decay={config.decay!r}: must be "
+            f"{in_loop}, the optimizer steps of the run: loop.num_steps={num_steps} x "
+            f"loop.num_minibatches={num_minibatches}"
+        )

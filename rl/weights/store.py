@@ -22,8 +22,9 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -81,12 +82,17 @@ class WeightStore(Configurable):
         """How many of the newest versions `prune` keeps."""
         state_dict_key: str = "policy"
         """Prefix of the stored keys: `<state_dict_key>/v<version>/<name>`."""
+        transport: Literal["torchstore", "files"] = "torchstore"
+        """files: through a folder, where all machines share a file system but cannot reach each other."""
+        folder: str | None = None
+        """Of the files, an absolute path; None is `weights` in the run's folder."""
 
         def __post_init__(self) -> None:
             if not self.timeout_s > 0:
                 raise ValueError(f"timeout_s={self.timeout_s} must be positive")
             if self.keep_versions < 1:
                 raise ValueError(f"keep_versions={self.keep_versions} must be at least 1")
+            _check_place(self)
 
     def __init__(self, *, config: Config, dtype: Dtype = "float32") -> None:
         """`dtype` is what floating-point parameters are sent in: the generators'."""
@@ -122,6 +128,9 @@ class WeightStore(Configurable):
         with contextlib.suppress(WeightStoreError):
             async with self._operation("stop"):
                 await index.teardown.call_one()
+
+    def discard(self) -> None:
+        """Remove what would outlive the processes of a run that ended in whatever way: nothing, here."""
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
@@ -261,11 +270,7 @@ class WeightStore(Configurable):
     ) -> dict[str, list[_Read]]:
         """What to read from which volume to fill the tensors."""
         names = {key.removeprefix(self._key(version, "")) for key in stored}
-        if names != state_dict.keys():
-            raise WeightMismatchError(
-                f"version {version} holds other tensors than asked for: "
-                f"missing {_few(state_dict.keys() - names)}, not asked for {_few(names - state_dict.keys())}"
-            )
+        check_names(version, stored=names, wanted=state_dict.keys())
         reads: dict[str, list[_Read]] = {}
         for part in parts_of(state_dict):
             key = self._key(version, part.name)
@@ -307,6 +312,33 @@ class WeightStore(Configurable):
             raise WeightStoreError(
                 f"{_describe(name, version, num_tensors)} failed: lost {progress.waiting_for}: {error}"
             ) from error
+
+
+def _check_place(config: WeightStore.Config) -> None:
+    """Raise ValueError if the folder has no effect, or may not be the same one everywhere."""
+    if config.folder is not None and config.transport != "files":
+        raise ValueError(
+            f"folder={config.folder!r} has no effect with transport={config.transport!r}: "
+            "set transport='files' too"
+        )
+    if config.folder is not None and not Path(config.folder).expanduser().is_absolute():
+        raise ValueError(
+            f"folder={config.folder!r} must be an absolute path: every machine of the run opens it"
+        )
+    if not config.state_dict_key or "/" in config.state_dict_key or config.state_dict_key.startswith("."):
+        raise ValueError(
+            f"state_dict_key={config.state_dict_key!r} must be a name, not empty, without '/' and without "
+            "'.' in front"
+        )
+
+
+def check_names(version: int, *, stored: Set[str], wanted: Set[str]) -> None:
+    """Raise WeightMismatchError unless the tensors of a version are those asked for."""
+    if stored != wanted:
+        raise WeightMismatchError(
+            f"version {version} holds other tensors than asked for: "
+            f"missing {_few(wanted - stored)}, not asked for {_few(stored - wanted)}"
+        )
 
 
 def _describe(operation: str, version: int | None, num_tensors: int) -> str:

@@ -38,7 +38,6 @@ CONFIG = FleetConfig(
     ),
     generator=AskedGenerator.Config(dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.05, num_threads=2),
     reward=RewardActor.Config(num_procs=2),
-    weights=AskedStore.Config(),
     timeouts=Timeouts(close_s=10),
 )
 
@@ -51,6 +50,7 @@ class Running:
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
         starting = start_fleet(
             CONFIG,
+            store=AskedStore.Config().build(dtype="float32"),
             model_spec=SPEC,
             hf_assets_path=self.assets,
             rubric=rubric(),

@@ -3,15 +3,25 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from monarch.actor import ActorError
 
 from actors.generator import generator_env
 from rl.models.generate import generate
+from rl.rollouts.samples import demonstration_sample
 from rl.types import SamplingParams
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.policies import ROUTE_BIAS, biased_spec, config_folder, prompts_of, random_model, tokens_of
+from tests.support.policies import (
+    ROUTE_BIAS,
+    VOCAB_SIZE,
+    biased_spec,
+    config_folder,
+    prompts_of,
+    random_model,
+    tokens_of,
+)
 from tests.support.policy_actors import OpenGenerator, PolicyPusher
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
@@ -108,3 +118,25 @@ def test_a_buffer_of_the_trainers_weights_arrives_and_those_of_vllm_are_its_own(
     served.publish(6, seed=15)
     for bias in served.run(served.generator.weight.call("route_bias")).values():
         assert bias.tolist() == list(ROUTE_BIAS)
+
+
+def test_merged_adapters_are_what_is_sampled_from(served):
+    """The generator knows nothing of LoRA; the trainer's own logprobs are with adapters unmerged."""
+    replies = np.random.default_rng(0).integers(0, VOCAB_SIZE, (len(PROMPTS), 12)).astype(np.int32)
+    taught = [demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)]
+    served.run(served.trainer.push_adapted.call(7, taught))
+    served.run(served.store.announce(7))
+    served.run(served.generator.pull_model_state_dict.call(7))
+    completions = served.run(served.generate(PROMPTS, max_tokens=20, num_samples=2, seed=3))
+    samples = [
+        demonstration_sample(prompt, completion.token_ids)
+        for prompt, of_prompt in zip(PROMPTS, completions, strict=True)
+        for completion in of_prompt
+    ]
+    (trained,) = (answer for _, answer in served.run(served.trainer.logprobs.call(samples)).items())
+    generated = [completion.logprobs for of_prompt in completions for completion in of_prompt]
+    for ours, theirs in zip(trained, generated, strict=True):
+        np.testing.assert_allclose(ours[-len(theirs) :], theirs, atol=1e-4)
+    # What was taught is likely now: 12 tokens of 64 each, at 4 nats by chance.
+    (again,) = (answer for _, answer in served.run(served.trainer.logprobs.call(taught)).items())
+    assert np.mean([logprobs[-12:].mean() for logprobs in again]) > -3.0

@@ -94,6 +94,8 @@ class Run(Configurable):
         warmup: Warmup.Config | None = field(default_factory=Warmup.Config)
         """Supervised start."""
         schedule: tuple[Warmup.Config, ...] = ()
+        stages: tuple[Configurable.Config, ...] = ()
+        """Of any kind."""
         spec: Spec = field(
             default_factory=lambda: Spec(name="qwen3", flavor="tiny", make=dict), metadata=HIDDEN
         )
@@ -118,6 +120,7 @@ def large() -> Run.Config:
     config.trainer.sequence_length = 1024
     config.trainer.loss = ClipLoss(clip_high=0.28)
     config.schedule = (Warmup.Config(num_steps=1), Warmup.Config(num_steps=2))
+    config.stages = (Warmup.Config(num_steps=7), Optimizer.Config())
     config.converters = (Warmup.Config(),)
     config.trainer.optimizer.max_norm = float("inf")
     return config

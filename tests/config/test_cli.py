@@ -6,7 +6,7 @@ import pytest
 from rl.config.cli import parse_cli
 from rl.config.serialize import write_json
 from tests.config import example_configs
-from tests.config.example_configs import ClipLoss, Precision, Run, SgdOptimizer, Warmup
+from tests.config.example_configs import ClipLoss, Optimizer, Precision, Run, SgdOptimizer, Warmup
 
 MODULE = "tests.config.example_configs"
 
@@ -84,6 +84,18 @@ def test_option_sets_exactly_one_leaf_with_its_type(argv, read, expected):
 def test_element_of_a_sequence_of_configs_is_set_by_its_index():
     config = parse("--schedule.1.num_steps", "9", config="large")
     assert config.schedule == (Warmup.Config(num_steps=1), Warmup.Config(num_steps=9))
+
+
+def test_element_of_a_sequence_of_several_kinds_is_set_by_its_index():
+    config = parse("--stages.1.lr", "0.5", config="large")
+    assert config.stages == (Warmup.Config(num_steps=7), Optimizer.Config(lr=0.5))
+
+
+@pytest.mark.parametrize("option", ["--stages", "--stages.0.num_steps"])
+def test_sequence_of_components_that_is_empty_is_filled_by_a_registry_function_alone(capsys, option):
+    said = error_of(capsys, option, "1")
+    assert "stages" in said
+    assert "is empty in this config; a registry function can turn it on" in said
 
 
 def test_field_added_by_a_subclass_in_a_nested_place_is_an_option():
@@ -203,8 +215,8 @@ def test_help_shows_every_leaf_with_type_default_and_docstring(capsys):
     assert "A frozen reference; None costs nothing." in text
     assert "--overwrite {True,False}" in text
     assert "--from_json" in text
-    assert "spec" not in text
-    assert "converters" not in text
+    assert "--spec" not in text
+    assert "--converters" not in text
 
 
 def test_help_shows_docstrings_of_a_subclass_and_overridden_defaults(capsys):

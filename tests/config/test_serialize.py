@@ -32,6 +32,8 @@ def test_dict_holds_every_field_and_names_code():
     assert values["trainer"]["precision"] == "FULL"
     assert values["dump_folder"] == "outputs"
     assert values["schedule"] == [{"num_steps": 1}, {"num_steps": 2}]
+    assert values["stages"][0] == {"class": f"{MODULE}.Warmup.Config", "num_steps": 7}
+    assert values["stages"][1]["class"] == f"{MODULE}.Optimizer.Config"
     assert values["spec"] == "qwen3/tiny"
     assert values["transform"] == f"{MODULE}.plus_one"
     assert values["converters"] == [f"{MODULE}.Warmup.Config"]
@@ -91,6 +93,23 @@ def test_other_length_of_a_sequence_of_configs_is_named():
     values["schedule"].append({"num_steps": 3})
     with pytest.raises(ConfigError, match=r"unknown key schedule\.2"):
         load_values(example_configs.large(), values)
+
+
+def test_component_of_another_class_in_a_sequence_is_named():
+    values = through_json(example_configs.large())
+    values["stages"][0]["class"] = f"{MODULE}.Optimizer.Config"
+    with pytest.raises(ConfigError) as error:
+        load_values(example_configs.large(), values)
+    assert str(error.value) == (
+        f"stages.0 was '{MODULE}.Optimizer.Config' and is '{MODULE}.Warmup.Config' in the registry function"
+    )
+
+
+def test_components_absent_from_the_registry_configs_empty_sequence_are_named():
+    values = through_json(example_configs.large())
+    with pytest.raises(ConfigError, match="stages has fields, but is empty in the registry function"):
+        load_values(example_configs.tiny(), values)
+    assert load_values(example_configs.tiny(), through_json(example_configs.tiny())).stages == ()
 
 
 def test_code_that_changed_since_is_named():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.configurable import Configurable
-from rl.config.tree import ConfigError, field_docs, input_paths, rebuild, walk
+from rl.config.tree import ConfigError, check_fields, field_docs, input_paths, rebuild, walk
 from tests.config import example_configs
 from tests.config.example_configs import Run, SgdOptimizer
 
@@ -54,6 +54,42 @@ def test_rebuild_validates_what_a_registry_function_edited():
     config.trainer.optimizer.lr = -2.0
     with pytest.raises(ConfigError, match=r"trainer\.optimizer: lr must be at least 0, got -2\.0"):
         rebuild(config)
+
+
+@pytest.mark.parametrize("again", [rebuild, check_fields, lambda config: config.build()])
+@pytest.mark.parametrize(
+    ("component", "field", "value", "says"),
+    [
+        ("optimizer", "kind", "fussed", r"optimizer: kind='fussed': must be 'fused' \| 'foreach'"),
+        ("optimizer", "lr", "1e-3", r"optimizer: lr='1e-3': must be float"),
+        ("optimizer", "lr", None, r"optimizer: lr=None: must be float"),
+        ("optimizer", "betas", (0.9,), r"optimizer: betas=\(0\.9,\): must be tuple\[float, float\]"),
+        ("optimizer", "weight_decay", False, r"optimizer: weight_decay=False: must be float \| None"),
+        ("optimizer", "lr", -2.0, r"optimizer: lr must be at least 0, got -2\.0"),
+        ("", "sequence_length", 12.5, r"sequence_length=12\.5: must be int"),
+        ("", "compile_model", 1, r"compile_model=1: must be bool"),
+        ("", "precision", "FULL", r"precision='FULL': must be Precision"),
+        ("", "optimizer", None, r"optimizer=None: must be Optimizer\.Config"),
+    ],
+)
+def test_what_a_registry_function_misspelt_is_refused_wherever_it_is_read(
+    again, component, field, value, says
+):
+    config = example_configs.large().trainer
+    setattr(getattr(config, component) if component else config, field, value)
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        again(config)
+
+
+def test_fields_are_checked_below_sequences_and_losses_too():
+    config = example_configs.large()
+    config.schedule[0].num_steps = "5"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"^schedule\.0: num_steps='5': must be int"):
+        check_fields(config)
+    config = example_configs.large()
+    config.trainer.loss = example_configs.ClipLoss(clip_low="0.1")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^trainer\.loss: clip_low='0\.1': must be float"):
+        check_fields(config)
 
 
 def test_message_that_names_its_own_node_gets_the_rest_of_the_path():

@@ -13,7 +13,6 @@ from rl.config.cli import parse_cli
 from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import read_json, write_json
 from rl.config.tree import rebuild
-from rl.training.memory import estimate
 
 GPU_MEMORY_BYTES = 80e9
 CONFIGS = sorted(registry_functions(sum_digits))
@@ -21,7 +20,7 @@ GPU_CONFIGS = [name for name in CONFIGS if name.startswith("qwen3_")]
 
 
 def test_all_promised_sizes_have_a_config():
-    sizes = {"0_6b", "1_7b", "4b", "8b", "14b", "32b"}
+    sizes = {"0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b"}
     assert {name.removeprefix("qwen3_") for name in GPU_CONFIGS} == sizes
     assert {"tiny", "tiny_fsdp2", "tiny_tp2", "tiny_ddp2", "tiny_fsdp2_tp2", "tiny_noise"} <= set(CONFIGS)
 
@@ -37,7 +36,7 @@ def test_every_config_survives_its_json(name, tmp_path):
     config = getattr(sum_digits, name)()
     path = tmp_path / "config.json"
     write_json(ResolvedRun(module="sum_digits", function=name, config=config), path)
-    assert json.loads(path.read_text())["values"]["model"] == f"qwen3/{config.model.flavor}"
+    assert json.loads(path.read_text())["values"]["model"] == f"{config.model.name}/{config.model.flavor}"
     assert read_json(path).config == config
 
 
@@ -55,7 +54,7 @@ def test_a_run_started_from_the_file_of_another_does_not_take_its_folder(tmp_pat
 def test_gpu_configs_fit_80_gb_in_trainer_and_generator(name):
     config = getattr(sum_digits, name)()
     degrees = config.trainer.parallelism.degrees(config.trainer.num_procs)
-    need = estimate(config.model.model, degrees=degrees, training=config.trainer.training)
+    need = config.trainer.estimate_memory(config.model, degrees=degrees, on_gpu=True)
     assert need.total < 0.9 * GPU_MEMORY_BYTES
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
@@ -66,7 +65,7 @@ def test_gpu_configs_fit_80_gb_in_trainer_and_generator(name):
 @pytest.mark.parametrize("name", GPU_CONFIGS)
 def test_gpu_configs_have_the_shapes_their_name_says(name):
     config = getattr(sum_digits, name)()
-    billions = float(name.removeprefix("qwen3_").removesuffix("b").replace("_", "."))
+    billions = float(name.removeprefix("qwen3_").partition("b")[0].replace("_", "."))
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
     assert num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
@@ -74,10 +73,28 @@ def test_gpu_configs_have_the_shapes_their_name_says(name):
 
 def test_a_model_larger_than_a_machine_without_gpus_is_refused_with_both_sizes():
     config = sum_digits.qwen3_8b()
-    # 8.19 billion parameters in float32, as many gradients, twice as many optimizer values.
-    with pytest.raises(ValueError, match=r"qwen3 8B needs 131 GB .* this machine has 24 GB and no GPU"):
-        check_memory(config.fleet, model_spec=config.model, memory_bytes=24 * 10**9)
-    check_memory(config.fleet, model_spec=config.model, memory_bytes=140 * 10**9)
+    config.trainer.parallelism.data_parallel_shard_degree = 4
+    # 8.19 billion parameters in float32, as many gradients, twice as many optimizer values: 131 GB.
+    message = r"qwen3 8B needs \d+ GB on 4 ranks .*parameters 8\.19.*this machine has 130 GB and no GPU"
+    with pytest.raises(ValueError, match=message):
+        check_memory(config.fleet, model_spec=config.model, memory_bytes=130 * 10**9)
+    degrees = config.trainer.parallelism.degrees(4)
+    need = config.trainer.estimate_memory(config.model, degrees=degrees, on_gpu=False)
+    assert 4 * need.held == pytest.approx(131e9, rel=0.01)
+    check_memory(config.fleet, model_spec=config.model, memory_bytes=4 * need.total)
+    with pytest.raises(ValueError, match="qwen3 8B needs"):
+        check_memory(config.fleet, model_spec=config.model, memory_bytes=4 * need.total - 1)
+
+
+def test_a_compiled_model_that_may_be_too_large_is_warned_of(caplog):
+    config = sum_digits.qwen3_8b()
+    config.trainer.compile.enable = True
+    config.trainer.parallelism.data_parallel_shard_degree = 4
+    check_memory(config.fleet, model_spec=config.model, memory_bytes=10**9)
+    (record,) = caplog.records
+    assert (record.levelname, record.name) == ("WARNING", "rl.training.memory")
+    assert "qwen3 8B needs" in record.getMessage()
+    assert "this machine has 1 GB and no GPU" in record.getMessage()
 
 
 def test_gpus_go_to_the_trainer_first_then_to_the_generator():
@@ -89,6 +106,19 @@ def test_gpus_go_to_the_trainer_first_then_to_the_generator():
 def test_too_few_gpus_are_refused_with_the_counts():
     with pytest.raises(ValueError, match=r"need 3 GPUs, this machine has 2"):
         assign_gpus(num_available=2, num_trainer=2, num_generator=1)
+
+
+def test_experts_that_cannot_be_shared_out_are_refused_by_degree_and_number():
+    shards = {"trainer.num_procs": 6, "trainer.parallelism.data_parallel_shard_degree": 6}
+    config = rebuild(sum_digits.tiny_moe(), shards | {"trainer.parallelism.expert_parallel_degree": 3})
+    with pytest.raises(ValueError, match="expert_parallel_degree=3 does not divide num_experts=8"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+
+
+def test_a_dataset_is_refused_because_problems_come_from_the_task():
+    for field in ("dataset", "dataset_path"):
+        with pytest.raises(ValueError, match=f"{field}='gsm8k': must be None, as problems come from"):
+            rebuild(sum_digits.tiny(), {field: "gsm8k"})
 
 
 @pytest.mark.parametrize(
@@ -107,12 +137,33 @@ def test_too_few_gpus_are_refused_with_the_counts():
             {"generator.tensor_parallel_degree": 3},
             r"generator.tensor_parallel_degree=3 does not divide num_kv_heads=4",
         ),
+        (
+            {"trainer.experts.load_balance_rate": 0.01},
+            r"experts.load_balance_rate=0.01: must be 0.0 for a model without experts",
+        ),
+        (
+            {"trainer.experts.force_load_balance": True},
+            r"experts.force_load_balance=True: must be False for a model without experts",
+        ),
+        (
+            {"trainer.parallelism.expert_tensor_parallel_degree": 2},
+            r"expert_tensor_parallel_degree=2: must be 1: a dense model has no experts",
+        ),
         ({"generator.max_model_len": 9999}, r"max_model_len=9999 .*max_positions"),
         ({"loop.sampling.max_tokens": 128}, r"max_tokens=128 leaves no room"),
         (
             {"trainer.training.max_tokens_per_microbatch": 64},
             r"max_tokens_per_microbatch=64 is less than generator.max_model_len=128",
         ),
+        (
+            {"trainer.training.max_sequence_length": 127},
+            r"trainer.training.max_sequence_length=127 is less than generator.max_model_len=128",
+        ),
+        (
+            {"trainer.training.max_sequence_length": 2000},
+            r"max_sequence_length=2000: must be at most 1024, the positions of qwen3 tiny",
+        ),
+        ({"trainer.loss.kl_coef": 0.1}, r"loss.kl_coef=0.1 needs the reference policy"),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_by_field_and_value(edits, names):

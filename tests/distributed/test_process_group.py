@@ -58,7 +58,13 @@ def test_error_passes_without_a_group_as_it_is():
     assert not hasattr(caught.value, "__notes__")
 
 
-@pytest.mark.parametrize("field", ["init_timeout_s", "train_timeout_s"])
-def test_timeout_must_be_positive(field):
+@pytest.mark.parametrize("settings", [{"init_timeout_s": 0.0}, {"train_timeout_s": 0.0}])
+def test_timeout_must_be_positive(settings):
+    (field,) = settings
     with pytest.raises(ValueError, match=f"{field}=0"):
-        CommConfig(**{field: 0.0})
+        CommConfig(**settings)
+
+
+def test_size_of_the_record_of_collectives_must_not_be_negative():
+    with pytest.raises(ValueError, match="trace_buffer_size=-1: must be at least 0"):
+        CommConfig(trace_buffer_size=-1)

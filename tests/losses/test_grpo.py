@@ -108,3 +108,59 @@ def test_bound_out_of_range_is_refused_when_made_and_when_edited():
     loss.clip_high = -0.1
     with pytest.raises(ValueError, match=r"clip_high=-0\.1"):
         loss(make_inputs(ratios=[1.0], advantages=[1.0]))
+
+
+def with_reference(inputs, *, reference):
+    values = {name: getattr(inputs, name) for name in LossInputs.__slots__}
+    return LossInputs(**(values | {"reference_logprobs": torch.tensor(reference)}))
+
+
+LOG2 = math.log(2)
+# The policy says 0.25, the reference 0.5, 0.125 and, where it does not count, nothing.
+REFERENCE = [math.log(0.5), math.log(0.125), NAN]
+ON_POLICY = {"ratios": [1.0, 1.0, 1.0], "advantages": [0.5, -1.0, 3.0], "mask": [True, True, False]}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "slopes"),
+    [
+        ("k1", [-LOG2, LOG2], [1.0, 1.0]),
+        ("k2", [LOG2**2 / 2, LOG2**2 / 2], [-LOG2, LOG2]),
+        ("k3", [1 - LOG2, -0.5 + LOG2], [-1.0, 0.5]),
+    ],
+)
+def test_kl_is_added_with_its_weight_and_reported(estimator, values, slopes):
+    inputs = with_reference(make_inputs(**ON_POLICY), reference=REFERENCE)
+    loss = GRPOLoss(kl_coef=0.1, kl_estimator=estimator)
+    output = loss(inputs)
+    assert output.loss_sum.item() == pytest.approx(-0.5 + 1.0 + 0.1 * sum(values))
+    assert output.metric_sums["kl"].item() == pytest.approx(sum(values))
+    assert not output.metric_sums["kl"].requires_grad
+    assert output.num_tokens.item() == 2
+    expected = [-0.5 + 0.1 * slopes[0], 1.0 + 0.1 * slopes[1], 0.0]
+    assert gradient(loss, inputs).tolist() == pytest.approx(expected)
+
+
+def test_importance_weighted_kl_is_multiplied_by_the_ratio():
+    # r = 2 on the first token, where p = log 0.5 and p_ref = log 0.25: k1 = log 2, of which r k1 is taken.
+    inputs = with_reference(make_inputs(ratios=[2.0], advantages=[0.0]), reference=[math.log(0.25)])
+    loss = GRPOLoss(kl_coef=0.5, kl_estimator="k1", kl_importance_weighted=True)
+    assert loss(inputs).loss_sum.item() == pytest.approx(0.5 * 2 * LOG2)
+    assert gradient(loss, inputs).tolist() == pytest.approx([0.5 * 2 * (LOG2 + 1)])
+
+
+def test_reference_without_weight_is_measured_and_changes_nothing():
+    plain = make_inputs(**ON_POLICY)
+    watched = with_reference(plain, reference=REFERENCE)
+    output = GRPOLoss()(watched)
+    assert output.metric_sums["kl"].item() == pytest.approx(0.5)  # k3: 1 - log 2 - 0.5 + log 2
+    assert output.loss_sum.item() == GRPOLoss()(plain).loss_sum.item()
+    assert gradient(GRPOLoss(), watched).tolist() == gradient(GRPOLoss(), plain).tolist()
+    assert "kl" not in GRPOLoss()(plain).metric_sums
+
+
+def test_weight_without_a_reference_is_refused():
+    with pytest.raises(ValueError, match=r"kl_coef=0\.1: needs the logprobs of a reference policy"):
+        GRPOLoss(kl_coef=0.1)(make_inputs(ratios=[1.0], advantages=[1.0]))
+    with pytest.raises(ValueError, match=r"kl_coef=-0\.1: must be"):
+        GRPOLoss(kl_coef=-0.1)

@@ -1,4 +1,6 @@
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -6,13 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.models.logprobs import token_logprobs
 
 # T tokens, E width, V vocabulary.
-T, E, V = 12, 5, 8
+T, E, V = 12, 5, 9
 
 
 def inputs(*, requires_grad=True):
@@ -97,6 +100,45 @@ def test_with_chunks_logits_of_all_tokens_never_exist_at_once(chunk_tokens, boun
     assert seen.largest == bound
 
 
+class PeakBytes(TorchDispatchMode):
+    """Most bytes that results of operations held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.live.values()))
+        return out
+
+
+def peak_bytes(num_tokens, **settings):
+    hidden = torch.randn(num_tokens, 4, requires_grad=True)
+    weight = torch.randn(2000, 4, requires_grad=True)
+    targets, temperatures = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
+    with PeakBytes() as seen:
+        logprobs, _ = token_logprobs(
+            hidden, weight, targets_T=targets, temperatures_T=temperatures, **settings
+        )
+        logprobs.sum().backward()
+    return seen.peak
+
+
+def test_with_chunks_peak_memory_does_not_grow_with_tokens_times_vocabulary():
+    chunk_of_logits = 32 * 2000 * 4
+    peak = peak_bytes(64, chunk_tokens=32)
+    assert chunk_of_logits < peak < 6 * chunk_of_logits
+    assert peak_bytes(1024, chunk_tokens=32) - peak < chunk_of_logits / 2
+    assert peak_bytes(1024) > 1024 * 2000 * 4
+
+
 def test_a_chunk_of_no_tokens_is_refused():
     hidden, weight, given = inputs()
     with pytest.raises(ValueError, match="chunk_tokens=0: must be at least 1"):
@@ -111,19 +153,25 @@ def sharded_rank(rank: int, folder: str) -> None:
     expected = token_logprobs(hidden, weight, **given)
     expected_gradients = torch.autograd.grad((expected[0] * torch.arange(T)).sum(), (hidden, weight))
     placements = {"tokens": Shard(0), "replicated": Replicate(), "plain": None}
-    for name, placement in placements.items():
-        for weight_placement in (Shard(0), Replicate()):
-            for chunk_tokens in (None, 5):
-                ours = hidden.detach().clone().requires_grad_()
-                if placement is not None:
-                    ours = distribute_tensor(ours.detach(), mesh, [placement]).requires_grad_()
-                rows = distribute_tensor(weight.detach(), mesh, [weight_placement]).requires_grad_()
-                values = token_logprobs(ours, rows, **given, chunk_tokens=chunk_tokens)
-                gradients = torch.autograd.grad((values[0] * torch.arange(T)).sum(), (ours, rows))
-                whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-                case = f"hidden {name}, weight {weight_placement}, chunks of {chunk_tokens}"
-                for a, b in zip((*values, *whole), (*expected, *expected_gradients), strict=True):
-                    torch.testing.assert_close(a, b, msg=case)
+    cases = itertools.product(placements.items(), (Shard(0), Replicate()), (None, 5), (True, False))
+    for (name, placement), weight_placement, chunk_tokens, loss_parallel in cases:
+        ours = hidden.detach().clone().requires_grad_()
+        if placement is not None:
+            ours = distribute_tensor(ours.detach(), mesh, [placement]).requires_grad_()
+        rows = distribute_tensor(weight.detach(), mesh, [weight_placement]).requires_grad_()
+        settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "loss_parallel": loss_parallel}
+        with LargestTensor() as seen:
+            values = token_logprobs(ours, rows, **given, **settings)
+            gradients = torch.autograd.grad((values[0] * torch.arange(T)).sum(), (ours, rows))
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+        case = f"hidden {name}, weight {weight_placement}, {settings}"
+        for a, b in zip((*values, *whole), (*expected, *expected_gradients), strict=True):
+            torch.testing.assert_close(a, b, msg=case)
+        assert not values[1].requires_grad
+        if chunk_tokens is None:
+            # Of a token 9 logits; split they are 5 on a rank, and gathered 10, of which one is padding.
+            is_split = weight_placement == Shard(0)
+            assert seen.largest == T * ((5 if loss_parallel else 10) if is_split else 9), case
     dist.destroy_process_group()
 
 

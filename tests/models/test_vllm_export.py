@@ -1,19 +1,24 @@
-"""A folder that we write opens in vLLM's own Qwen3, each time in a process of its own."""
+"""A folder that we write opens in vLLM's own Qwen3 and Qwen3 MoE, in a process of its own."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from rl.models import qwen3, qwen3_moe
+from rl.models.converters.lora import LoRA
 from rl.models.hf import write_hf_folder
-from rl.models.qwen3 import model_registry
 from rl.models.qwen3.model import Qwen3
+from rl.models.spec import ModelSpec
 from rl.models.starting_point import write_random_model
+from rl.training.engine import TrainingEngine
 from tests.support.exported import TEXTS, ask_vllm, our_logprobs
+from tests.training.parts import make_sample
 
 
-def write(folder: Path, *, tie: bool, tokenizer: Path) -> None:
-    spec = model_registry("tiny")
+def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
     assert isinstance(spec.model, Qwen3.Config)
     spec.model.tie_embeddings = tie
     model = spec.model.build()
@@ -28,15 +33,39 @@ def write(folder: Path, *, tie: bool, tokenizer: Path) -> None:
     )
 
 
+def adapted_engine(base: Path) -> TrainingEngine:
+    """With adapters whose products are as large as the weights."""
+    config = TrainingEngine.Config(converters=(LoRA.Config(rank=4, alpha=4.0),))
+    engine = config.build(model_spec=qwen3.model_registry("tiny"), hf_assets_path=str(base), device="cpu")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in engine.policy.trained_parameters.values():
+            parameter.normal_(std=0.25, generator=generator)
+    return engine
+
+
+def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
+    sample = dataclasses.replace(
+        make_sample(length=len(token_ids), seed=0), token_ids=np.asarray(token_ids, dtype=np.int32)
+    )
+    return torch.from_numpy(engine.compute_logprobs([sample])[0][1:])
+
+
 @pytest.mark.medium
 @pytest.mark.timeout(180)
-def test_vllms_own_qwen3_opens_our_folders_with_equal_logprobs(tmp_path):
-    tokenizer = write_random_model(tmp_path / "tokenizer", spec=model_registry("tiny"), seed=0)
-    folders = [tmp_path / "tied", tmp_path / "untied-in-shards"]
-    for folder in folders:
-        write(folder, tie=folder.name == "tied", tokenizer=tokenizer)
-    for folder, theirs in zip(folders, ask_vllm(*folders), strict=True):
-        assert theirs["class"] == "vllm.model_executor.models.qwen3.Qwen3ForCausalLM"
+def test_vllms_own_models_open_our_folders_with_equal_logprobs(tmp_path):
+    dense, mixture = qwen3.model_registry("tiny"), qwen3_moe.model_registry("tiny")
+    tokenizer = write_random_model(tmp_path / "tokenizer", spec=dense, seed=0)
+    folders = [tmp_path / "tied", tmp_path / "untied-in-shards", tmp_path / "experts-in-shards"]
+    write(folders[0], spec=dense, tie=True, tokenizer=tokenizer)
+    write(folders[1], spec=dense, tie=False, tokenizer=tokenizer)
+    write(folders[2], spec=mixture, tie=False, tokenizer=tokenizer)
+    engine = adapted_engine(folders[0])
+    folders.append(tmp_path / "adapters-merged")
+    engine.export_hf(str(folders[-1]))
+    classes = ["qwen3.Qwen3ForCausalLM"] * 2 + ["qwen3_moe.Qwen3MoeForCausalLM", "qwen3.Qwen3ForCausalLM"]
+    for folder, name, theirs in zip(folders, classes, ask_vllm(*folders), strict=True):
+        assert theirs["class"] == f"vllm.model_executor.models.{name}"
         assert [bytes(i for i in ids if i < 256) for ids in theirs["token_ids"]] == [
             text.replace("<|im_start|>", "").replace("<|im_end|>", "").replace("[ANSWER]", "").encode()
             for text in TEXTS
@@ -45,3 +74,7 @@ def test_vllms_own_qwen3_opens_our_folders_with_equal_logprobs(tmp_path):
             ours = our_logprobs(folder, ids)
             assert ours.std() > 0.5
             torch.testing.assert_close(torch.tensor(logprobs), ours, atol=1e-4, rtol=0)
+            if folder.name == "adapters-merged":
+                adapted = logprobs_of(engine, ids)
+                torch.testing.assert_close(torch.tensor(logprobs), adapted, atol=1e-4, rtol=0)
+                assert (adapted - our_logprobs(folders[0], ids)).abs().max() > 0.1

@@ -13,7 +13,7 @@ def evaluation(step, correct):
 def test_summary_goes_from_the_first_evaluation_to_the_last_and_says_where_the_results_are(tmp_path):
     records = [evaluation(0, 0.375), *STEPS[:2], evaluation(2, 0.9), STEPS[2], evaluation(3, 0.97949)]
     with RunFolder.create(tmp_path, "run") as folder:
-        for name in ("step-2", "step-3", "hf"):
+        for name in ("step-2", "step-3", "hf", "adapter"):
             (folder.checkpoints / name).mkdir()
         folder.learning_curve.touch()
         assert summary(records, folder=folder, run_s=252.4) == (
@@ -21,6 +21,7 @@ def test_summary_goes_from_the_first_evaluation_to_the_last_and_says_where_the_r
             "  evaluation      correct 0.375 -> 0.979 of 512 problems\n"
             f"  checkpoint      {tmp_path}/run/checkpoints/step-3\n"
             f"  Hugging Face    {tmp_path}/run/checkpoints/hf\n"
+            f"  LoRA adapter    {tmp_path}/run/checkpoints/adapter\n"
             f"  learning curve  {tmp_path}/run/learning_curve.png"
         )
 

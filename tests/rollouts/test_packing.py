@@ -65,6 +65,13 @@ def test_plan_is_first_fit_longest_first():
     assert plan == [[[1, 4], [2, 0, 3]]]
 
 
+def test_plan_opens_a_micro_batch_where_one_has_its_number_of_samples():
+    plan = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, max_sequences=1, num_ranks=1)
+    assert plan == [[[1], [2], [0], [3], [4]]]
+    plan = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, max_sequences=2, num_ranks=1)
+    assert plan == [[[1, 4], [2, 0], [3]]]
+
+
 def test_every_rank_gets_equally_many_micro_batches_and_every_sample_once():
     lengths = np.random.default_rng(0).integers(1, 20, 53).tolist()
     plan = plan_micro_batches(lengths, max_tokens=40, num_ranks=4)
@@ -96,6 +103,13 @@ def test_scatter_of_padding_alone_is_empty():
 def test_sample_that_does_not_fit_is_refused_with_its_length():
     with pytest.raises(ValueError, match=r"sample 1 .*length of 4 .*max_tokens_per_microbatch=3"):
         pack([make_sample([1, 2]), make_sample([1, 2, 3, 4, 5])], max_tokens=3)
+
+
+def test_sample_of_more_tokens_than_asked_for_is_refused():
+    short, long = make_sample([1, 2, 3]), make_sample([1, 2, 3, 4])
+    pack([short], max_tokens=9, max_length=3)
+    with pytest.raises(ValueError, match="sample 1 has 4 tokens, more than max_sequence_length=3"):
+        pack([short, long], max_tokens=9, max_length=3)
 
 
 def test_sample_without_a_target_is_refused():

@@ -11,6 +11,7 @@ import pytest
 
 from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
+from rl.training.checkpoint_files import check_sizes, saved_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
 from tests.support.runs import interrupt_after_line, kill_role_after_line, run_to_the_end
@@ -32,6 +33,9 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     (batch,) = run.folder.glob("nan_batch_version_1*")
     assert len(read_batch(batch)) == 8 * 4
     assert read_status(run.folder) == "running"  # not marked as finished
+    # The checkpoint that was being written is there, and whole.
+    assert list(saved_steps(run.folder / "checkpoints")) == [1]
+    check_sizes(run.folder / "checkpoints" / "step-1")
 
 
 def test_a_broken_sync_is_seen_as_a_growing_difference(tmp_path):

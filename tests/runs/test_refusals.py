@@ -1,14 +1,20 @@
 """What a user can get wrong is refused before anything starts, and nothing is left behind."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from configs.sum_digits import tiny
 from rl.config.entry import main
+from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
 from rl.observability.run_folder import RunFolder, read_status
+from rl.training.engine import TrainingEngine
+from rl.types import LoopPosition
+from tests.training.parts import write_assets
 
 FAULTY = ("--module", "tests.support.faulty_configs")
 
@@ -53,6 +59,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--loop.sampling.temperature", "0"), "temperature=0.0 cannot be trained on"),
         (("--trainer.parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
         (("--trainer.num_procs", "0"), "num_procs=0"),
+        (("--trainer.parallelism.pipeline_parallel_degree", "2"), "pipeline_parallel_degree=2: must be 1"),
+        (("--trainer.parallelism.expert_parallel_degree", "2"), "a dense model has no experts"),
+        (("--trainer.parallelism.context_parallel_degree", "2"), "context_parallel_degree=2"),
         (("--generator.max_model_len", "4096"), "max_model_len=4096"),
         (("--generator.max_model_len", "40"), "the context leaves room for 8"),
         (("--loop.sampling.temperature", "0.005"), "temperature=0.005"),
@@ -67,6 +76,21 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--task.num_integers", "3"), "more than loop.sampling.max_tokens=32"),
         (("--hf_assets_path", "/no/such/folder"), "/no/such/folder does not exist"),
         (("--task.num_integers", "9"), "num_integers=9"),
+        (
+            ("--trainer.checkpoint.keep_latest_k", "1"),
+            "trainer.checkpoint: keep_latest_k=1: if that",
+        ),
+        (("--trainer.checkpoint.load_step", "5"), "load_step=5: there is no checkpoint to load"),
+        (
+            ("--trainer.checkpoint.initial_load_path", "/no/such"),
+            "path=/no/such: there is no such folder",
+        ),
+        (("--trainer.checkpoint.folder", "here"), "folder='here': must be 'checkpoints'"),
+        (("--trainer.checkpoint.async_mode", "async_with_pinned_mem"), "page-locked memory needs a GPU"),
+        (
+            ("--trainer.lr_scheduler.decay", "linear", "--trainer.lr_scheduler.total_steps", "40"),
+            "trainer.lr_scheduler.total_steps=40 with decay='linear': must be 80, the optimizer steps of",
+        ),
         ((*FAULTY, "--config", "nan_reward"), "reward 'broken' is nan"),
     ],
 )
@@ -108,6 +132,80 @@ def test_a_malformed_tokenizer_is_refused_by_its_file_and_what_is_wrong(refused,
         assert "Traceback" not in told
     finally:
         (assets / name).write_text(original)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with steps 2 and 3 of the tiny model."""
+    engine = TrainingEngine(
+        config=tiny().trainer, model_spec=model_registry("tiny"), hf_assets_path=str(assets), world=World()
+    )
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in (2, 3):
+        position = LoopPosition(step=step, num_problems=8 * step)
+        engine.save_checkpoint(str(folder / f"step-{step}"), position=position)
+    return folder
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_refused(refused, checkpoints, tmp_path):
+    load = ("--trainer.checkpoint.initial_load_path", str(checkpoints))
+    says = refused(*load, "--trainer.checkpoint.load_step", "4")
+    assert f"load_step=4: {checkpoints} has no such step, it has 2, 3" in says
+    going_on = ("--trainer.checkpoint.initial_load_model_only", "False", "--loop.num_steps", "3")
+    assert "loop.num_steps=3: " in (says := refused(*load, *going_on))
+    assert "step-3 has done 3 steps already; give more to continue" in says
+    other = write_assets(tmp_path / "other")
+    says = refused(*load, "--hf_assets_path", other)
+    assert "model.embed_tokens.weight has shape [320, 128], the model needs [320, 36]" in says
+    says = refused(*load, "--config", "tiny_moe")
+    assert "tensor model.layers.0.feed_forward.router.weight is missing, the model needs it of shape" in says
+    assert "another architecture, a dense model, and this run's is a mixture of experts" in says
+    says = refused(*load, *going_on[:2], "--trainer.optimizer.name", "Muon")
+    assert "it was made with Adam or AdamW, this run has Muon" in says
+    assert "'nothing' names nothing" in refused(*load, "--trainer.checkpoint.exclude_from_loading", "nothing")
+    tensors = checkpoints / "step-3" / "__0_0.distcp"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1])
+    try:
+        assert f"{tensors} is truncated: it has {len(whole) - 1} bytes, {len(whole)} were written" in refused(
+            *load
+        )
+    finally:
+        tensors.write_bytes(whole)
+
+
+def test_a_reference_policy_whose_weights_are_gone_is_refused(refused, checkpoints, assets):
+    load = ["--trainer.checkpoint.initial_load_path", str(checkpoints)]
+    load += ["--trainer.checkpoint.initial_load_model_only", "False", "--trainer.reference.enable", "True"]
+    weights = assets / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    try:
+        assert f"{weights}" in refused(*load)  # of the run that saved, which this one did not start from
+    finally:
+        weights.write_bytes(whole)
+    elsewhere = assets.rename(assets.with_name("elsewhere"))
+    try:
+        says = refused(*load)
+    finally:
+        elsewhere.rename(assets)
+    assert f"reference.enable=True: the run of {checkpoints / 'step-3'} started from {assets}, whose" in says
+    assert "which is not there; put it back, or start from it with initial_load_model_only" in says
+
+
+def test_a_run_does_not_clear_what_it_is_to_load(checkpoints, tmp_path, capsys):
+    with RunFolder.create(tmp_path, "good") as folder:
+        shutil.copytree(checkpoints / "step-3", folder.checkpoints / "step-3")
+        folder.mark_finished()
+    options = ["--dump_folder", str(tmp_path), "--name", "good", "--overwrite"]
+    options += ["--trainer.checkpoint.initial_load_path", str(folder.checkpoints)]
+    assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+    told = capsys.readouterr().err
+    assert (
+        f"trainer.checkpoint.initial_load_path='{folder.checkpoints}' lies in the folder of the run" in told
+    )
+    assert (folder.checkpoints / "step-3" / "__0_0.distcp").is_file()
+    assert read_status(folder.path) == "finished"
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(refused, assets):

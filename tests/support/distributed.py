@@ -4,22 +4,26 @@
 
 The function must be importable. It finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
 its environment, as under torchrun.
+
+The processes are forked from a server that has imported the engine and has no threads: importing
+it takes each of them 3 s otherwise.
 """
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+EXIT_S = 5.0
+"""How long ranks that have answered may take to end by themselves."""
+_PRELOADED = ["rl.training.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float) -> list[Any]:
@@ -29,7 +33,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
         RuntimeError: with the traceback of the first rank that raised or died; the others are killed.
         TimeoutError: naming the ranks that had not answered.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     port = free_port()
     pipes: list[Connection] = []
     processes = []
@@ -37,13 +42,16 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(function, args, rank, num_ranks, port, theirs, os.getpid()), daemon=True
+                target=_child, args=(function, args, rank, num_ranks, port, theirs), daemon=True
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _collect(pipes, name=function.__name__, timeout_s=timeout_s)
+        results = _collect(pipes, name=function.__name__, timeout_s=timeout_s)
+        for process in processes:
+            process.join(EXIT_S)  # Killed, they would leave their semaphores in /dev/shm.
+        return results
     finally:
         for process in processes:
             process.kill()
@@ -77,11 +85,8 @@ def _child(
     num_ranks: int,
     port: int,
     pipe: Connection,
-    parent: int,
 ) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # The parent died before the line above.
-        os._exit(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -97,6 +102,13 @@ def _child(
     except BaseException:  # noqa: BLE001 - whatever it was, the parent raises it
         pipe.send((traceback.format_exc(), None))
     pipe.close()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def free_port() -> int:

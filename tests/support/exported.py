@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
 from rl.models.hf import HFFolder, read_parameters
 from rl.models.logprobs import token_logprobs
-from rl.models.qwen3 import model_registry
 
 TEXTS = ["4+7=11+8=19 [ANSWER] 19", "<|im_start|>user\nWas ist größer, 3 oder 5?<|im_end|>\n" * 3]
 
@@ -63,11 +63,15 @@ def ask_vllm(*folders: Path) -> list[dict[str, Any]]:
 
 def our_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
     opened = HFFolder(folder)
-    spec = model_registry("tiny")
+    family = {"qwen3": qwen3, "qwen3_moe": qwen3_moe}[opened.config["model_type"]]
+    spec = family.model_registry("tiny")
     config = spec.from_hf_config(opened.config)
     model = config.build()
-    names = [name for name, _ in model.named_parameters()]
-    model.load_state_dict(dict(read_parameters(opened, spec.adapter(config), names)))
+    adapter = spec.adapter(config)
+    # Buffers, such as a router's bias, may be absent.
+    names = opened.present(model.state_dict(), adapter)
+    assert {name for name, _ in model.named_parameters()} <= set(names)
+    model.load_state_dict(dict(read_parameters(opened, adapter, names)), strict=False)
     tokens = torch.tensor(token_ids)
     length = len(tokens) - 1
     head = partial(token_logprobs, targets_T=tokens[1:], temperatures_T=torch.ones(length))

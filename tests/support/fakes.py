@@ -13,6 +13,7 @@ from rl.rollouts.rubric import Rubric
 from rl.types import (
     Completion,
     ForwardBackwardResult,
+    LoopPosition,
     OptimParams,
     OptimStepResult,
     PublishResult,
@@ -55,6 +56,8 @@ class FakePolicy:
     calls: list[str] = field(default_factory=list)
     trained: list[list[TrainingSample]] = field(default_factory=list)
     sampled: list[SamplingParams] = field(default_factory=list)
+    saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
+    """Position, `model_only` and `wait` of each save."""
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
@@ -100,10 +103,18 @@ class FakePolicy:
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
 
-    async def save_checkpoint(self, folder: str) -> None:
+    async def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+    ) -> None:
         self.calls.append(f"save {folder}")
+        self.saved.append((position, model_only, wait))
 
-    async def load_checkpoint(self, folder: str) -> int:
+    async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
         return self.version
 
     async def publish(self) -> PublishResult:

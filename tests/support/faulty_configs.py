@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from losses.grpo import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import SumDigits, is_correct
+from rl.training.checkpointer import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.types import Rollout
 
@@ -46,9 +49,24 @@ class NaNLoss(GRPOLoss):
         return replace(output, loss_sum=output.loss_sum * math.nan)
 
 
+class SlowDisk(Checkpointer):
+    """Takes its time to write."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Checkpointer.Config):
+        pass
+
+    def _write(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(4.0)
+        super()._write(*args, **kwargs)
+
+
 def nan_loss() -> Controller.Config:
+    """With a checkpoint of the step before it on its way, for longer than actors have to end."""
     config = short()
     config.trainer.loss = NaNLoss()
+    config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")
+    config.timeouts.close_s = 1.0
     return config
 
 

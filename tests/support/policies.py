@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,13 @@ from torch import Tensor
 
 from rl.config.configurable import Configurable
 from rl.distributed.shards import local_shard_of, local_tensor
+from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
-from rl.models.hf import write_hf_folder
-from rl.models.qwen3 import model_registry
-from rl.models.qwen3.model import (
-    Attention,
-    FeedForward,
-    Qwen3,
-    RoPE,
-    TransformerBlock,
-    linear_head,
-)
+from rl.models.buffers import persistent_buffers
+from rl.models.hf import hf_buffers, write_hf_folder
+from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock, linear_head
 from rl.models.qwen3.state_dict_adapter import config_from_hf
+from rl.models.qwen3_moe.model import MoE
 from rl.models.sampling import processed_logprobs
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
@@ -33,9 +29,10 @@ from rl.types import Completion, SamplingParams
 VOCAB_SIZE = 64
 
 
-def small_spec(*, tie: bool = True, head_dim: int = 8) -> ModelSpec:
-    """2 layers of width 32, 4 heads over 2 key-value heads, 256 positions."""
-    spec = model_registry("tiny")
+def small_spec(*, tie: bool = True, head_dim: int = 8, experts: bool = False) -> ModelSpec:
+    """2 layers of width 32, 4 heads over 2 key-value heads, 256 positions; 6 experts or none."""
+    spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
+    mixture = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=24)
     spec_model = Qwen3.Config(
         vocab_size=VOCAB_SIZE,
         dim=32,
@@ -43,19 +40,11 @@ def small_spec(*, tie: bool = True, head_dim: int = 8) -> ModelSpec:
         tie_embeddings=tie,
         block=TransformerBlock.Config(
             attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=head_dim),
-            feed_forward=FeedForward.Config(hidden_dim=48),
+            feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48),
         ),
         rope=RoPE.Config(theta=1e4, max_positions=256),
     )
-    return ModelSpec(
-        name=spec.name,
-        flavor="small",
-        model=spec_model,
-        parallelize=spec.parallelize,
-        parallelize_generator=spec.parallelize_generator,
-        adapter=spec.adapter,
-        from_hf_config=spec.from_hf_config,
-    )
+    return replace(spec, flavor="small", model=spec_model)
 
 
 ROUTE_BIAS = (1 + 2**-20, -3 - 2**-15, 2**-30)
@@ -104,6 +93,9 @@ def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
+        for name, buffer in persistent_buffers(model).items():
+            if name.endswith("load_balance_bias"):
+                buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -115,7 +107,9 @@ def config_folder(path: Path, spec: ModelSpec) -> str:
 
 
 def model_folder(path: Path, spec: ModelSpec, model: Qwen3) -> str:
-    write_hf_folder(path, model.named_parameters(), spec.adapter(spec.model), dtype=torch.float32)
+    adapter = spec.adapter(spec.model)
+    tensors = chain(model.named_parameters(), hf_buffers(model, adapter).items())
+    write_hf_folder(path, tensors, adapter, dtype=torch.float32)
     return str(path)
 
 
@@ -123,10 +117,10 @@ def writer(model: Qwen3) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
     """For `GeneratorEngine.update_weights`: copies this model's weights, whatever the layout."""
 
     async def write(state_dict: dict[str, Tensor]) -> None:
-        source = dict(model.named_parameters())
+        source = model.state_dict()
         assert state_dict.keys() == source.keys()
         for name, target in state_dict.items():
-            local_tensor(target).copy_(local_shard_of(source[name].detach(), target))
+            local_tensor(target).copy_(local_shard_of(source[name], target))
 
     return write
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from actors.generator import VLLMGenerator
+from losses.cross_entropy import CrossEntropyLoss
+from rl.distributed.process_group import World
 from rl.models.buffers import persistent_buffers
+from rl.models.converters.lora import LoRA
 from rl.models.spec import ModelSpec
+from rl.training.engine import TrainingEngine
+from rl.training.optimizer import Optimizer
+from rl.types import TrainingSample
 from rl.weights.store import WeightStore
 from tests.support.policies import random_model
 
 
 class PolicyPusher(Actor):
-    """Pushes the random model of a seed."""
+    """Pushes the random model of a seed, or one in training with LoRA."""
 
     def __init__(self, spec: ModelSpec, store: WeightStore) -> None:
         self._spec = spec
@@ -27,6 +34,25 @@ class PolicyPusher(Actor):
         buffers = persistent_buffers(model)
         weights = dict(model.named_parameters()) | buffers
         await self._store.push(version=version, state_dict=weights, buffer_names=buffers.keys())
+
+    @endpoint
+    async def push_adapted(self, version: int, samples: list[TrainingSample]) -> None:
+        """A random model after a few large steps of adapters beside its weights."""
+        spec = replace(self._spec, model=replace(self._spec.model, init_std=0.2))  # type: ignore[call-arg]
+        config = TrainingEngine.Config(optimizer=Optimizer.Config(lr=3e-2), converters=(LoRA.Config(rank=4),))
+        self._engine: TrainingEngine = config.build(
+            model_spec=spec, hf_assets_path=None, device="cpu", world=World()
+        )
+        for _ in range(3):
+            self._engine.forward_backward(samples, loss=CrossEntropyLoss())
+            self._engine.optim_step()
+        weights, buffers = self._engine.model_state_dict(), self._engine.buffer_names()
+        await self._store.push(version=version, state_dict=weights, buffer_names=buffers)
+
+    @endpoint
+    async def logprobs(self, samples: list[TrainingSample]) -> list[np.ndarray]:
+        """Of the model that `push_adapted` has trained, its adapters not merged."""
+        return self._engine.compute_logprobs(samples)
 
 
 class OpenGenerator(VLLMGenerator):

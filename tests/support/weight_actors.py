@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -15,10 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from rl.distributed.expert_parallel import build_expert_mesh
 from rl.distributed.mesh import Degrees, build_mesh
 from rl.distributed.sharding import ShardingOptions
+from rl.models import qwen3, qwen3_moe
+from rl.models.buffers import persistent_buffers
 from rl.models.qwen3.model import Qwen3
-from rl.models.qwen3.registry import model_registry
 from rl.weights.monarch_compat import torchstore
 from rl.weights.store import WeightStore
 
@@ -69,20 +71,31 @@ def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]
     return model.state_dict()
 
 
-def build_qwen3(plan: Qwen3Plan, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none."""
-    spec = model_registry("tiny")
+def build_qwen3(
+    plan: Qwen3Plan, *, seed: int, dtype: torch.dtype, experts: bool = False
+) -> dict[str, Tensor]:
+    """A two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none.
+
+    A mixture's experts are, by the trainer, split over two ranks and the shards of each over two more.
+    """
+    spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
     assert isinstance(spec.model, Qwen3.Config)
     spec.model.num_layers = 2
     model = spec.model.build()
     _randomize(model, seed=seed)
-    model.to(dtype)
+    for bias in persistent_buffers(model).values():
+        bias.normal_(generator=torch.Generator().manual_seed(seed))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     if plan == "trainer":
-        degrees = Degrees(dp_replicate=1, dp_shard=2, tp=2)
-        spec.parallelize(model, mesh=build_mesh(degrees, device_type="cpu"), config=ShardingOptions())
+        degrees = Degrees(dp_replicate=1, dp_shard=4 if experts else 2, tp=1 if experts else 2)
+        mesh = build_mesh(degrees, device_type="cpu")
+        options = ShardingOptions(expert_mesh=build_expert_mesh(mesh, degree=2) if experts else None)
+        spec.parallelize(model, mesh=mesh, config=options)
     elif plan == "generator":
         spec.parallelize_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters | persistent_buffers(model)
 
 
 @torch.no_grad()
@@ -122,14 +135,22 @@ class WeightActor(Actor):
         return [type(p).__name__ for p in value.placements] if isinstance(value, DTensor) else []
 
     @endpoint
-    async def build_qwen3(self, plan: Qwen3Plan, seed: int, dtype: torch.dtype) -> None:
-        self._state_dict = build_qwen3(plan, seed=seed, dtype=dtype)
+    async def build_qwen3(
+        self, plan: Qwen3Plan, seed: int, dtype: torch.dtype, experts: bool = False
+    ) -> None:
+        self._state_dict = build_qwen3(plan, seed=seed, dtype=dtype, experts=experts)
 
     @endpoint
-    async def push(self, store: WeightStore, version: int, dying_ranks: Sequence[int] = ()) -> int:
+    async def push(
+        self,
+        store: WeightStore,
+        version: int,
+        dying_ranks: Sequence[int] = (),
+        buffers: Collection[str] = BUFFERS,
+    ) -> int:
         if dist.get_rank() in dying_ranks:
             os._exit(3)
-        return await store.push(version=version, state_dict=self._state_dict, buffer_names=BUFFERS)
+        return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint
     async def torchstore_get(self, key: str, store_name: str) -> Tensor:

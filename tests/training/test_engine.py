@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
@@ -400,6 +401,27 @@ def test_state_dict_is_the_parameters_themselves(assets):
 
 def test_single_process_makes_no_process_group(assets):
     make_engine(assets)
+    assert not dist.is_initialized()
+
+
+def test_offloaded_parameters_and_their_gradients_stay_on_the_host(assets):
+    engine = make_engine(assets, cpu_offload=True)
+    try:
+        units = [module for module in engine.policy.model.modules() if isinstance(module, FSDPModule)]
+        assert len(units) == 3  # two blocks, and the rest
+        for unit in units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            assert group is not None
+            assert isinstance(group.offload_policy, CPUOffloadPolicy)
+            assert not group.offload_policy.pin_memory  # there is no GPU to copy to
+        engine.forward_backward(SAMPLES)
+        plain = make_engine(assets)
+        plain.forward_backward(SAMPLES)
+        assert engine.optim_step().grad_norm == plain.optim_step().grad_norm
+        whole = {name: p.full_tensor() for name, p in weights(engine).items()}
+        assert_near(whole, weights(plain), relative=0.0)
+    finally:
+        engine.close()
     assert not dist.is_initialized()
 
 

@@ -94,8 +94,12 @@ def check_small_parts(_: str) -> None:
 
 
 def check_test(_: str) -> None:
-    for name in ("pytest", "pytest_timeout", "mypy", "ruff"):
+    for name in ("pytest", "pytest_timeout", "mypy", "ruff", "torchao.float8", "peft"):
         importlib.import_module(name)
+
+
+def check_float8(_: str) -> None:
+    importlib.import_module("torchao.float8")
 
 
 def check_trl(_: str) -> None:
@@ -111,7 +115,11 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "torchstore": check_torchstore,
     "the smaller parts": check_small_parts,
 }
-GROUP_CHECKS: dict[str, Callable[[str], None]] = {"test": check_test, "trl": check_trl}
+GROUP_CHECKS: dict[str, Callable[[str], None]] = {
+    "float8": check_float8,
+    "test": check_test,
+    "trl": check_trl,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ D head size, G = H / K queries per group, F feed-forward width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rl.config.configurable import Configurable
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import PackedAttention, SequenceLayout
+from rl.models.converters.low_rank import LowRank
 
 
 class CoreAttention(Protocol):
@@ -135,7 +136,8 @@ class TransformerBlock(Configurable, nn.Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         attention: Attention.Config
-        feed_forward: FeedForward.Config
+        feed_forward: Configurable.Config
+        """`FeedForward.Config`, or that of another layer that is made and called as it is."""
 
     def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
         super().__init__()
@@ -177,11 +179,14 @@ class Qwen3(Configurable, nn.Module):
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head_lora: LowRank | None = None
+        """Set by a converter: the head is a weight that is used without its layer's forward."""
 
     @property
     def head_weight(self) -> Tensor:
         """[V, E] weight of the output head."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return weight if self.lm_head_lora is None else self.lm_head_lora.merged(weight)
 
     def forward(
         self,
@@ -207,11 +212,19 @@ class Qwen3(Configurable, nn.Module):
         return hidden_TE if head is None else head(hidden_TE, self.head_weight)
 
     @torch.no_grad()
-    def init_weights(self, *, seed: int, std: float | None = None) -> None:
-        """Normal weights, norms at one; the same numbers for a seed on every machine and layout."""
+    def init_weights(
+        self, *, seed: int, std: float | None = None, names: Collection[str] | None = None
+    ) -> None:
+        """Normal weights, norms at one; the same numbers for a seed on every machine and layout.
+
+        Args:
+            names: of the parameters to set; None sets all.
+        """
         std = self.config.init_std if std is None else std
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
+            if names is not None and name not in names:
+                continue
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             else:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rl.distributed.shards import local_tensor
-from rl.models.qwen3.model import Qwen3, TransformerBlock, linear_head
+from rl.models.qwen3.model import FeedForward, Qwen3, TransformerBlock, linear_head
 from rl.models.qwen3.parallelize import check_tensor_parallel
 
 ROWS = 0
@@ -35,8 +35,13 @@ def parallelize_qwen3_generator(model: nn.Module, mesh: DeviceMesh) -> nn.Module
         ValueError: if the size of the mesh does not divide the key-value heads or the vocabulary.
     """
     assert isinstance(model, Qwen3)
-    if mesh.size() == 1:
-        return model
+    if mesh.size() > 1:
+        shard_for_generation(model, mesh)
+    return model
+
+
+def shard_for_generation(model: Qwen3, mesh: DeviceMesh) -> None:
+    """All but feed-forward layers of another kind, over a mesh of more than one rank."""
     check_tensor_parallel(model.config, mesh.size())
     _swap(model, "embed_tokens", VocabShardedEmbedding, mesh)
     if model.lm_head is not None:
@@ -45,9 +50,9 @@ def parallelize_qwen3_generator(model: nn.Module, mesh: DeviceMesh) -> nn.Module
         assert isinstance(block, TransformerBlock)
         _swap(block.attention, "qkv_proj", RowShardedLinear, mesh)
         _swap(block.attention, "o_proj", ColumnShardedLinear, mesh)
-        _swap(block.feed_forward, "gate_up_proj", RowShardedLinear, mesh)
-        _swap(block.feed_forward, "down_proj", ColumnShardedLinear, mesh)
-    return model
+        if isinstance(block.feed_forward, FeedForward):
+            _swap(block.feed_forward, "gate_up_proj", RowShardedLinear, mesh)
+            _swap(block.feed_forward, "down_proj", ColumnShardedLinear, mesh)
 
 
 def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ class RowShardedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight = _sharded(weight, mesh, dim=ROWS)
+        self.weight = sharded(weight, mesh, dim=ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, local_tensor(self.weight))
@@ -77,7 +82,7 @@ class ColumnShardedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight = _sharded(weight, mesh, dim=COLUMNS)
+        self.weight = sharded(weight, mesh, dim=COLUMNS)
         self.group = mesh.get_group()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ class VocabShardedEmbedding(nn.Module):
 
     def __init__(self, weight: Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight = _sharded(weight, mesh, dim=ROWS)
+        self.weight = sharded(weight, mesh, dim=ROWS)
         self.group = mesh.get_group()
         self.num_rows = weight.size(0) // mesh.size()
         self.first_row = mesh.get_local_rank() * self.num_rows
@@ -109,6 +114,7 @@ def _swap(parent: nn.Module, name: str, kind: type[nn.Module], mesh: DeviceMesh)
     setattr(parent, name, kind(getattr(parent, name).weight, mesh))
 
 
-def _sharded(weight: Tensor, mesh: DeviceMesh, *, dim: int) -> nn.Parameter:
+def sharded(weight: Tensor, mesh: DeviceMesh, *, dim: int) -> nn.Parameter:
+    """Split over the ranks of `mesh`, without a gradient."""
     shard = distribute_tensor(weight.detach(), mesh, [Shard(dim)], src_data_rank=None)
     return nn.Parameter(shard, requires_grad=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
-from rl.models.qwen3.parallelize import parallelize_qwen3
+from rl.models.qwen3.parallelize import check_qwen3_layout, parallelize_qwen3
 from rl.models.qwen3.parallelize_generator import parallelize_qwen3_generator
 from rl.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter, config_from_hf
 from rl.models.spec import ModelSpec
@@ -63,6 +63,7 @@ def model_registry(flavor: str) -> ModelSpec:
         flavor=flavor,
         model=flavors[flavor],
         parallelize=parallelize_qwen3,
+        check_layout=check_qwen3_layout,
         parallelize_generator=parallelize_qwen3_generator,
         adapter=Qwen3StateDictAdapter,
         from_hf_config=config_from_hf,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.config.configurable import Configurable
 from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -78,32 +79,41 @@ class Qwen3StateDictAdapter:
 
     def hf_config(self) -> dict[str, Any]:
         """Token ids and dtype are not the model's and are added by whoever writes the folder."""
-        config, attention = self.config, self.config.block.attention
+        feed_forward = self.config.block.feed_forward
+        assert isinstance(feed_forward, FeedForward.Config)
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.dim,
-            "intermediate_size": config.block.feed_forward.hidden_dim,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": attention.num_heads,
-            "num_key_value_heads": attention.num_kv_heads,
-            "head_dim": attention.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "max_position_embeddings": config.rope.max_positions,
-            "rms_norm_eps": config.norm_eps,
-            "tie_word_embeddings": config.tie_embeddings,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "initializer_range": config.init_std,
-            "use_cache": True,
-            # transformers 5 reads the first; transformers 4 the second, and would silently
-            # take another base without it.
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-            "rope_theta": config.rope.theta,
+            "intermediate_size": feed_forward.hidden_dim,
+            **trunk_to_hf(self.config),
         }
+
+
+def trunk_to_hf(config: Qwen3.Config) -> dict[str, Any]:
+    """Of `config.json`, all but the name of the architecture and the feed-forward layers."""
+    attention = config.block.attention
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": config.rope.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "initializer_range": config.init_std,
+        "use_cache": True,
+        # transformers 5 reads the first; transformers 4 the second, and would silently
+        # take another base without it.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": config.rope.theta,
+    }
 
 
 def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
@@ -113,50 +123,64 @@ def config_from_hf(hf: dict[str, Any]) -> Qwen3.Config:
         ValueError: for another architecture, a missing field, or what this model does not do
             (rope scaling, attention bias, sliding windows, quantized weights).
     """
-    architectures = hf.get("architectures") or [ARCHITECTURE]
+    check_architecture(hf, model_type="qwen3", architecture=ARCHITECTURE)
+    hidden_dim = positive_int(hf, "intermediate_size")
+    return trunk_from_hf(hf, feed_forward=FeedForward.Config(hidden_dim=hidden_dim))
+
+
+def check_architecture(hf: dict[str, Any], *, model_type: str, architecture: str) -> None:
+    """Raise ValueError for the `config.json` of another model."""
     for field in ("architectures", "layer_types"):
         if not isinstance(hf.get(field), list | None):
             raise ValueError(f"config.json: {field}={hf[field]!r}: must be a list")
-    if hf.get("model_type") != "qwen3" or ARCHITECTURE not in architectures:
+    architectures = hf.get("architectures") or [architecture]
+    if hf.get("model_type") != model_type or architecture not in architectures:
         raise ValueError(
             f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: "
-            f"a checkpoint of another architecture; must be 'qwen3' and [{ARCHITECTURE!r}]"
+            f"a checkpoint of another architecture; must be {model_type!r} and [{architecture!r}]"
         )
-    _refuse_unsupported(hf)
-    return Qwen3.Config(
-        vocab_size=_positive_int(hf, "vocab_size"),
-        dim=_positive_int(hf, "hidden_size"),
-        num_layers=_positive_int(hf, "num_hidden_layers"),
-        tie_embeddings=_bool({"tie_word_embeddings": False} | hf, "tie_word_embeddings"),
-        norm_eps=_positive_number({"rms_norm_eps": 1e-6} | hf, "rms_norm_eps"),
-        init_std=_positive_number({"initializer_range": 0.02} | hf, "initializer_range"),
-        block=TransformerBlock.Config(
-            attention=Attention.Config(
-                num_heads=_positive_int(hf, "num_attention_heads"),
-                num_kv_heads=_positive_int(hf, "num_key_value_heads"),
-                head_dim=_positive_int({"head_dim": 128} | hf, "head_dim"),
-            ),
-            feed_forward=FeedForward.Config(hidden_dim=_positive_int(hf, "intermediate_size")),
-        ),
-        rope=RoPE.Config(theta=_rope_theta(hf), max_positions=_positive_int(hf, "max_position_embeddings")),
+
+
+def trunk_from_hf(hf: dict[str, Any], *, feed_forward: Configurable.Config) -> Qwen3.Config:
+    """All but the feed-forward layers; raises ValueError as `config_from_hf` does."""
+    refuse_other_values(
+        hf,
+        {
+            "attention_bias": (None, False),
+            "use_sliding_window": (None, False),
+            "hidden_act": (None, "silu"),
+            "quantization_config": (None,),
+        },
     )
-
-
-def _refuse_unsupported(hf: dict[str, Any]) -> None:
-    valid: dict[str, tuple[Any, ...]] = {
-        "attention_bias": (None, False),
-        "use_sliding_window": (None, False),
-        "hidden_act": (None, "silu"),
-        "quantization_config": (None,),
-    }
-    for field, values in valid.items():
-        if hf.get(field) not in values:
-            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported: must be {values[-1]!r}")
     layer_types = set(hf.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
         raise ValueError(
             f"config.json: layer_types has {sorted(layer_types)}: must be 'full_attention' in every layer"
         )
+    return Qwen3.Config(
+        vocab_size=positive_int(hf, "vocab_size"),
+        dim=positive_int(hf, "hidden_size"),
+        num_layers=positive_int(hf, "num_hidden_layers"),
+        tie_embeddings=boolean({"tie_word_embeddings": False} | hf, "tie_word_embeddings"),
+        norm_eps=_positive_number({"rms_norm_eps": 1e-6} | hf, "rms_norm_eps"),
+        init_std=_positive_number({"initializer_range": 0.02} | hf, "initializer_range"),
+        block=TransformerBlock.Config(
+            attention=Attention.Config(
+                num_heads=positive_int(hf, "num_attention_heads"),
+                num_kv_heads=positive_int(hf, "num_key_value_heads"),
+                head_dim=positive_int({"head_dim": 128} | hf, "head_dim"),
+            ),
+            feed_forward=feed_forward,
+        ),
+        rope=RoPE.Config(theta=_rope_theta(hf), max_positions=positive_int(hf, "max_position_embeddings")),
+    )
+
+
+def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError for a field that has none of its `valid` values, of which the last is named."""
+    for field, values in valid.items():
+        if hf.get(field) not in values:
+            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported: must be {values[-1]!r}")
 
 
 def _rope_theta(hf: dict[str, Any]) -> float:
@@ -181,14 +205,16 @@ def _positive_number(hf: dict[str, Any], field: str) -> float:
     return float(value)
 
 
-def _bool(hf: dict[str, Any], field: str) -> bool:
+def boolean(hf: dict[str, Any], field: str) -> bool:
+    """A field that must be there; raises ValueError for anything but true and false."""
     value = hf.get(field)
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {field}={value!r}: must be true or false")
     return value
 
 
-def _positive_int(hf: dict[str, Any], field: str) -> int:
+def positive_int(hf: dict[str, Any], field: str) -> int:
+    """A field that must be there; raises ValueError for anything but a positive integer."""
     value = hf.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config.json: {field}={value!r}: must be a positive integer")

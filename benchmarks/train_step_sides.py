@@ -1,0 +1,309 @@
+"""The two sides of `benchmarks.train_step`: the same weights, batch, loss and optimizer.
+
+Shape legend: B sequences of a padded micro-batch, L its longest, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+# Whole, on both sides, so that the memory of imports is the same and none of it is counted.
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
+
+from benchmarks.train_step_figures import (
+    Facts,
+    Turn,
+    Workload,
+    listed_peak,
+    padded_micro_batches,
+    step_flops,
+)
+from losses.cross_entropy import CrossEntropyLoss
+from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
+from rl.models.qwen3 import model_registry
+from rl.models.qwen3.model import FeedForward, Qwen3
+from rl.models.spec import ModelSpec
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.training.optimizer import Optimizer
+from rl.types import TrainingSample
+
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+IGNORED = -100
+"""Target of padding, by convention of `F.cross_entropy`."""
+
+
+class Side(Protocol):
+    def step(self) -> float:
+        """A whole training step on the whole batch; its loss, averaged over all tokens."""
+        ...
+
+
+def model_spec(flavor: str) -> ModelSpec:
+    """A flavor of the registry, or `small`: 29M parameters, for which a CPU is not too slow."""
+    if flavor != "small":
+        return model_registry(flavor)
+    spec = model_registry("0.6B")
+    model = spec.model
+    assert isinstance(model, Qwen3.Config)
+    model.vocab_size, model.dim, model.num_layers = 8192, 512, 8
+    attention = model.block.attention
+    attention.num_heads, attention.num_kv_heads, attention.head_dim = 8, 4, 64
+    feed_forward = model.block.feed_forward
+    assert isinstance(feed_forward, FeedForward.Config)
+    feed_forward.hidden_dim = 1536
+    return spec
+
+
+def draw_sequences(workload: Workload, *, vocab_size: int) -> list[np.ndarray]:
+    """Token ids, [L + 1] each, of L inputs and their targets."""
+    random = np.random.default_rng(workload.seed)
+    return [random.integers(0, vocab_size, length + 1, dtype=np.int32) for length in workload.lengths()]
+
+
+def sum_of_cross_entropies(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """[] float32, of all targets but padding."""
+    logits_V = logits_BLV.flatten(0, 1).float()
+    return F.cross_entropy(logits_V, targets_BL.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class EngineSide:
+    """`forward_backward` on all samples, then `optim_step`."""
+
+    def __init__(self, workload: Workload) -> None:
+        spec = model_spec(workload.flavor)
+        dtype: Any = workload.dtype
+        config = TrainingEngine.Config(
+            loss=CrossEntropyLoss(),
+            compile=CompileConfig(enable=workload.compile),
+            optimizer=Optimizer.Config(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
+            training=TrainingConfig(
+                max_tokens_per_microbatch=workload.microbatch_tokens,
+                logits_chunk_tokens=workload.logits_chunk_tokens,
+                max_norm=MAX_NORM,
+                dtype=dtype,
+                param_dtype=dtype,
+                seed=workload.seed,
+            ),
+        )
+        self.engine = TrainingEngine(
+            config=config, model_spec=spec, hf_assets_path=None, device=workload.device
+        )
+        model = self.engine.policy.model
+        assert isinstance(model, Qwen3)
+        sequences = draw_sequences(workload, vocab_size=model.config.vocab_size)
+        self.samples = [_sample(token_ids) for token_ids in sequences]
+
+    def step(self) -> float:
+        result = self.engine.forward_backward(self.samples)
+        self.engine.optim_step()
+        return result.loss_sum / result.denominator
+
+
+def _sample(token_ids: np.ndarray) -> TrainingSample:
+    """Every token but the first is a target; no generator drew any."""
+    num_tokens = len(token_ids)
+    return TrainingSample(
+        token_ids=token_ids,
+        mask=np.arange(num_tokens) > 0,
+        generator_logprobs=np.full(num_tokens, np.nan, dtype=np.float32),
+        advantages=np.zeros(num_tokens, dtype=np.float32),
+        policy_versions=np.full(num_tokens, -1, dtype=np.int32),
+    )
+
+
+class TransformersSide:
+    """`Qwen3ForCausalLM` on micro-batches that are padded to their longest sequence."""
+
+    def __init__(self, workload: Workload, *, by_length: bool) -> None:
+        self.device = torch.device(workload.device)
+        self.model = _transformers_model(workload, device=self.device)
+        compile = CompileConfig(enable=workload.compile)
+        compile_blocks(self.model.model.layers, compile)
+        self.loss_sum = compile_function(sum_of_cross_entropies, compile)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self.sequences = draw_sequences(workload, vocab_size=self.model.config.vocab_size)
+        self.plan = padded_micro_batches(
+            workload.lengths(), max_tokens=workload.microbatch_tokens, by_length=by_length
+        )
+        self.num_tokens = sum(workload.lengths())
+
+    def step(self) -> float:
+        total = torch.zeros((), device=self.device)
+        for indices in self.plan:
+            inputs_BL, targets_BL, mask_BL = self._padded([self.sequences[i] for i in indices])
+            logits_BLV = self.model(input_ids=inputs_BL, attention_mask=mask_BL, use_cache=False).logits
+            loss = self.loss_sum(logits_BLV, targets_BL) / self.num_tokens
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total.item()
+
+    def _padded(self, sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs, targets and, unless nothing is padded, the mask; padding on the right."""
+        lengths_B = np.asarray([len(ids) - 1 for ids in sequences])
+        shape = (len(sequences), int(lengths_B.max()))
+        inputs_BL, targets_BL = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        for row, ids in enumerate(sequences):
+            inputs_BL[row, : len(ids) - 1], targets_BL[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        mask_BL = np.arange(shape[1]) < lengths_B[:, None]
+        inputs, targets = (torch.from_numpy(x).to(self.device) for x in (inputs_BL, targets_BL))
+        return inputs, targets, None if mask_BL.all() else torch.from_numpy(mask_BL).long().to(self.device)
+
+
+def _transformers_model(workload: Workload, *, device: torch.device) -> Any:
+    """With the weights that the engine draws for the same seed."""
+    spec = model_spec(workload.flavor)
+    dtype = getattr(torch, workload.dtype)
+    adapter = spec.adapter(spec.model)
+    values = adapter.hf_config()
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    assert isinstance(model, Qwen3ForCausalLM)
+    ours = spec.model.build().to(dtype)
+    ours.init_weights(seed=workload.seed)
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            for hf_name, tensor in adapter.to_hf(name, parameter).items():
+                theirs.pop(hf_name).copy_(tensor)
+    assert not theirs, f"without a weight of ours: {', '.join(theirs)}"
+    return model.train()
+
+
+SIDES: dict[str, Callable[[Workload], Side]] = {
+    "relay": EngineSide,
+    "transformers": lambda workload: TransformersSide(workload, by_length=False),
+    "transformers_sorted": lambda workload: TransformersSide(workload, by_length=True),
+}
+
+
+def describe(workload: Workload) -> Facts:
+    """What the batch costs and what the device can do."""
+    device = torch.device(workload.device)
+    config = model_spec(workload.flavor).model
+    assert isinstance(config, Qwen3.Config)
+    with torch.device("meta"):
+        model = config.build()
+    assert config.tie_embeddings, "an embedding of its own multiplies no token, but would be counted"
+    parameters = sum(p.numel() for p in model.parameters())
+    attention = config.block.attention
+    needed, needed_causal = (
+        step_flops(
+            workload.lengths(),
+            parameters=parameters,
+            layers=config.num_layers,
+            heads=attention.num_heads,
+            head_dim=attention.head_dim,
+            causal=causal,
+        )
+        for causal in (False, True)
+    )
+    hardware, peak, source = f"{os.cpu_count()} cores of {_cpu_name()}", None, None
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+        peak, source = listed_peak(hardware, workload.dtype), "data sheet"
+        if peak is None:
+            peak, source = _measured_matmul_rate(device, workload.dtype), "measured product of 8192 x 8192"
+    return Facts(
+        hardware=hardware,
+        torch_version=torch.__version__,
+        transformers_version=transformers.__version__,
+        parameters=parameters,
+        step_flops=needed,
+        step_flops_causal=needed_causal,
+        peak_flops=peak,
+        peak_source=source,
+    )
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _measured_matmul_rate(device: torch.device, dtype: str) -> float:
+    """Floating-point operations per second, the best of several rounds."""
+    size, num_products = 8192, 10
+    left, right = torch.randn(2, size, size, device=device, dtype=getattr(torch, dtype))
+    best_s = math.inf
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(num_products):
+            left @ right
+        torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2.0 * size**3 * num_products / best_s
+
+
+class Runner:
+    """One side in this process, timed."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        self.device = torch.device(workload.device)
+        self._memory_before = _resident_bytes("VmRSS")
+        self.side: Side = SIDES[name](workload)
+
+    def turn(self, num_steps: int) -> Turn:
+        """The median of `num_steps` steps. On a GPU one more goes before, and memory is handed back after."""
+        on_gpu = self.device.type == "cuda"
+        losses = [self.side.step()] if on_gpu else []
+        self._start_peak()
+        step_s = []
+        for _ in range(num_steps):
+            self._wait()
+            started = time.perf_counter()
+            losses.append(self.side.step())
+            self._wait()
+            step_s.append(time.perf_counter() - started)
+        peak = self._peak_bytes()
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+        return Turn(step_s=statistics.median(step_s), losses=losses, peak_memory_bytes=peak)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _start_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        except OSError:
+            return  # Where that is not allowed the peak is that of the process's whole life.
+
+    def _peak_bytes(self) -> int:
+        """Allocated on the GPU; on a CPU resident, above what imports alone took."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return _resident_bytes("VmHWM") - self._memory_before
+
+
+def _resident_bytes(field: str) -> int:
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

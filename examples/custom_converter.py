@@ -1,0 +1,67 @@
+"""A converter of your own: what is trained, and how far it may go, without touching the core.
+
+    python -m rl.train --module examples.custom_converter --config tiny_top_blocks \
+        --trainer.converters.0.num_trained_blocks 2 --trainer.converters.0.max_abs 0.5
+
+It freezes everything but the last blocks before the model is sharded, and after each optimizer step
+brings their weights back between -max_abs and max_abs. Its fields are options of the command line and
+lines in config.json like any other; which converters there are, a config function says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from actors.controller import Controller
+from configs.sum_digits import tiny
+from rl.distributed.shards import local_tensor
+from rl.models.converters.converter import ModelConverter
+from rl.models.qwen3.model import Qwen3
+
+
+class TopBlocks(ModelConverter):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConverter.Config):
+        num_trained_blocks: int = 1
+        """The last so many blocks are trained; embedding, head and the other blocks are frozen."""
+        max_abs: float = 1.0
+        """No trained weight gets larger than that."""
+
+        def __post_init__(self) -> None:
+            if self.num_trained_blocks < 1:
+                raise ValueError(f"num_trained_blocks={self.num_trained_blocks}: must be at least 1")
+            if not self.max_abs > 0:
+                raise ValueError(f"max_abs={self.max_abs}: must be above 0")
+
+    config: Config
+
+    def convert(self, model: nn.Module) -> None:
+        """The model is whole here, and without memory: freeze, swap or add, the layout comes after."""
+        assert isinstance(model, Qwen3)
+        if self.config.num_trained_blocks > len(model.layers):
+            raise ValueError(
+                f"num_trained_blocks={self.config.num_trained_blocks}: the model has {len(model.layers)}"
+            )
+        model.requires_grad_(False)
+        for block in list(model.layers)[-self.config.num_trained_blocks :]:
+            block.requires_grad_(True)
+
+    @torch.no_grad()
+    def post_optimizer_hook(self, model: nn.Module) -> None:
+        """Called on every rank after each step. A weight is sharded now: each rank has its own part."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                local_tensor(parameter).clamp_(-self.config.max_abs, self.config.max_abs)
+
+
+def tiny_top_blocks() -> Controller.Config:
+    """The tiny run with the converter above: call another config, edit what it returns.
+
+    The warm-up of the tiny run is made with the same converter, so its starting point is another one.
+    """
+    config = tiny()
+    config.trainer.converters = (TopBlocks.Config(num_trained_blocks=2, max_abs=2.0),)
+    return config

@@ -1,0 +1,3 @@
+from rl.models.qwen3_moe.registry import model_registry
+
+__all__ = ["model_registry"]

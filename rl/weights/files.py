@@ -1,0 +1,221 @@
+"""Weights on their way through files, for machines that share a file system and nothing faster.
+
+    <folder>/<state_dict_key>/
+        v3/              announced: written with torch.distributed.checkpoint, parts of any layout
+        v4.not-announced/
+
+The calls, their order and their errors are those of `WeightStore`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from monarch.actor import ProcMesh
+from torch import Tensor
+
+from rl.distributed.first_rank import on_first_rank
+from rl.distributed.shards import unwrapped
+from rl.training.checkpoint import read_tensors, saved_names, write_tensors
+from rl.weights.errors import (
+    IncompleteVersionError,
+    VersionExistsError,
+    VersionNotFoundError,
+    WeightMismatchError,
+    WeightStoreError,
+)
+from rl.weights.shards import parts_of
+from rl.weights.store import Dtype, WeightStore, check_names
+from rl.weights.volumes import VolumeStats
+
+_PARTIAL = ".not-announced"
+
+
+class FileWeightStore(WeightStore):
+    """Every process that pushes or pulls sees the same `folder`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(WeightStore.Config):
+        transport: Literal["torchstore", "files"] = "files"
+
+    def __init__(self, *, config: WeightStore.Config, folder: str | Path, dtype: Dtype = "float32") -> None:
+        super().__init__(config=config, dtype=dtype)
+        self.folder = _inside(folder, config)
+        self._is_started = False
+        self._made_parent = False
+        self._group: dist.ProcessGroup | None = None
+
+    async def start(self, mesh: ProcMesh) -> None:
+        """Make the folder; `mesh` has no part in it.
+
+        Raises:
+            WeightStoreError: it is there already: another run's, or that of one that was killed.
+        """
+        del mesh
+        self._made_parent = not self.folder.parent.exists()
+        try:
+            self.folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise WeightStoreError(_taken(self.folder)) from error
+        self._is_started = True
+
+    async def stop(self) -> None:
+        """Remove all files. Idempotent."""
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove all files; those of another run, with which this one could not start, stay."""
+        if self._is_started:
+            self._is_started = False
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._made_parent:
+                with suppress(OSError):  # another store is in it too
+                    self.folder.parent.rmdir()
+
+    async def push(
+        self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
+    ) -> int:
+        """As `WeightStore.push`; what several ranks hold is written once, by one of them."""
+        self._check_started()
+        dtype, partial = getattr(torch, self.dtype), self._partial(version)
+        async with self._operation("push", version=version, num_tensors=len(state_dict)):
+            sent = {
+                part.name: unwrapped(state_dict[part.name].detach()).to(
+                    part.dtype_to_send(dtype, buffer_names=buffer_names)
+                )
+                for part in parts_of(state_dict)
+            }
+            group = self._all_ranks()
+            on_first_rank(lambda _: self._claim(version), None, group=group)
+            sums = write_tensors(partial, sent, staged=None, group=group)
+        return sum(written.num_bytes for written in sums.values())
+
+    async def announce(self, version: int) -> int:
+        """As `WeightStore.announce`: the folder gets its name."""
+        partial = self._partial(version)
+        if self._announced(version).is_dir():
+            raise VersionExistsError(f"version {version} is already announced")
+        if not partial.is_dir():
+            raise VersionNotFoundError(f"nothing of version {version} was pushed")
+        if not (partial / ".metadata").is_file():
+            raise IncompleteVersionError(
+                f"version {version} is incomplete: the ranks that pushed it did not finish {partial}"
+            )
+        num_tensors = len(saved_names(partial))
+        partial.rename(self._announced(version))
+        return num_tensors
+
+    async def versions(self) -> list[int]:
+        """The readable versions, oldest first."""
+        self._check_started()
+        return sorted(version for version, is_announced in self._found() if is_announced)
+
+    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> int:
+        """As `WeightStore.pull`; each rank reads its own part, without the others."""
+        self._check_started()
+        folder = self._announced(version)
+        async with self._operation("pull", version=version, num_tensors=len(state_dict)):
+            if not folder.is_dir():
+                raise VersionNotFoundError(self._what_is_there(version))
+            parts = parts_of(state_dict)
+            shapes = saved_names(folder)
+            check_names(version, stored=set(shapes), wanted=state_dict.keys())
+            for part in parts:
+                if shapes[part.name] != tuple(part.box.global_shape):
+                    raise WeightMismatchError(
+                        f"{part.name!r} has shape {shapes[part.name]} in the store "
+                        f"and {tuple(part.box.global_shape)} here"
+                    )
+            wanted: dict[str, Any] = {part.name: unwrapped(state_dict[part.name].detach()) for part in parts}
+            read_tensors(folder, wanted, group=None)
+        return sum(part.local.nbytes for part in parts)
+
+    async def delete(self, version: int) -> None:
+        """As `WeightStore.delete`."""
+        self._check_started()
+        folders = [f for f in (self._announced(version), self._partial(version)) if f.is_dir()]
+        if not folders:
+            raise VersionNotFoundError(self._what_is_there(version))
+        for folder in folders:
+            shutil.rmtree(folder)
+
+    async def stats(self) -> VolumeStats:
+        """Files, and their bytes."""
+        self._check_started()
+        sizes = [file.stat().st_size for file in self.folder.glob("v*/*")]
+        return VolumeStats(num_boxes=len(sizes), num_bytes=sum(sizes))
+
+    def _announced(self, version: int) -> Path:
+        return self.folder / f"v{version}"
+
+    def _partial(self, version: int) -> Path:
+        return self.folder / f"v{version}{_PARTIAL}"
+
+    def _claim(self, version: int) -> None:
+        if self._announced(version).is_dir():
+            raise VersionExistsError(f"version {version} is already announced")
+        try:
+            self._partial(version).mkdir()
+        except FileExistsError as error:
+            raise VersionExistsError(f"version {version} is already pushed") from error
+
+    def _found(self) -> Iterator[tuple[int, bool]]:
+        """Version, and whether it is announced."""
+        for name in os.listdir(self.folder):
+            yield int(name.removeprefix("v").removesuffix(_PARTIAL)), not name.endswith(_PARTIAL)
+
+    def _what_is_there(self, version: int) -> str:
+        announced = sorted(number for number, is_announced in self._found() if is_announced)
+        partial = sorted(number for number, is_announced in self._found() if not is_announced)
+        return (
+            f"version {version} is not in the store; announced are {announced}, pushed and not announced are "
+            f"{partial}"
+        )
+
+    def _check_started(self) -> None:
+        if not self._is_started:
+            raise WeightStoreError("the weight store is not running: call start() first")
+        if not self.folder.is_dir():
+            raise WeightStoreError(
+                f"weight store: there is no {self.folder}: weights.folder must be on a file system that all "
+                "machines of the run share"
+            )
+
+    def _all_ranks(self) -> dist.ProcessGroup | None:
+        """A group of its own, on the CPU, whose collectives have this store's deadline."""
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_s))
+        return self._group
+
+
+def check_unused(config: WeightStore.Config) -> None:
+    """Raise ValueError if another run has its files where this one is to have them."""
+    if config.folder is not None and _inside(config.folder, config).exists():
+        raise ValueError(f"weights.folder={config.folder!r}: {_taken(_inside(config.folder, config))}")
+
+
+def make_store(config: WeightStore.Config, *, dtype: Dtype, run_folder: Path) -> WeightStore:
+    """The store of a run, with the transport that its config names."""
+    if config.transport == "files":
+        return FileWeightStore(config=config, folder=config.folder or run_folder / "weights", dtype=dtype)
+    return config.build(dtype=dtype)
+
+
+def _inside(folder: str | Path, config: WeightStore.Config) -> Path:
+    return Path(folder).expanduser().absolute() / config.state_dict_key
+
+
+def _taken(folder: Path) -> str:
+    return (
+        f"{folder} is there already, of a run that is going on or was killed: remove it, or choose another "
+        "folder or weights.state_dict_key"
+    )

@@ -1,0 +1,114 @@
+"""What does not fit the model that a run makes is refused before the run starts."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from actors.checks import check_load_source
+from configs.sum_digits import tiny, tiny_moe
+from rl.models.converters.lora import LoRA
+from rl.models.starting_point import write_random_model
+from rl.training.checkpoint_config import LoadSource
+from rl.training.engine import TrainingEngine
+from rl.types import LoopPosition
+
+ADAPTERS = LoRA.Config(rank=4, target_modules=("q_proj", "v_proj"))
+
+
+def make_engine(*, vocab_size=None, optimizer="AdamW", converters=()):
+    config = tiny()
+    spec = config.model
+    if vocab_size is not None:
+        model = copy.copy(spec.model)
+        model.vocab_size = vocab_size  # type: ignore[attr-defined]
+        spec = replace(spec, model=model)
+    config.trainer.optimizer.name = optimizer
+    config.trainer.converters = converters
+    return TrainingEngine(config=config.trainer, model_spec=spec, hf_assets_path=None, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of the tiny model, as it is and with a difference each."""
+    folder = tmp_path_factory.mktemp("saved")
+    engines = {
+        "plain": make_engine(),
+        "lora": make_engine(converters=(ADAPTERS,)),
+        "muon": make_engine(optimizer="Muon"),
+        "vocab": make_engine(vocab_size=384),
+    }
+    for name, engine in engines.items():
+        engine.save_checkpoint(str(folder / name))
+    return folder
+
+
+def check(folder, config=None, *, model_only=False, converters=(), exclude=(), in_hf=False):
+    config = config or tiny()
+    config.trainer.converters = converters
+    config.trainer.checkpoint.exclude_from_loading = exclude
+    check_load_source(
+        LoadSource(path=folder, model_only=model_only or in_hf, in_hf=in_hf, position=None),
+        fleet=config.fleet,
+        model_spec=config.model,
+        num_steps=1,
+        num_gpus=0,
+    )
+
+
+def test_what_the_trainer_would_load_is_let_through(saved, tmp_path):
+    for model_only in (False, True):
+        check(saved / "plain", model_only=model_only)
+        check(saved / "lora", converters=(ADAPTERS,), model_only=model_only)
+    check(saved / "muon", model_only=True)
+    folder = write_random_model(tmp_path / "model", spec=tiny().model, seed=0)
+    check(folder, in_hf=True)
+    check(folder, in_hf=True, converters=(ADAPTERS,))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("lora", {}, "made with LoRA .* this run has no converter .* tensor model.*lora_a has no place"),
+        ("plain", {"converters": (ADAPTERS,)}, "made with no converter .* this run has LoRA .* is missing"),
+        (
+            "lora",
+            {"converters": (replace(ADAPTERS, alpha=4.0),), "model_only": True},
+            r"made with LoRA\.alpha=32\.0, this run has 4\.0; give the run the same",
+        ),
+        ("muon", {}, "tensor optimizer.* made with Muon, this run has Adam or AdamW; .* add optimizer to"),
+        ("plain", {"config": tiny_moe()}, "router.weight is missing.* a dense model, and .* a mixture of e"),
+        (
+            "vocab",
+            {"model_only": True},
+            r"embed_tokens.weight has shape \[384, 128\], the model needs \[320, 128\]: .* another archit",
+        ),
+        (
+            "vocab",
+            {"exclude": ("model.embed_tokens",)},
+            r"optimizer\.embed_tokens\.weight\.exp_avg has shape",
+        ),
+        ("plain", {"exclude": ("model.nothing",)}, "'model.nothing' names nothing that would be loaded"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(saved, name, options, says):
+    with pytest.raises(ValueError, match=says):
+        check(saved / name, **options)
+
+
+def test_what_is_excluded_may_be_of_another_shape(saved):
+    check(saved / "vocab", exclude=("model.embed_tokens",), model_only=True)
+    check(saved / "vocab", exclude=("*.embed_tokens.*",))
+    check(saved / "muon", exclude=("optimizer",))
+
+
+def test_a_run_that_has_done_all_its_steps_is_not_continued(saved):
+    source = LoadSource(
+        path=saved / "plain",
+        model_only=False,
+        in_hf=False,
+        position=LoopPosition(step=3, num_problems=24),
+    )
+    config = tiny()
+    with pytest.raises(ValueError, match=r"loop\.num_steps=3: .*/plain has done 3 steps already"):
+        check_load_source(source, fleet=config.fleet, model_spec=config.model, num_steps=3, num_gpus=0)

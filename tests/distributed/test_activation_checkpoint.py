@@ -1,0 +1,114 @@
+"""What each mode computes again, counted, and that no gradient changes."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
+from rl.distributed.sharding import call_in_dtype
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8, bias=False)
+        self.down = nn.Linear(8, 6, bias=False)
+
+    def forward(self, x, scale):
+        return x + self.down(nn.functional.silu(self.up(x)).sin()) * scale
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measured(**config):
+    """Operations of a forward and backward through 4 blocks, and all gradients."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(4))
+    checkpoint_activations(blocks, ActivationCheckpointConfig(**config))
+    x = torch.randn(3, 6, requires_grad=True)
+    with Ops() as ops:
+        out = x
+        for block in blocks:
+            out = block(out, torch.tensor(2.0))
+        out.square().sum().backward()
+    gradients = {name: p.grad for name, p in blocks.named_parameters()}
+    return ops.counts, gradients | {"x": x.grad}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_sin", "more_products"),
+    [
+        ({"mode": "none"}, 4, False),
+        ({"mode": "full"}, 8, True),
+        ({"mode": "selective"}, 8, False),
+        ({"mode": "selective", "selective_option": "1"}, 8, True),
+        ({"mode": "selective", "selective_option": "2"}, 6, True),
+        ({"mode": "selective", "selective_option": "3"}, 6, True),  # blocks 0 and 3
+        ({"mode": "selective", "selective_option": "9"}, 5, True),
+    ],
+)
+def test_what_is_computed_again(config, num_sin, more_products):
+    counts, gradients = measured(**config)
+    plain, expected = measured()
+    assert counts["aten::sin"] == num_sin
+    assert (counts["aten::mm"] > plain["aten::mm"]) == more_products
+    assert list(gradients) == list(expected)  # parameters keep their names
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient), name
+
+
+def test_checkpointing_frees_what_it_computes_again():
+    def kept(**config):
+        saved = []
+
+        def note(tensor):
+            saved.append(tensor.numel())
+            return tensor
+
+        block = nn.ModuleList([Block()])
+        checkpoint_activations(block, ActivationCheckpointConfig(**config))
+        x = torch.randn(3, 6, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            block[0](x, torch.tensor(2.0))
+        return sum(saved)
+
+    assert kept(mode="full") < kept(mode="none") / 2
+
+
+@pytest.mark.parametrize("option", ["ops", "0", "-1", "1.5"])
+def test_unknown_option_is_refused(option):
+    with pytest.raises(ValueError, match=rf"selective_option='{option}': must be 'op' or a number"):
+        ActivationCheckpointConfig(mode="selective", selective_option=option)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_option_without_its_mode_is_refused(mode):
+    with pytest.raises(ValueError, match=f"selective_option='2' has no effect with mode='{mode}'"):
+        ActivationCheckpointConfig(mode=mode, selective_option="2")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_cast_for_a_forward_are_computed_again_in_its_dtype(mode):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 6)) for _ in range(2)))
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_activations(checkpointed, ActivationCheckpointConfig(mode=mode))
+    x = torch.randn(3, 6, dtype=torch.bfloat16)
+    for model in (plain, checkpointed):
+        call_in_dtype(model, torch.bfloat16, x).float().square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert parameter.dtype == torch.float32
+        assert isinstance(parameter, nn.Parameter)
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=0)

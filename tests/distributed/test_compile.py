@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import nn
+
+from rl.distributed.compile import CompileConfig, check_compiler, compile_blocks, compile_function
+
+
+@pytest.fixture
+def counters():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def run(**config):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    compile_blocks(blocks, CompileConfig(**config))
+    x = torch.randn(2, 4, requires_grad=True)  # As a block's input has, or the first is compiled apart.
+    for block in blocks:
+        x = block(x)
+    return x, list(blocks.state_dict())
+
+
+def test_blocks_share_one_graph_and_keep_their_names(counters):
+    expected, names = run()
+    assert not counters["stats"]["unique_graphs"]
+    x, compiled_names = run(enable=True, backend="eager")
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(x, expected)
+    assert compiled_names == names
+
+
+def test_components_choose_what_is_compiled(counters):
+    loss = CompileConfig(enable=True, components=("loss",), backend="eager")
+    model = CompileConfig(enable=True, components=("model",), backend="eager")
+    run(enable=True, components=("loss",), backend="eager")
+    assert compile_function(torch.sin, model) is torch.sin
+    assert not counters["stats"]["unique_graphs"]
+    assert compile_function(torch.sin, loss) is not torch.sin
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"backend": "inducto"}, "backend='inducto': must be one of inductor, aot_eager, eager"),
+        ({"components": ()}, r"components=\(\): must be 'model', 'loss' or both"),
+        ({"components": ("optimizer",)}, r"components=\('optimizer',\): must be"),
+        (
+            {"backend": "eager"},
+            "backend='eager' has no effect with enable=False: must be 'inductor', or enable",
+        ),
+        ({"components": ("model",)}, r"components=\('model',\) has no effect with enable=False"),
+    ],
+)
+def test_unknown_settings_and_those_of_what_is_off_are_refused(config, says):
+    with pytest.raises(ValueError, match=says):
+        CompileConfig(**config)
+
+
+def test_missing_compiler_is_refused_where_it_is_needed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"compile.backend='inductor' needs a C\+\+ compiler on a CPU, and"):
+        check_compiler(CompileConfig(enable=True), device_type="cpu")
+    with pytest.raises(ValueError, match=r"compile.backend='inductor' needs .* on a GPU"):
+        check_compiler(CompileConfig(enable=True), device_type="cuda")
+    check_compiler(CompileConfig(enable=True, backend="aot_eager"), device_type="cpu")
+    check_compiler(CompileConfig(), device_type="cpu")
+
+
+def test_compiler_named_in_the_environment_is_enough(monkeypatch, tmp_path):
+    (tmp_path / "my-compiler").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "my-compiler")
+    check_compiler(CompileConfig(enable=True), device_type="cpu")

@@ -1,0 +1,33 @@
+"""A whole run on a mixture of experts, as a user starts it."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.models.hf import HFFolder
+from tests.support.runs import run_to_the_end
+
+RUN_LIMIT_S = 8 * 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mixture_trains_and_generates_with_a_bias_that_evens_out_its_load(tmp_path: Path) -> None:
+    """The bias moves in each of the warm-up's 200 steps and of the run's 12, and the generator has it too."""
+    run = run_to_the_end(
+        tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",
+        "--warmup.num_steps", "200", "--loop.num_steps", "12", "--loop.eval_every", "0",
+        limit_s=RUN_LIMIT_S,
+    )  # fmt: skip
+    assert run.status == 0, run.output
+    assert len(run.steps) == 12
+    assert all(math.isfinite(step["loss/mean"]) for step in run.steps)
+    assert max(step["logprob_diff/mean"] for step in run.steps) <= 1e-5
+    rewards = [step["reward/mean"] for step in run.steps]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) - 0.1, rewards
+    for step in run.steps:
+        assert 1.0 <= step["experts/busiest_mean"] <= step["experts/busiest_max"] <= 8.0
+    exported = HFFolder(run.folder / "checkpoints" / "hf", tokenizer=True)
+    assert sum("e_score_correction_bias" in name for name in exported.shapes) == 3

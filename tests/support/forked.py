@@ -1,0 +1,50 @@
+"""A copy of this process that is killed, or runs out of disk, on purpose."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+
+def in_copy(function: Callable[[], str]) -> tuple[int, str]:
+    """Run `function` in a forked copy; its exit status (minus the signal that killed it), and its answer.
+
+    The parent must have no threads that hold locks: none that the copy needs.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reading)
+            os.write(writing, function().encode()[:60_000])
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answers:
+        answer = answers.read().decode()
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), answer
+
+
+def die_at_flush(number: int) -> None:
+    """From now on this process is killed as it asks the disk for the `number`th time to keep a file."""
+    flush, remaining = os.fsync, number
+
+    def counted(descriptor: int) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(descriptor)
+
+    os.fsync = counted  # type: ignore[assignment]
+
+
+def limit_files(num_bytes: int) -> None:
+    """From now on this process writes no file longer than that: to it, a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))

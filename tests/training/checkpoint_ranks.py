@@ -1,0 +1,121 @@
+"""What each rank does in the tests of checkpoints across processes and layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl.distributed.mesh import ParallelismConfig
+from rl.training.checkpoint_files import step_folder
+from rl.training.checkpointer import Checkpointer
+from rl.training.engine import TrainingEngine
+from tests.training.layouts import LAYOUTS, Tensors, to_numpy, whole_parameters
+from tests.training.parts import engine_config, make_samples, small_spec
+
+PLACES = LAYOUTS | {"fsdp4": (4, ParallelismConfig(data_parallel_shard_degree=4))}
+"""Number of processes and degrees, by name."""
+SAVED_STEP, LAST_STEP = 5, 15
+Losses = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+def make_engine(layout: str, assets: str | None) -> TrainingEngine:
+    config = engine_config(parallelism=PLACES[layout][1])
+    config.checkpoint = Checkpointer.Config(async_mode="async", keep_latest_k=0)
+    config.lr_scheduler.warmup_steps = 8
+    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+
+
+def train(engine: TrainingEngine, *, until: int) -> Losses:
+    """Steps with samples of their own each."""
+    losses = []
+    while engine.policy_version < until:
+        first = engine.policy_version % 5
+        result = engine.forward_backward(make_samples()[first : first + 7])
+        losses.append((result.loss_sum, engine.optim_step().grad_norm))
+    return losses
+
+
+def train_and_be_killed(layout: str, assets: str, folder: str) -> None:
+    """Train to the last step, saving on the way; note the losses, and die in the next save."""
+    engine = make_engine(layout, assets)
+    losses = train(engine, until=SAVED_STEP)
+    engine.save_checkpoint(str(step_folder(folder, SAVED_STEP)), wait=False)
+    losses += train(engine, until=LAST_STEP)
+    Path(folder, f"losses-{os.environ['RANK']}.json").write_text(json.dumps(losses[SAVED_STEP:]))
+    engine.checkpointer.wait()
+    if dist.is_initialized():
+        dist.barrier()
+    engine.save_checkpoint(str(step_folder(folder, LAST_STEP)), wait=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def continue_training(layout: str, folder: str) -> Losses:
+    """The steps after the saved one, by an engine that started from other weights."""
+    engine = make_engine(layout, None)
+    assert engine.load_checkpoint(str(step_folder(folder, SAVED_STEP))) == SAVED_STEP
+    losses = train(engine, until=LAST_STEP)
+    engine.close()
+    return losses
+
+
+def whole_state(engine: TrainingEngine) -> Tensors:
+    """Parameters and optimizer state, not sharded."""
+    states = engine.optimizer.state_tensors()
+    moments = {
+        f"{name}.{key}": to_numpy(tensor)
+        for name, parameter in engine.policy.parameters.items()
+        for key, tensor in states[parameter].items()
+    }
+    return whole_parameters(engine) | moments
+
+
+def train_and_save(layout: str, assets: str, folder: str) -> Tensors:
+    engine = make_engine(layout, assets)
+    train(engine, until=3)
+    engine.save_checkpoint(folder)
+    state = whole_state(engine)
+    engine.close()
+    return state
+
+
+def load_state(layout: str, folder: str) -> tuple[int, Tensors]:
+    engine = make_engine(layout, None)
+    version = engine.load_checkpoint(folder)
+    state = whole_state(engine)
+    engine.close()
+    return version, state
+
+
+def fail_to_save(assets: str, folder: str) -> tuple[str, str]:
+    """Rank 1 alone has a full disk; what each rank is told of it, and of a damaged file of rank 1."""
+    from rl.training.errors import CheckpointError
+    from tests.support.forked import limit_files
+
+    engine = make_engine("fsdp2", assets)
+    engine.save_checkpoint(str(step_folder(folder, 1)))
+    damaged = next(Path(folder, "step-1").glob("__1_*"))
+    content = bytearray(damaged.read_bytes())
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        content[-5] ^= 1
+        damaged.write_bytes(content)
+    dist.barrier()
+    try:
+        engine.load_checkpoint(str(step_folder(folder, 1)))
+        of_load = "nothing raised"
+    except ValueError as error:
+        of_load = str(error)
+    if os.environ["RANK"] == "1":
+        limit_files(2_000)
+    try:
+        engine.save_checkpoint(str(step_folder(folder, 2)), wait=False)
+        engine.checkpointer.wait()
+        of_save = "nothing raised"
+    except CheckpointError as error:
+        of_save = str(error)
+    return of_load, of_save

@@ -1,0 +1,117 @@
+import json
+
+import pytest
+
+from rl.training.checkpoint_files import (
+    MANIFEST,
+    STATE,
+    FileSum,
+    SavedState,
+    check_contents,
+    check_sizes,
+    read_state,
+    saved_steps,
+    step_folder,
+    sum_of_file,
+    write_description,
+)
+from rl.types import LoopPosition
+
+SAVED = SavedState(policy_version=7, model_only=False, position=LoopPosition(step=3, num_problems=24))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "tensors.distcp").write_bytes(b"123456789")
+    write_description(tmp_path, SAVED, {"tensors.distcp": sum_of_file(tmp_path / "tensors.distcp")})
+    return tmp_path
+
+
+def test_checksum_is_that_of_crc_32(tmp_path):
+    (tmp_path / "file").write_bytes(b"123456789")
+    assert sum_of_file(tmp_path / "file") == FileSum(num_bytes=9, crc32=0xCBF43926)  # as published
+    (tmp_path / "large").write_bytes(b"\0" * (3 << 20))
+    assert sum_of_file(tmp_path / "large").num_bytes == 3 << 20
+
+
+def test_state_is_read_as_it_was_written(checkpoint):
+    assert read_state(checkpoint) == SAVED
+    sums = check_sizes(checkpoint)
+    assert sorted(sums) == [STATE, "tensors.distcp"]
+    check_contents(checkpoint, sums, sums)
+
+
+@pytest.mark.parametrize("name", ["tensors.distcp", STATE])
+def test_a_file_cut_short_or_missing_is_named(checkpoint, name):
+    whole = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(whole[:-1])
+    with pytest.raises(
+        ValueError, match=rf"{name} is truncated: it has {len(whole) - 1} bytes, {len(whole)}"
+    ):
+        check_sizes(checkpoint)
+    (checkpoint / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        check_sizes(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["tensors.distcp", STATE])
+def test_one_flipped_bit_is_seen_and_the_file_named(checkpoint, name):
+    content = bytearray((checkpoint / name).read_bytes())
+    content[4] ^= 1
+    (checkpoint / name).write_bytes(content)
+    sums = check_sizes(checkpoint)
+    with pytest.raises(ValueError, match=rf"{name} is corrupted: its crc32 is \w{{8}}, \w{{8}} was written"):
+        check_contents(checkpoint, sums, sums)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (MANIFEST, "{", f"{MANIFEST} is corrupted: Expecting"),
+        (MANIFEST, json.dumps({"format": 2}), f"{MANIFEST} has format 2; this version reads 1"),
+        (MANIFEST, json.dumps({"format": 1, "files": {"a": 3}}), f"{MANIFEST} is corrupted: TypeError"),
+        (MANIFEST, json.dumps([]), f"{MANIFEST} has format None"),
+        (
+            MANIFEST,
+            json.dumps({"format": 1, "files": {}}),
+            f"{MANIFEST} is corrupted: it does not list {STATE}",
+        ),
+        (STATE, json.dumps({"format": 1, "policy_version": 2}), f"{STATE} is corrupted: KeyError"),
+        (
+            STATE,
+            json.dumps({"format": 1, "policy_version": 2, "model_only": False, "position": {"stop": 1}}),
+            f"{STATE} is corrupted: TypeError",
+        ),
+    ],
+)
+def test_a_description_that_says_nothing_is_named(checkpoint, name, content, says):
+    (checkpoint / name).write_text(content)
+    with pytest.raises(ValueError, match=says):
+        check_sizes(checkpoint) if name == MANIFEST else read_state(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["tensors.distcp", ".metadata", STATE])
+def test_a_file_that_the_manifest_does_not_list_would_be_loaded_unverified_and_is_refused(checkpoint, name):
+    (checkpoint / ".metadata").write_bytes(b"what is where")
+    write_description(
+        checkpoint, SAVED, {n: sum_of_file(checkpoint / n) for n in ("tensors.distcp", ".metadata")}
+    )
+    check_sizes(checkpoint)
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    del content["files"][name]
+    (checkpoint / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{MANIFEST} is corrupted: it does not list {name}"):
+        check_sizes(checkpoint)
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"manifest\.json is missing: .* is no checkpoint, or not whole"):
+        check_sizes(tmp_path)
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path):
+    for name in ("step-10", "step-9", "step-0", "step-07", "step-x", "hf", ".step-11.hidden"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-12").write_text("no folder")
+    assert list(saved_steps(tmp_path).items()) == [(n, step_folder(tmp_path, n)) for n in (0, 9, 10)]
+    assert saved_steps(tmp_path / "nowhere") == {}

@@ -1,0 +1,54 @@
+"""The losses of ten steps are those that golden.json holds, where it knows the machine."""
+
+import json
+
+import pytest
+
+from tests.support.distributed import run_ranks
+from tests.training import golden
+
+
+def run_all():
+    """In a process of its own, with one thread from its start: machine, and steps by what was set."""
+    runs = {name: golden.run_steps(edit) for name, edit in golden.NEUTRAL.items()}
+    return golden.machine(), runs | {
+        "plain": golden.run_steps(),
+        "again": golden.run_steps(),
+        "resumed": golden.run_steps_with_a_resume(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ran():
+    ((machine, runs),) = run_ranks(run_all, 1, timeout_s=55)
+    return machine, runs
+
+
+def test_two_runs_and_runs_with_neutral_options_have_the_same_bits(ran):
+    _, runs = ran
+    losses = [loss for loss, _ in runs["plain"]]
+    assert len(set(losses)) == golden.NUM_STEPS  # something is computed, and from other samples each step
+    assert [name for name, steps in runs.items() if steps != runs["plain"]] == []
+
+
+def test_losses_are_those_recorded_for_this_machine(ran):
+    machine, runs = ran
+    expected = golden.recorded().get(machine)
+    if expected is None:  # then the test above, of two runs, is all that can be said
+        assert runs["plain"] == runs["again"]
+        return
+    assert runs["plain"] == expected, (
+        "numbers changed: if they were meant to, `make golden` renews the record"
+    )
+
+
+def test_renewing_shows_old_and_new_values_and_keeps_those_of_other_machines(ran, tmp_path, capsys):
+    file = tmp_path / "golden.json"
+    old = [[1.0, 2.0]] * golden.NUM_STEPS
+    file.write_text(json.dumps({golden.machine(): old, "torch 1.0, another": old}))
+    golden.renew(ran[1]["plain"], file)
+    written = golden.recorded(file)
+    assert written["torch 1.0, another"] == old
+    loss, norm = written[golden.machine()][0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("0 ")]
+    assert line.split() == ["0", "1.0", str(loss), "2.0", str(norm), "changed"]

@@ -1,0 +1,176 @@
+"""Weights through files: the claims of test_store.py that depend on the transport."""
+
+import dataclasses
+
+import pytest
+import torch
+from monarch.actor import ActorError
+
+from rl.weights.errors import (
+    IncompleteVersionError,
+    VersionExistsError,
+    VersionNotFoundError,
+    WeightMismatchError,
+    WeightStoreError,
+)
+from rl.weights.files import FileWeightStore, check_unused, make_store
+from rl.weights.store import WeightStore
+from tests.support.weight_actors import UnevenNet, build_qwen3
+from tests.weights.test_store import assert_same_bits, expected
+
+
+def started(cluster, run_folder, *, dtype="float32", **settings):
+    config = WeightStore.Config(transport="files", timeout_s=30, **settings)
+    store = make_store(config, dtype=dtype, run_folder=run_folder)
+    cluster.meshes.run(store.start(cluster.volume_mesh))
+    return store
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("target", ["tp", "single"])
+@pytest.mark.parametrize("source", ["fsdp_tp", "hsdp"])
+def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(cluster, tmp_path, source, target):
+    store = started(cluster, tmp_path, dtype="bfloat16")
+    version, written = cluster.push(store, source)
+    assert sum(written) == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    for full in cluster.pull(store, target, version, torch.bfloat16):
+        assert_same_bits(full, expected(version, torch.bfloat16))
+    cluster.meshes.run(store.stop())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_qwen3_from_the_trainers_plan_to_the_generators_is_bit_exact_after_the_cast(
+    cluster, tmp_path, experts
+):
+    run, version = cluster.meshes.run, cluster.next_version()
+    store = started(cluster, tmp_path, dtype="bfloat16")
+    wanted = build_qwen3("whole", seed=version, dtype=torch.bfloat16, experts=experts)
+    uncast = [name for name, tensor in wanted.items() if tensor.dtype == torch.float32]
+    run(cluster.trainer.build_qwen3.call("trainer", version, torch.float32, experts))
+    run(cluster.trainer.push.call(store, version, buffers=uncast))
+    run(store.announce(version))
+    run(cluster.generator.build_qwen3.call("generator", 999, torch.bfloat16, experts))
+    run(cluster.generator.pull.call(store, version))
+    answers = run(cluster.generator.full.call())
+    for full in [full for _, full in answers.items()]:
+        assert_same_bits(full, wanted)
+    run(store.stop())
+
+
+@pytest.mark.medium
+def test_a_version_is_never_overwritten_and_not_readable_before_it_is_announced(cluster, tmp_path):
+    run, store = cluster.meshes.run, started(cluster, tmp_path)
+    first, second, target = {"w": torch.zeros(3)}, {"w": torch.ones(3)}, {"w": torch.full((3,), 7.0)}
+    run(store.push(version=1, state_dict=first))
+    with pytest.raises(VersionExistsError, match="version 1 is already pushed"):
+        run(store.push(version=1, state_dict=second))
+    with pytest.raises(VersionNotFoundError) as caught:
+        run(store.pull(version=1, state_dict=target))
+    assert str(caught.value) == (
+        "version 1 is not in the store; announced are [], pushed and not announced are [1]"
+    )
+    assert run(store.announce(1)) == 1
+    for again in (store.push(version=1, state_dict=second), store.announce(1)):
+        with pytest.raises(VersionExistsError, match="version 1 is already announced"):
+            run(again)
+    with pytest.raises(VersionNotFoundError, match="nothing of version 2 was pushed"):
+        run(store.announce(2))
+    assert target["w"].tolist() == [7, 7, 7]
+    assert run(store.pull(version=1, state_dict=target)) == 12
+    assert target["w"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.medium
+def test_two_versions_are_kept_and_nothing_stays_when_the_store_stops(cluster, tmp_path):
+    run, store = cluster.meshes.run, started(cluster, tmp_path)
+
+    def push(version):
+        run(store.push(version=version, state_dict={"w": torch.ones(1000)}))
+        run(store.announce(version))
+        return run(store.prune())
+
+    assert [push(1), push(2), push(3)] == [[], [], [1]]
+    assert run(store.versions()) == [2, 3]
+    assert files(tmp_path) == [
+        f"weights/policy/v{version}/{name}" for version in (2, 3) for name in (".metadata", "__0_0.distcp")
+    ]
+    assert run(store.stats()).num_bytes >= 2 * 4000
+    with pytest.raises(VersionNotFoundError, match="version 1 is not in the store"):
+        run(store.delete(1))
+    run(store.stop())
+    run(store.stop())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.medium
+def test_mismatches_name_the_tensor_and_both_shapes_and_write_nothing(cluster, tmp_path):
+    run, store = cluster.meshes.run, started(cluster, tmp_path, dtype="bfloat16")
+    version, _ = cluster.push(store, "fsdp_tp")
+    run(cluster.generator.build.call("tp", 0, torch.bfloat16))
+    with pytest.raises(
+        ActorError, match=r"'embed.weight' has shape \(11, 6\) in the store and \(12, 6\) here"
+    ):
+        run(cluster.generator.pull_wrong_shape.call(store, version))
+    net = UnevenNet(seed=0).state_dict()
+    del net["gate"]
+    with pytest.raises(WeightMismatchError, match="missing 'extra', not asked for 'gate'"):
+        run(store.pull(version=version, state_dict=net | {"extra": torch.zeros(1)}))
+    with pytest.raises(ValueError, match=r"state_dict\['_extra_state'\] is a dict"):
+        run(store.push(version=999, state_dict={"_extra_state": {}}))
+
+
+@pytest.mark.medium
+def test_a_version_that_was_not_written_to_its_end_cannot_be_announced(cluster, tmp_path):
+    run, store = cluster.meshes.run, started(cluster, tmp_path)
+    version, _ = cluster.push(store, "fsdp_tp", announce=False)
+    # Rank 0 writes it last, when it knows that all have written.
+    (tmp_path / "weights" / "policy" / f"v{version}.not-announced" / ".metadata").unlink()
+    with pytest.raises(IncompleteVersionError, match=f"version {version} is incomplete"):
+        run(store.announce(version))
+    run(store.delete(version))
+    assert files(tmp_path) == []
+    _, written = cluster.push(store, "hsdp")
+    assert len(written) == 4
+
+
+@pytest.mark.medium
+def test_files_of_another_run_are_neither_used_nor_removed(cluster, tmp_path):
+    first = started(cluster, tmp_path, folder=str(tmp_path / "shared"))
+    config = first.config
+    second = make_store(config, dtype="float32", run_folder=tmp_path / "second")
+    with pytest.raises(WeightStoreError, match="is there already, of a run that is going on or was killed"):
+        cluster.meshes.run(second.start(cluster.volume_mesh))
+    second.discard()
+    assert first.folder.is_dir()
+    with pytest.raises(ValueError, match=r"weights\.folder='.*/shared': .*/shared/policy is there already"):
+        check_unused(config)
+    check_unused(dataclasses.replace(config, state_dict_key="other"))
+    first.discard()
+    check_unused(config)
+    with pytest.raises(WeightStoreError, match=r"call start\(\) first"):
+        cluster.meshes.run(first.versions())
+
+
+def test_the_transport_chooses_the_store(tmp_path):
+    assert type(make_store(WeightStore.Config(), dtype="float32", run_folder=tmp_path)) is WeightStore
+    store = make_store(WeightStore.Config(transport="files"), dtype="bfloat16", run_folder=tmp_path)
+    assert isinstance(store, FileWeightStore)
+    assert (store.folder, store.dtype) == (tmp_path / "weights" / "policy", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"folder": "/shared/weights"}, "folder='/shared/weights' has no effect with transport='torchstore'"),
+        ({"folder": "weights", "transport": "files"}, "folder='weights' must be an absolute path"),
+        ({"state_dict_key": "a/b"}, "state_dict_key='a/b' must be a name"),
+    ],
+)
+def test_settings_without_effect_or_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WeightStore.Config(**settings)
