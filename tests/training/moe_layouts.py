@@ -63,6 +63,9 @@ LAYOUTS = {
     "fsdp2_tp2": (4, ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)),
     "ddp2_tp2": (4, ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=2)),
     "cp2_tp2": (4, ParallelismConfig(context_parallel_degree=2, tensor_parallel_degree=2)),
+    "hsdp2x2": (4, ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)),
+    "fsdp2_cp2": (4, ParallelismConfig(data_parallel_shard_degree=2, context_parallel_degree=2)),
+    "ddp2_cp2": (4, ParallelismConfig(data_parallel_replicate_degree=2, context_parallel_degree=2)),
     "cp2_ep2_etp2": (
         4,
         ParallelismConfig(
@@ -74,7 +77,7 @@ LAYOUTS = {
     ),
 }
 """Number of processes and degrees, by name."""
-SLOW = ("fsdp2_tp2", "ddp2_tp2", "cp2_tp2", "cp2_ep2_etp2")
+SLOW = ("fsdp2_tp2", "ddp2_tp2", "cp2_tp2", "hsdp2x2", "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_etp2")
 
 BIAS_RATE = 0.01
 

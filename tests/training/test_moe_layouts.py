@@ -131,6 +131,9 @@ def test_ranks_keep_their_share_of_the_experts(measured, layout):
     if layout == "fsdp2_ep2":
         # Each pair of ranks splits three experts into two and one.
         assert kept == [EXPERTS // 3, EXPERTS // 3, EXPERTS // 6, EXPERTS // 6]
+    elif layout == "fsdp2_cp2":
+        # Six experts over four ranks, two to each as far as they go.
+        assert kept == [EXPERTS // 3, EXPERTS // 3, EXPERTS // 3, 0]
     else:
         assert kept == [EXPERTS // ways] * size
 
