@@ -24,6 +24,7 @@ from monarch.actor import ProcMesh
 from torch import Tensor
 
 from rl.distributed.first_rank import on_first_rank
+from rl.distributed.process_group import awaiting
 from rl.distributed.shards import unwrapped
 from rl.training.checkpoint import read_tensors, saved_names, write_tensors
 from rl.weights.errors import (
@@ -95,12 +96,19 @@ class FileWeightStore(WeightStore):
                 for part in parts_of(state_dict)
             }
             group = self._all_ranks()
-            on_first_rank(lambda _: self._claim(version), None, group=group)
-            sums = write_tensors(partial, sent, staged=None, group=group)
+            try:
+                with awaiting(f"push of version {version}"):
+                    on_first_rank(lambda _: self._claim(version), None, group=group)
+                    sums = write_tensors(partial, sent, staged=None, group=group)
+            except OSError as error:
+                raise WeightStoreError(
+                    f"weight store: version {version} was not written to {partial}: {error}"
+                ) from error
         return sum(written.num_bytes for written in sums.values())
 
     async def announce(self, version: int) -> int:
         """As `WeightStore.announce`: the folder gets its name."""
+        self._check_started()
         partial = self._partial(version)
         if self._announced(version).is_dir():
             raise VersionExistsError(f"version {version} is already announced")

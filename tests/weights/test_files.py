@@ -1,6 +1,8 @@
 """Weights through files: the claims of test_store.py that depend on the transport."""
 
+import asyncio
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from rl.weights.errors import (
 )
 from rl.weights.files import FileWeightStore, check_unused, make_store
 from rl.weights.store import WeightStore
+from tests.support.distributed import run_ranks
+from tests.support.forked import limit_files
 from tests.support.weight_actors import UnevenNet, build_qwen3
 from tests.weights.test_store import assert_same_bits, expected
 
@@ -154,6 +158,26 @@ def test_files_of_another_run_are_neither_used_nor_removed(cluster, tmp_path):
     check_unused(config)
     with pytest.raises(WeightStoreError, match=r"call start\(\) first"):
         cluster.meshes.run(first.versions())
+
+
+def push_on_a_full_disk(folder):
+    store = FileWeightStore(config=FileWeightStore.Config(), folder=folder)
+    asyncio.run(store.start(None))
+    limit_files(100)
+    try:
+        asyncio.run(store.push(version=1, state_dict={"w": torch.ones(1000)}))
+    except WeightStoreError as error:
+        store.discard()
+        return str(error)
+    return "nothing raised"
+
+
+def test_a_full_disk_is_an_error_that_names_version_and_folder(tmp_path):
+    (error,) = run_ranks(push_on_a_full_disk, 1, tmp_path, timeout_s=50)
+    partial = tmp_path / "policy" / "v1.not-announced"
+    assert error.startswith(f"weight store: version 1 was not written to {partial}: ")
+    assert os.strerror(27) in error  # File too large, as this full disk says
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_transport_chooses_the_store(tmp_path):
