@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+import logging
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorGroup
+from actors.calls import Group
+from actors.canary import LogprobCanary
 from losses.types import Loss
+from rl.errors import RunError
 from rl.training.config import Dtype
 from rl.types import (
+    BoxSum,
     Completion,
     ForwardBackwardResult,
     LoopPosition,
     OptimParams,
     OptimStepResult,
-    PublishResult,
-    PushResult,
     Rollout,
     SamplingParams,
     Score,
+    ServeResult,
     TrainingSample,
 )
+from rl.weights.canary import check_sums
 from rl.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
 
 
 class ActorLearner:
     """A `Learner` over the ranks of a `PolicyTrainer`."""
 
-    def __init__(self, trainer: ActorGroup) -> None:
+    def __init__(self, trainer: Group) -> None:
         self.trainer = trainer
 
     async def forward_backward(
@@ -72,41 +80,113 @@ class ActorLearner:
 class ActorSampler:
     """A `Sampler` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
 
-    def __init__(self, generator: ActorGroup) -> None:
+    def __init__(self, generator: Group) -> None:
         self.generator = generator
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        answers = await self.generator.call("generate", list(prompts), sampling, limit="generate_s")
+        """As `Sampler.generate`; a generator has one place for all sessions."""
+        call_id = uuid.uuid4().hex
+        try:
+            answers = await self.generator.call(
+                "generate", list(prompts), sampling, call_id, limit="generate_s"
+            )
+        except asyncio.CancelledError:
+            # Nobody waits for this either: what it cannot end goes on for nobody, until it is done.
+            ending = asyncio.create_task(self._end(call_id))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+            raise
         return answers[0]
+
+    async def _end(self, call_id: str) -> None:
+        try:
+            await self.generator.call("abort", [call_id], limit="close_s")
+        except RunError as error:
+            logger.debug("a cancelled call to %s was not ended: %s", self.generator.name, error)
 
 
 class ActorPublisher:
-    """A `WeightPublisher`: trainer ranks push, the version is announced, the generator pulls."""
+    """A `WeightPublisher`: trainer ranks push, every generator pulls and is checked."""
 
-    def __init__(self, *, trainer: ActorGroup, generator: ActorGroup, store: WeightStore) -> None:
+    def __init__(
+        self,
+        *,
+        trainer: Group,
+        generators: Sequence[Group],
+        store: WeightStore,
+        canary: LogprobCanary | None,
+    ) -> None:
+        """`canary` None leaves it at the checksums."""
         self.trainer = trainer
-        self.generator = generator
+        self.generators = generators
         self.store = store
+        self.canary = canary
+        self._pushed: _Pushed | None = None
 
-    async def publish(self) -> PublishResult:
-        started = time.perf_counter()
-        pushes: list[PushResult] = await self.trainer.call("push_model_state_dict", limit="sync_s")
+    async def push(self) -> int:
+        # The trainer computes the canary's logprobs before whatever it is asked for next.
+        pushes, expected = await asyncio.gather(
+            self.trainer.call("push_model_state_dict", limit="sync_s"), self._expected()
+        )
         version = pushes[0].policy_version
         await self.store.announce(version)
-        pushed = time.perf_counter()
-        await self.generator.call("pull_model_state_dict", version, limit="sync_s")
-        await self.store.prune()
-        return PublishResult(
-            policy_version=version, push_s=pushed - started, pull_s=time.perf_counter() - pushed
+        self._pushed = _Pushed(
+            version=version, sums=[s for push in pushes for s in push.sums], logprobs_T=expected
         )
+        return version
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        pushed = self._pushed
+        assert pushed is not None, "nothing was pushed"
+        assert pushed.version == policy_version, f"version {pushed.version} was pushed last"
+        pulls = await asyncio.gather(
+            *(g.call("pull_model_state_dict", policy_version, limit="sync_s") for g in self.generators)
+        )
+        pulled = {
+            generator.name: [s for rank in ranks for s in rank.sums]
+            for generator, ranks in zip(self.generators, pulls, strict=True)
+        }
+        check_sums(version=policy_version, pushed=pushed.sums, pulled=pulled)
+        diff = await self._compare(pushed)
+        await self.store.prune()
+        return ServeResult(canary_diff=diff)
+
+    async def _expected(self) -> np.ndarray | None:
+        if self.canary is None:
+            return None
+        (logprobs_T,) = await ActorLearner(self.trainer).compute_logprobs([self.canary.sample])
+        return logprobs_T
+
+    async def _compare(self, pushed: _Pushed) -> float | None:
+        if self.canary is None or pushed.logprobs_T is None:
+            return None
+        answers = await asyncio.gather(
+            *(
+                g.call("compute_logprobs", [self.canary.token_ids], limit="generate_s")
+                for g in self.generators
+            )
+        )
+        found = {g.name: ranks[0][0] for g, ranks in zip(self.generators, answers, strict=True)}
+        return self.canary.check(policy_version=pushed.version, expected_T=pushed.logprobs_T, found=found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pushed:
+    """What generators are compared with."""
+
+    version: int
+    sums: list[BoxSum]
+    logprobs_T: np.ndarray | None
+    """Of the canary."""
 
 
 class ActorScorer:
     """A `Scorer` over the processes of a `RewardActor`."""
 
-    def __init__(self, reward: ActorGroup, *, num_procs: int) -> None:
+    def __init__(self, reward: Group, *, num_procs: int) -> None:
         self.reward = reward
         self.num_procs = num_procs
 

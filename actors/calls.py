@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
@@ -53,6 +53,20 @@ class ActorTimeoutError(RunError, TimeoutError):
 
 class ActorCallError(RunError):
     """An actor's endpoint raised, or its process ended."""
+
+
+class Group(Protocol):
+    """Actors of one name that are called together: an `ActorGroup`, or one that waits for its turn."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def timeouts(self) -> Timeouts: ...
+
+    async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
+        """As `ActorGroup.call`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +127,12 @@ class ActorGroup:
 def lost_rank(error: SupervisionError) -> str:
     """Which rank of a role is dead, and of what, from Monarch's report."""
     report = str(error)
-    rank = re.search(r"\{'procs': (\d+)/(\d+)\}", report)
-    who = f"rank {rank[1]} of {rank[2]}" if rank else "a rank"
+    # Where it stands on the mesh: {'procs': 1/2}, or {'hosts': 0/2, 'procs': 1/2}.
+    place = re.search(r"\{(?:'hosts': (\d+)/(\d+), )?'procs': (\d+)/(\d+)\}", report)
+    who = "a rank"
+    if place:
+        host, num_hosts, proc, num_procs = (int(number or 0) for number in place.groups())
+        who = f"rank {host * num_procs + proc} of {max(1, num_hosts) * num_procs}"
     return f"{who} is dead: {' '.join(report.split())}"
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from actors.fleet import FleetConfig, assign_gpus
-from rl.loop import SyncLoop
+from actors.fleet import FleetConfig, place_fleet, trains_on_gpu
+from rl.loop import Loop
 from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
 from rl.models.hf import HFFolder
@@ -38,13 +38,13 @@ NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
 
 
-def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Config, num_gpus: int) -> None:
+def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config, num_gpus: int) -> None:
     """Degrees, lengths and devices; `num_gpus` of this machine.
 
     Raises:
         ValueError: names the field.
     """
-    trainer = fleet.trainer
+    trainer, on_gpu = fleet.trainer, trains_on_gpu(fleet.launch, num_gpus=num_gpus)
     trainer.parallelism.__post_init__()  # A field may have been edited since.
     # First what no number of processes could mend.
     check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
@@ -54,10 +54,12 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
         activation_checkpoint=trainer.activation_checkpoint,
         compile=trainer.compile,
         world_size=trainer.num_procs,
-        device_type="cuda" if num_gpus else "cpu",
+        device_type="cuda" if on_gpu else "cpu",
     )
     trainer.check_model(model_spec)
     fleet.generator.check_model(model_spec.model)
+    if model_spec.batch_invariant:
+        check_same_arithmetic(fleet)
     max_model_len = fleet.generator.max_model_len
     if loop.sampling.max_tokens >= max_model_len:
         raise ValueError(
@@ -79,12 +81,51 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: SyncLoop.Co
             f"trainer.training.max_sequence_length={max_length} is less than "
             f"generator.max_model_len={max_model_len}: the longest sample would be refused"
         )
-    check_device(fleet.trainer.checkpoint, has_gpu=num_gpus > 0)
-    assign_gpus(
-        num_available=num_gpus,
-        num_trainer=fleet.trainer.num_procs,
-        num_generator=fleet.generator.tensor_parallel_degree,
-    )
+    check_device(fleet.trainer.checkpoint, has_gpu=on_gpu)
+    place_fleet(fleet, num_gpus=num_gpus)
+    if fleet.launch.share_gpus:
+        check_turns(fleet, loop=loop)
+
+
+def check_same_arithmetic(fleet: FleetConfig) -> None:
+    """What trainer and generator must have in common to compute the same bits.
+
+    Raises:
+        ValueError: names both fields.
+    """
+    trainer, generator = fleet.trainer, fleet.generator
+    for theirs, ours, trainers, generators in (
+        ("training.param_dtype", "dtype", trainer.training.param_dtype, generator.dtype),
+        (
+            "parallelism.tensor_parallel_degree",
+            "tensor_parallel_degree",
+            trainer.parallelism.tensor_parallel_degree,
+            generator.tensor_parallel_degree,
+        ),
+    ):
+        if trainers != generators:
+            raise ValueError(
+                f"trainer.{theirs}={trainers}, generator.{ours}={generators}: must be the same with "
+                "batch_invariant=True, as trainer and generator are to compute the same bits"
+            )
+
+
+def check_turns(fleet: FleetConfig, *, loop: Loop.Config) -> None:
+    """What trainer and generators that share their devices must be able to do.
+
+    Raises:
+        ValueError: names both fields.
+    """
+    if loop.max_policy_age > 0:
+        raise ValueError(
+            f"launch.share_gpus=True with loop.max_policy_age={loop.max_policy_age}: must be 0, as who "
+            "shares a device takes turns and cannot work at the same time; or give each its own"
+        )
+    if not fleet.generator.can_sleep:
+        raise ValueError(
+            "launch.share_gpus=True with generator.can_sleep=False: must be True, or the generator could not "
+            "leave the device to the trainer"
+        )
 
 
 def check_divisible(tensor_parallel_degree: int, *, model_spec: ModelSpec) -> None:
@@ -182,7 +223,7 @@ def _converted(
     """The trainer's model, without memory, and what changed it."""
     degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
     # A GPU is asked by its own process: this one is to hold nothing on it.
-    device = torch.device("meta" if num_gpus else "cpu")
+    device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
     try:
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from monarch.actor import ProcMesh
+
 from actors import launch
-from actors.calls import ActorGroup, Timeouts
+from actors.calls import ActorGroup, Group, Timeouts
 from actors.generator import VLLMGenerator, generator_env
+from actors.launch_config import LaunchConfig
+from actors.placement import Place, Placement, Processes, place, too_many_threads
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
+from actors.turns import Turns
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
@@ -30,6 +36,7 @@ class FleetConfig:
     generator: VLLMGenerator.Config
     reward: RewardActor.Config
     timeouts: Timeouts
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +51,9 @@ class LogSettings:
 class Fleet:
     """The actors of a run, ready to be called."""
 
-    trainer: ActorGroup
-    generator: ActorGroup
+    trainer: Group
+    generators: Sequence[Group]
+    """One a replica."""
     reward: ActorGroup
     store: WeightStore
 
@@ -64,8 +72,10 @@ async def start_fleet(
 
     After an error, and after `close_fleet`, the processes are ended by `launch.run`.
     """
-    meshes = await _spawn_meshes(config, logs)
-    await store.start(meshes["trainer"])
+    placement = place_fleet(config, num_gpus=num_gpus())
+    _warn_of_threads(config, placement)
+    meshes = await _spawn_meshes(config, placement, logs)
+    await store.start(meshes[placement.trainer.role])
 
     def group(role: str, actor: type, **arguments: Any) -> ActorGroup:
         spawned = meshes[role].spawn(role, actor, **arguments)
@@ -74,29 +84,48 @@ async def start_fleet(
 
     fleet = Fleet(
         trainer=group(
-            "trainer",
+            placement.trainer.role,
             config.trainer.owner,
             config=config.trainer,
             model_spec=model_spec,
             store=store,
             failure_folder=str(failure_folder),
         ),
-        generator=group(
-            "generator",
-            config.generator.owner,
-            config=config.generator,
-            model_spec=model_spec,
-            store=store,
+        generators=tuple(
+            group(
+                replica.role,
+                config.generator.owner,
+                config=config.generator,
+                model_spec=model_spec,
+                store=store,
+            )
+            for replica in placement.generators
         ),
-        reward=group("reward", config.reward.owner, config=config.reward, rubric=rubric),
+        reward=group(placement.reward.role, config.reward.owner, config=config.reward, rubric=rubric),
         store=store,
     )
+    if config.launch.share_gpus:
+        return await _set_up_in_turns(config, fleet, hf_assets_path)
+    groups = (fleet.trainer, *fleet.generators)
     await asyncio.gather(
-        fleet.trainer.call("setup", hf_assets_path, limit="setup_s"),
-        fleet.generator.call("setup", hf_assets_path, limit="setup_s"),
         fleet.reward.call("setup", limit="setup_s"),
+        *(group.call("setup", hf_assets_path, limit="setup_s") for group in groups),
     )
     return fleet
+
+
+async def _set_up_in_turns(config: FleetConfig, fleet: Fleet, hf_assets_path: str) -> Fleet:
+    """Trainer and generators that share devices, each set up while the other holds nothing."""
+    trainer, generators = fleet.trainer, fleet.generators
+    await fleet.reward.call("setup", limit="setup_s")
+    await trainer.call("check_sharing", config.generator.gpu_memory_utilization, limit="setup_s")
+    await trainer.call("setup", hf_assets_path, limit="setup_s")
+    await trainer.call("sleep", limit="setup_s")
+    for call in (("setup", hf_assets_path), ("sleep",)):
+        await asyncio.gather(*(generator.call(*call, limit="setup_s") for generator in generators))
+    await trainer.call("wake", limit="setup_s")
+    turns = Turns(trainer=trainer, generators=generators)
+    return replace(fleet, trainer=turns.trainer, generators=turns.generators)
 
 
 async def close_fleet(fleet: Fleet) -> None:
@@ -104,47 +133,55 @@ async def close_fleet(fleet: Fleet) -> None:
 
     What fails here is logged: the run's results are complete.
     """
-    groups = (fleet.trainer, fleet.generator, fleet.reward)
+    groups = (fleet.trainer, *fleet.generators, fleet.reward)
     ends = [*(group.call("close", limit="close_s") for group in groups), fleet.store.stop()]
     for problem in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(problem, Exception):
             logger.warning("not a clean end, its processes are killed: %s", problem)
 
 
-async def _spawn_meshes(config: FleetConfig, logs: LogSettings) -> dict[str, Any]:
-    """A process mesh for each role, with its environment and its logs settled."""
-    trainer_gpus, generator_gpus = assign_gpus(
-        num_available=num_gpus(),
-        num_trainer=config.trainer.num_procs,
-        num_generator=config.generator.tensor_parallel_degree,
+async def _spawn_meshes(config: FleetConfig, placement: Placement, logs: LogSettings) -> dict[str, ProcMesh]:
+    """A process mesh for each role, by its name, with its environment and its logs settled."""
+    hosts = await launch.start_hosts(config.launch, placement)
+
+    async def spawn(at: Place, env: dict[str, str]) -> ProcMesh:
+        mesh = await launch.spawn_role(
+            at.role,
+            num_procs=at.procs_per_host,
+            threads=at.threads,
+            gpus=at.gpus,
+            env=QUIET_ENVIRONMENT | env,
+            host=None if at.hosts is None else hosts[at.hosts],
+            python=None if at.hosts is None else config.launch.python,
+        )
+        await launch.setup_logs(mesh, folder=logs.folder, console_level=logs.console_level)
+        if at is not placement.reward:
+            await launch.setup_process_group_env(mesh)
+        return mesh
+
+    of_generator = generator_env(config.generator)
+    meshes = await asyncio.gather(
+        *(spawn(at, of_generator if at in placement.generators else {}) for at in placement.all)
     )
-    trainer, generator, reward = await asyncio.gather(
-        launch.spawn_role(
-            "trainer",
-            num_procs=config.trainer.num_procs,
-            threads=config.trainer.num_threads,
-            gpus=trainer_gpus,
-            env=QUIET_ENVIRONMENT,
-        ),
-        launch.spawn_role(
-            "generator",
-            num_procs=config.generator.tensor_parallel_degree,
-            threads=config.generator.num_threads,
-            gpus=generator_gpus,
-            env=QUIET_ENVIRONMENT | generator_env(config.generator),
-        ),
-        launch.spawn_role("reward", num_procs=config.reward.num_procs, threads=1, env=QUIET_ENVIRONMENT),
+    return {at.role: mesh for at, mesh in zip(placement.all, meshes, strict=True)}
+
+
+def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:
+    """Where every role of the fleet runs; `num_gpus` of this machine.
+
+    Raises:
+        ValueError: names the fields that do not fit together, what is needed and what there is.
+    """
+    config.launch.check()
+    processes = Processes(
+        trainer=config.trainer.num_procs,
+        trainer_threads=config.trainer.num_threads,
+        num_replicas=config.generator.num_replicas,
+        tensor_parallel_degree=config.generator.tensor_parallel_degree,
+        generator_threads=config.generator.num_threads,
+        reward=config.reward.num_procs,
     )
-    meshes = {"trainer": trainer, "generator": generator, "reward": reward}
-    await asyncio.gather(
-        *(
-            launch.setup_logs(mesh, folder=logs.folder, console_level=logs.console_level)
-            for mesh in meshes.values()
-        ),
-        launch.setup_process_group_env(trainer),
-        launch.setup_process_group_env(generator),
-    )
-    return meshes
+    return place(config.launch, processes, num_gpus=num_gpus)
 
 
 def num_gpus() -> int:
@@ -154,21 +191,14 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def assign_gpus(
-    *, num_available: int, num_trainer: int, num_generator: int
-) -> tuple[Sequence[int] | None, Sequence[int] | None]:
-    """Devices of trainer and generator: the first for the trainer, the next for the generator.
+def trains_on_gpu(launch_config: LaunchConfig, *, num_gpus: int) -> bool:
+    """Whether the trainer's hosts have GPUs; `num_gpus` of this machine."""
+    return launch_config.gpus_per_host != 0 if launch_config.on_cluster else num_gpus > 0
 
-    None for both on a machine without GPUs.
 
-    Raises:
-        ValueError: there are some, but fewer than the two need.
-    """
-    if num_available == 0:
-        return None, None
-    if num_available < num_trainer + num_generator:
-        raise ValueError(
-            f"trainer.num_procs={num_trainer} and generator.tensor_parallel_degree={num_generator} need "
-            f"{num_trainer + num_generator} GPUs, this machine has {num_available}"
-        )
-    return range(num_trainer), range(num_trainer, num_trainer + num_generator)
+def _warn_of_threads(config: FleetConfig, placement: Placement) -> None:
+    if config.launch.on_cluster:
+        return
+    warning = too_many_threads(placement, num_cores=len(os.sched_getaffinity(0)))
+    if warning is not None:
+        logger.warning("%s", warning)

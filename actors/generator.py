@@ -20,7 +20,7 @@ from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
 from rl.types import Completion, PullResult, SamplingParams
-from rl.weights.store import WeightStore
+from rl.weights.store import Transfer, WeightStore
 
 
 class VLLMGenerator(Actor, Configurable):
@@ -28,7 +28,15 @@ class VLLMGenerator(Actor, Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratorEngine.Config):
-        """The engine's settings."""
+        """The engine's settings, and how many engines there are."""
+
+        num_replicas: int = 1
+        """Generators, each with processes, devices and a copy of the weights of its own."""
+
+        def __post_init__(self) -> None:
+            GeneratorEngine.Config.__post_init__(self)
+            if self.num_replicas < 1:
+                raise ValueError(f"generator.num_replicas={self.num_replicas}: must be at least 1")
 
     def __init__(self, *, config: Config, model_spec: ModelSpec, store: WeightStore) -> None:
         """`model_spec` says what family the model is of; its sizes come from the served folder."""
@@ -52,24 +60,57 @@ class VLLMGenerator(Actor, Configurable):
 
     @concurrent_endpoint
     async def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        call_id: str = "",
+        begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """Completions of each prompt, in order; calls overlap. Ranks other than 0 answer nothing."""
-        return await self._running().generate(prompts, sampling=sampling)
+        """Completions of each prompt, in order; calls overlap. Ranks other than 0 answer nothing.
+
+        A call that its caller gives up goes on here until `abort` of its `call_id` ends it.
+        """
+        return await self._running().generate(prompts, sampling=sampling, call_id=call_id, begun=begun)
+
+    @concurrent_endpoint
+    async def abort(self, call_ids: Sequence[str] | None = None) -> int:
+        """End the completions of these calls, of all when None, as they are: their `generate` returns.
+
+        How many there were, from rank 0; elsewhere 0.
+        """
+        return await self._running().abort(call_ids)
+
+    @concurrent_endpoint
+    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """[T] float32 nats for each sequence, entry 0 is 0; beside running requests, which go on."""
+        return await self._running().compute_logprobs(sequences)
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, version: int) -> PullResult:
-        """Take this version's weights from the store, in place, when no request is running.
+        """Take this version's weights from the store, in place, between two engine steps.
 
-        The time includes the wait for running requests.
+        What becomes of running requests is `on_update`'s choice; under "drain" the time includes the
+        wait for them.
         """
         started = time.perf_counter()
 
+        received: list[Transfer] = []
+
         async def pull(state_dict: dict[str, Tensor]) -> None:
-            await self.store.pull(version=version, state_dict=state_dict)
+            received.append(await self.store.pull(version=version, state_dict=state_dict))
 
         await self._running().update_weights(pull, version=version)
-        return PullResult(policy_version=version, time_s=time.perf_counter() - started)
+        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received[0].sums)
+
+    @concurrent_endpoint
+    async def sleep(self) -> None:
+        """Give back the memory of weights and cache until `wake`, after running requests have ended."""
+        await self._running().sleep()
+
+    @concurrent_endpoint
+    async def wake(self) -> None:
+        """Take the memory again; a version must be pulled before anything is generated."""
+        await self._running().wake()
 
     @endpoint
     async def close(self) -> None:

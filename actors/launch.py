@@ -14,26 +14,26 @@ killed, the kernel kills the actor processes (Monarch sets their parent-death si
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import random
 import signal
 import socket
 import sys
 import time
-import uuid
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, current_rank, endpoint, this_host
+from monarch.actor import HostMesh, MeshFailure, ProcMesh, this_host
 
+from actors import hosts
 from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
+from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
+from actors.launch_config import LaunchConfig
+from actors.members import MEMBER_NAME, Member, import_torch, process_env, process_group_envs
+from actors.placement import Placement
 from actors.processes import (
     ProcessId,
     carrying_environment,
@@ -44,7 +44,6 @@ from actors.processes import (
     remove_unmapped,
     with_descendants,
 )
-from rl.observability.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -53,39 +52,7 @@ T = TypeVar("T")
 SPAWN_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 KILL_GRACE_S = 5.0
-_MEMBER_NAME = "relay_member"
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ProcessInfo:
-    """One process of a role, as it describes itself."""
-
-    rank: int
-    pid: int
-    hostname: str
-
-
-class _Member(Actor):
-    """Sits in every process of a role and settles its environment."""
-
-    @endpoint
-    async def info(self) -> _ProcessInfo:
-        return _ProcessInfo(rank=current_rank().rank, pid=os.getpid(), hostname=socket.gethostname())
-
-    @endpoint
-    async def listen_address(self, one_host: bool) -> tuple[str, int]:
-        """Where this process can be reached by its group: an address and a free port."""
-        address = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
-        return address, free_port()
-
-    @endpoint
-    async def set_up_logs(self, role: str, folder: Path, console_level: str) -> None:
-        setup_logging(role, rank=current_rank().rank, folder=folder, console_level=console_level)
-
-    @endpoint
-    async def set_env(self, env_of_rank: Sequence[Mapping[str, str]]) -> None:
-        os.environ.update(env_of_rank[current_rank().rank])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -93,17 +60,25 @@ class _Role:
     name: str
     mesh: ProcMesh
     members: Any
-    """Actor mesh of `_Member`."""
+    """Actor mesh of `Member`."""
     hostnames: list[str] = field(default_factory=list)
     """Of its processes, by rank."""
     local_processes: dict[int, ProcessId] = field(default_factory=dict)
     """Those on this host, by rank."""
 
 
-_RUN = uuid.uuid4().hex
-"""In the environment of every process that this controller's roles start."""
 _roles: list[_Role] = []
 _num_stopping = 0
+
+
+async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str, HostMesh]:
+    """The hosts of a run, by the name of their group; called before any role is spawned.
+
+    Raises:
+        ActorCallError: there are none to be had; carries what the scheduler said.
+    """
+    settle_monarch(_on_fault)
+    return await hosts.start_hosts(launch, placement)
 
 
 async def spawn_role(
@@ -114,6 +89,7 @@ async def spawn_role(
     threads: int = 1,
     gpus: Sequence[int] | None = None,
     host: HostMesh | None = None,
+    python: str | None = None,
     timeout_s: float = SPAWN_TIMEOUT_S,
 ) -> ProcMesh:
     """Start the processes of one role and wait until all of them answer.
@@ -126,7 +102,8 @@ async def spawn_role(
             machine slow each other down.
         gpus: the devices of the role, visible to all its processes; a process takes the one at
             its LOCAL_RANK. None leaves visibility as it is.
-        host: this machine when None.
+        host: one or more hosts; this machine when None.
+        python: path of the Python there; this process's when None.
 
     Raises:
         ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
@@ -137,15 +114,15 @@ async def spawn_role(
         raise ValueError(f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1")
     if gpus is not None and len(gpus) < num_procs:
         raise ValueError(f"role {role!r}: gpus={list(gpus)} are fewer than num_procs={num_procs}")
-    _settle_monarch()
-    with _quiet_client_start():
+    settle_monarch(_on_fault)
+    with quiet_client_start():
         host = host or this_host()
-    process_env = _process_env(role, threads, gpus) | dict(env or {})
-    command = BootstrapCommand(sys.executable, None, ["-m", "actors.process_main"], process_env)
+    settled = process_env(role, threads, gpus) | dict(env or {})
+    command = BootstrapCommand(python or sys.executable, None, ["-m", "actors.process_main"], settled)
     mesh = host.spawn_procs(
-        per_host={"procs": num_procs}, name=role, bootstrap=_import_torch, bootstrap_command=command
+        per_host={"procs": num_procs}, name=role, bootstrap=import_torch, bootstrap_command=command
     )
-    state = _Role(name=role, mesh=mesh, members=mesh.spawn(_MEMBER_NAME, _Member))
+    state = _Role(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
     _roles.append(state)
     infos = await _within(
         timeout_s, state.members.info.call(), f"starting role {role!r} ({num_procs} processes a host)"
@@ -180,17 +157,7 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
         first.listen_address.call_one(len(set(hostnames)) == 1),
         f"finding a free port for role {role.name!r}",
     )
-    envs = [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(hostnames)),
-            "LOCAL_RANK": str(hostnames[:rank].count(hostname)),
-            "LOCAL_WORLD_SIZE": str(hostnames.count(hostname)),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-        }
-        for rank, hostname in enumerate(hostnames)
-    ]
+    envs = process_group_envs(hostnames, address=address, port=port)
     await _within(
         timeout_s, role.members.set_env.call(envs), f"setting the process group of role {role.name!r}"
     )
@@ -241,14 +208,15 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
 
 
 async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """`stop` for every role that is left, at once, and the end of every process they left behind.
+    """`stop` for every role that is left, at once, and the end of the hosts and of every process left behind.
 
     Those may be children of a process that had died before, or a role that never came up.
     """
     results = await asyncio.gather(
         *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
     )
-    strays = carrying_environment("RELAY_RUN", _RUN)
+    await hosts.end_hosts()
+    strays = carrying_environment(RUN_VARIABLE, RUN)
     for process in strays:
         kill(process)
     for result in results:
@@ -291,42 +259,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def free_port() -> int:
-    """A port that nothing on this host listens on, below the range that the system hands out.
-
-    Ports of that range may be taken by any outgoing connection between this call and the use.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-
-
-def _import_torch() -> None:
-    """Once, before there are actors: Monarch unpickles on several threads, which race to import it.
-
-    Not in `process_main`: Monarch gives up on a process that is not up within 30 s, and on a busy
-    machine or a network file system this import alone may take that long.
-    """
-    import torch  # noqa: F401
-
-
-def _process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str, str]:
-    # What the controller can import, its actors can: also modules beside a user's script.
-    paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
-    outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
-    env = {
-        "RELAY_ROLE": role,
-        "RELAY_RUN": _RUN,
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(outside),
-    }
-    if gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return env
-
-
 def _role_of(mesh: ProcMesh) -> _Role:
     for role in _roles:
         if role.mesh is mesh:
@@ -363,33 +295,8 @@ async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
         await asyncio.sleep(0.02)
 
 
-def _settle_monarch() -> None:
-    """Keep Monarch from interrupting the controller when an actor dies, and from editing log records.
-
-    Its default ends the main thread by KeyboardInterrupt. Whoever waits for that actor gets an
-    error anyway, and every wait has a deadline, so the controller can decide.
-    """
-    monarch.actor.unhandled_fault_hook = _on_fault
-    monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
-
-
 def _on_fault(failure: MeshFailure) -> None:
     # Each process that ends fails these as well, beside the actors that somebody asked for.
-    is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{_MEMBER_NAME}-"))
+    is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
     level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.ERROR
     logger.log(level, "actor failure: %s", failure.report())
-
-
-@contextlib.contextmanager
-def _quiet_client_start() -> Iterator[None]:
-    """Drop the line that Monarch writes to stderr when its client starts, and only then."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)

@@ -1,25 +1,38 @@
 """The policy trainer: endpoints over the training engine, one actor a rank.
 
+The engine computes in a thread of its own, call after call in the order in which the controller
+made them: so the same on every rank, as their collectives need it. Meanwhile the actor answers,
+and pushes weights. Only what changes weights waits for a push that is going on.
+
 Extend it by subclassing: a subclass with its own `Config(PolicyTrainer.Config)` is what a
 run spawns when its root config holds one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
-from monarch.actor import Actor, current_rank, endpoint
+import torch
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+from torch import Tensor
 
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
+from rl.training.sleep import TrainerSleep, check_this_device
 from rl.types import (
     ForwardBackwardResult,
     LoopPosition,
@@ -28,9 +41,49 @@ from rl.types import (
     PushResult,
     TrainingSample,
 )
-from rl.weights.store import WeightStore
+from rl.weights.errors import WeightTimeoutError
+from rl.weights.store import Transfer, WeightStore
+from rl.worker_thread import WorkerThread
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 10.0
+
+
+class PushGate:
+    """Keeps the weights from changing while pushes read them. Used from several threads."""
+
+    def __init__(self, *, timeout_s: float, margin_s: float = 10.0) -> None:
+        """`timeout_s` is how long one push may take: its own deadline, before that of who waits for it."""
+        self._timeout_s = timeout_s
+        self._margin_s = margin_s
+        self._num_pushes = 0
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        with self._changed:
+            self._num_pushes += 1
+
+    def end(self) -> None:
+        with self._changed:
+            self._num_pushes -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until no push is going on.
+
+        Raises:
+            WeightTimeoutError: that takes longer than a push may.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
+            ):
+                raise WeightTimeoutError(
+                    f"the weights cannot change: a push of them did not end within {self._timeout_s:g} s"
+                )
 
 
 class PolicyTrainer(Actor, Configurable):
@@ -53,14 +106,20 @@ class PolicyTrainer(Actor, Configurable):
         self, *, config: Config, model_spec: ModelSpec, store: WeightStore, failure_folder: str
     ) -> None:
         """`failure_folder` receives the batch on which a loss was not finite."""
-        use_threads(config.num_threads)
+        use_threads(1)  # This is not the thread that computes.
         self.config = config
         self.model_spec = model_spec
         self.store = store
         self.failure_folder = failure_folder
+        self._thread = WorkerThread("training-engine")
+        self._gate = PushGate(timeout_s=store.config.timeout_s)
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
+        if self.model_spec.batch_invariant and torch.cuda.is_available():
+            from actors.vllm.invariant_gpu import use_vllms_kernels
+
+            use_vllms_kernels()
         return TrainingEngine(
             config=self.config,
             model_spec=self.model_spec,
@@ -68,30 +127,36 @@ class PolicyTrainer(Actor, Configurable):
             failure_folder=self.failure_folder,
         )
 
+    @property
+    def engine(self) -> TrainingEngine:
+        """Raises RuntimeError while the trainer sleeps: its tensors have no memory then."""
+        if self._turns.asleep:
+            raise RuntimeError("the trainer is asleep: call wake first")
+        return self._turns.engine
+
     @endpoint
     async def setup(self, hf_assets_path: str) -> None:
         """Make the engine from a Hugging Face folder."""
-        self.engine = self.make_engine(hf_assets_path)
-        num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
-        logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
+        await self._compute(self._setup, hf_assets_path)
 
-    @endpoint
+    @concurrent_endpoint
     async def forward_backward(
         self, samples: Sequence[TrainingSample], loss: Loss | None = None
     ) -> ForwardBackwardResult:
-        return self.engine.forward_backward(samples, loss=loss)
+        return await self._compute(partial(self.engine.forward_backward, loss=loss), samples)
 
-    @endpoint
+    @concurrent_endpoint
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        return self.engine.optim_step(params)
+        return await self._change_weights(self.engine.optim_step, params)
 
-    @endpoint
+    @concurrent_endpoint
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Rank 0 answers; the others take part and answer nothing."""
-        logprobs = self.engine.compute_logprobs(samples)
-        return logprobs if current_rank().rank == 0 else []
+        rank = current_rank().rank
+        logprobs = await self._compute(self.engine.compute_logprobs, samples)
+        return logprobs if rank == 0 else []
 
-    @endpoint
+    @concurrent_endpoint
     async def save_checkpoint(
         self,
         folder: str,
@@ -99,37 +164,118 @@ class PolicyTrainer(Actor, Configurable):
         model_only: bool = False,
         wait: bool = True,
     ) -> None:
-        self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait)
+        save = partial(self.engine.save_checkpoint, position=position, model_only=model_only, wait=wait)
+        await self._compute(save, folder)
 
-    @endpoint
+    @concurrent_endpoint
     async def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
-        self.engine.checkpointer.wait()
+        await self._compute(self.engine.checkpointer.wait)
 
-    @endpoint
+    @concurrent_endpoint
     async def load_checkpoint(self, folder: str, model_only: bool = False) -> int:
-        return self.engine.load_checkpoint(folder, model_only=model_only)
+        return await self._change_weights(partial(self.engine.load_checkpoint, model_only=model_only), folder)
 
-    @endpoint
+    @concurrent_endpoint
     async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
-        self.engine.export_hf(folder, dtype=dtype)
+        await self._compute(partial(self.engine.export_hf, dtype=dtype), folder)
 
-    @endpoint
+    @concurrent_endpoint
     async def save_adapter(self, folder: str) -> None:
-        self.engine.save_adapter(folder)
+        await self._compute(self.engine.save_adapter, folder)
 
-    @endpoint
+    @concurrent_endpoint
     async def push_model_state_dict(self) -> PushResult:
-        """Put this rank's shards into the store under the current version; not yet announced."""
-        started = time.perf_counter()
-        version = self.engine.policy_version
-        num_bytes = await self.store.push(
-            version=version,
-            state_dict=self.engine.model_state_dict(),
-            buffer_names=self.engine.buffer_names(),
-        )
-        return PushResult(policy_version=version, num_bytes=num_bytes, time_s=time.perf_counter() - started)
+        """Put this rank's shards into the store under the current version; not yet announced.
 
-    @endpoint
+        The engine computes on meanwhile. Calls that change weights, made later, wait.
+        """
+        started = time.perf_counter()
+        if self.store.is_collective:
+            version, sent = await self._compute(self._push_here)
+        else:
+            version, state_dict, buffer_names = await self._compute(self._begin_push)
+            try:
+                sent = await self.store.push(
+                    version=version, state_dict=state_dict, buffer_names=buffer_names
+                )
+            finally:
+                self._gate.end()
+        return PushResult(
+            policy_version=version,
+            num_bytes=sent.num_bytes,
+            time_s=time.perf_counter() - started,
+            sums=sent.sums,
+        )
+
+    @concurrent_endpoint
+    async def check_sharing(self, generator_fraction: float) -> None:
+        """Before `setup`, where generators have the same GPU by turns: whether there is memory for both.
+
+        Raises:
+            ValueError: says what is needed, and which field to lower.
+        """
+        check = partial(
+            check_this_device,
+            world=World.from_env(),
+            generator_fraction=generator_fraction,
+            ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+        await self._compute(check, self.config, self.model_spec)
+
+    @concurrent_endpoint
+    async def sleep(self, keep_weights: bool = False) -> int:
+        """Leave the device to somebody else; until `wake`, every other endpoint but `close` raises.
+
+        Returns:
+            Bytes that this rank freed there.
+
+        Raises:
+            ValueError: a gradient is accumulated.
+        """
+        return await self._change_weights(partial(self._turns.sleep, keep_weights=keep_weights))
+
+    @concurrent_endpoint
+    async def wake(self) -> int:
+        """Come back, bit for bit; returns the bytes that this rank moved."""
+        return await self._compute(self._turns.wake)
+
+    @concurrent_endpoint
     async def close(self) -> None:
-        self.engine.close()
+        await self._compute(self._turns.engine.close)
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        # A thread that is still computing when the interpreter ends would abort the process.
+        if not await asyncio.to_thread(self._thread.stop, timeout_s=STOP_TIMEOUT_S):
+            logger.warning("the engine's thread was still busy %g s after the end", STOP_TIMEOUT_S)
+
+    async def _compute(self, function: Callable[..., T], *args: object) -> T:
+        """In the engine's thread, after all that was asked for before."""
+        return await self._thread.run(function, *args)
+
+    async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
+        # The engine's thread waits, not this one: what is asked for next stays behind it.
+        def change() -> T:
+            self._gate.wait()
+            return function(*args)
+
+        return await self._compute(change)
+
+    def _setup(self, hf_assets_path: str) -> None:
+        use_threads(self.config.num_threads)
+        self._turns = TrainerSleep(self.make_engine(hf_assets_path))
+        num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
+        logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
+
+    def _begin_push(self) -> tuple[int, dict[str, Tensor], set[str]]:
+        """The weights as they are between two calls of the engine; collective where they are merged."""
+        state_dict = self.engine.model_state_dict()
+        self._gate.begin()
+        return self.engine.policy_version, state_dict, self.engine.buffer_names()
+
+    def _push_here(self) -> tuple[int, Transfer]:
+        """In the engine's thread, which computes nothing meanwhile."""
+        engine = self.engine
+        version, state_dict = engine.policy_version, engine.model_state_dict()
+        push = self.store.push(version=version, state_dict=state_dict, buffer_names=engine.buffer_names())
+        return version, asyncio.run(push)

@@ -1,12 +1,12 @@
-"""Samples per second of whole GRPO steps: this system against TRL's GRPOTrainer.
+"""Samples per second of whole GRPO steps: this system, synchronous and not, against TRL's GRPOTrainer.
 
     python -m benchmarks.grpo_vs_trl [--quick]
 
 Both start from the same seeded weights, see the same prompts, draw 16 prompts x 8 samples a
 step with the same token limit, and train on all of them in float32 on the same number of
-threads. Each measurement is a process of its own; the two take turns. A step is everything:
-generation, reward, training and, here, the weights' way to the generator. The last line is a
-JSON object.
+threads; asynchronous, trainer and generator have half of them each. Each measurement is a process of
+its own; the sides take turns. A step is everything: generation, reward, training and, here, the weights'
+way to the generator. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import in_process_of_its_own
+
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
 NUM_WARMUP_STEPS = 3
 """Not measured: the first steps allocate and compile."""
-WORKER_TIMEOUT_S = 600
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
@@ -35,28 +33,28 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short repeat of each")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="new tokens at most")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--worker", choices=tuple(WORKERS), help=argparse.SUPPRESS)
-    parser.add_argument("--assets", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        print(json.dumps(WORKERS[args.worker](args.assets, args.tokens[0], args.steps, args.threads)))
-        return
     steps, repeats = (4, 1) if args.quick else (12, 3)
     figures = compare(args.tokens, steps=steps, repeats=repeats, threads=args.threads)
     print(json.dumps(figures))
 
 
 def compare(token_limits: list[int], *, steps: int, repeats: int, threads: int) -> dict[str, Any]:
-    """Medians over repeats of each repeat's median step, for each token limit."""
+    """Medians over repeats of each repeat's mean step, for each token limit."""
     with tempfile.TemporaryDirectory() as folder:
         assets = _make_assets(Path(folder) / "model")
         by_limit = {}
         for tokens in token_limits:
-            samples_per_s: dict[str, list[float]] = {name: [] for name in WORKERS}
+            samples_per_s: dict[str, list[float]] = {name: [] for name in SIDES}
             for repeat in range(repeats):
-                for name in WORKERS:
-                    measured = _measure(name, assets=assets, tokens=tokens, steps=steps, threads=threads)
+                for name, run in SIDES.items():
+                    arguments = {
+                        "assets": str(assets),
+                        "tokens": tokens,
+                        "steps": steps,
+                        "num_threads": threads,
+                    }
+                    measured = in_process_of_its_own(run, threads=threads, **arguments)
                     samples_per_s[name].append(measured["samples_per_s"])
                     print(
                         f"{tokens} tokens, repeat {repeat + 1}: {name} {measured['samples_per_s']:.1f} "
@@ -72,7 +70,10 @@ def compare(token_limits: list[int], *, steps: int, repeats: int, threads: int) 
         "threads": threads,
         "repeats": repeats,
         "samples_per_s": by_limit,
-        "ratio": {tokens: m["relay"] / m["trl"] for tokens, m in by_limit.items()},
+        "ratio": {
+            name: {tokens: m[name] / m["trl"] for tokens, m in by_limit.items()}
+            for name in ("relay", "relay_async")
+        },
     }
 
 
@@ -83,35 +84,35 @@ def _make_assets(folder: Path) -> Path:
     return write_random_model(folder, spec=model_registry("tiny"), seed=0)
 
 
-def _measure(name: str, *, assets: Path, tokens: int, steps: int, threads: int) -> dict[str, float]:
-    arguments = ["--worker", name, "--assets", str(assets), "--tokens", str(tokens), "--steps", str(steps)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.grpo_vs_trl", *arguments, "--threads", str(threads)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=WORKER_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def _summary(step_s: list[float], tokens_mean: float) -> dict[str, float]:
-    median_s = statistics.median(step_s[NUM_WARMUP_STEPS:])
-    return {"samples_per_s": NUM_PROMPTS * NUM_SAMPLES / median_s, "tokens_mean": tokens_mean}
+    # Not the median step: asynchronous steps wait in some and not in others.
+    mean_s = statistics.mean(step_s[NUM_WARMUP_STEPS:])
+    return {"samples_per_s": NUM_PROMPTS * NUM_SAMPLES / mean_s, "tokens_mean": tokens_mean}
 
 
-def run_relay(assets: str, tokens: int, steps: int, threads: int) -> dict[str, float]:
+def run_relay(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
     """The synchronous loop with all its actors."""
     from configs.sum_digits import tiny
+
+    config = tiny()
+    config.trainer.num_threads = config.generator.num_threads = num_threads
+    return _run_relay(config, assets=assets, tokens=tokens, steps=steps)
+
+
+def run_relay_async(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
+    """Generation a step ahead of training."""
+    from configs.sum_digits import tiny_async
+
+    config = tiny_async()
+    config.trainer.num_threads = config.generator.num_threads = max(1, num_threads // 2)
+    return _run_relay(config, assets=assets, tokens=tokens, steps=steps)
+
+
+def _run_relay(config: Any, *, assets: str, tokens: int, steps: int) -> dict[str, float]:
     from rl.config.registry import ResolvedRun
     from rl.observability.metrics import read_metrics
 
-    config = tiny()
     config.hf_assets_path, config.warmup = assets, None
-    config.trainer.num_threads = config.generator.num_threads = threads
     config.loop.num_steps = steps + NUM_WARMUP_STEPS
     config.loop.num_prompts, config.loop.num_samples = NUM_PROMPTS, NUM_SAMPLES
     config.loop.sampling.max_tokens = tokens
@@ -126,7 +127,7 @@ def run_relay(assets: str, tokens: int, steps: int, threads: int) -> dict[str, f
     return _summary([r["time/step_s"] for r in records], tokens_mean)
 
 
-def run_trl(assets: str, tokens: int, steps: int, threads: int) -> dict[str, float]:
+def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
     """TRL's trainer on the same prompts, reward and settings."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -134,7 +135,7 @@ def run_trl(assets: str, tokens: int, steps: int, threads: int) -> dict[str, flo
 
     from rl.tasks.sum_digits import parse_answer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     num_steps = steps + NUM_WARMUP_STEPS
     tokenizer = AutoTokenizer.from_pretrained(assets)
     lengths: list[int] = []
@@ -211,7 +212,7 @@ def _trl_step_times(step_s: list[float]) -> Any:
     return StepTimes()
 
 
-WORKERS = {"relay": run_relay, "trl": run_trl}
+SIDES = {"relay": run_relay, "relay_async": run_relay_async, "trl": run_trl}
 
 if __name__ == "__main__":
     main()

@@ -8,10 +8,13 @@ from __future__ import annotations
 from actors.controller import Controller
 from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
+from losses.correction import ImportanceCorrection
+from losses.grpo import GRPOLoss
 from rl.distributed.mesh import ParallelismConfig
-from rl.loop import Sampling, SyncLoop
+from rl.loop import Loop
 from rl.models import qwen3_moe
 from rl.models.qwen3 import model_registry
+from rl.rollouts.settings import Sampling
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import INSTRUCTION, SumDigits
 from rl.training.config import TrainingConfig
@@ -23,6 +26,8 @@ def tiny() -> Controller.Config:
     """A model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
     return Controller.Config(
         description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
+        # Costs nothing to speak of here, and makes a run the same each time (docs/batch_invariance.md).
+        batch_invariant=True,
         model=model_registry("tiny"),
         any_model_size=True,
         task=SumDigits.Config(num_integers=2, num_eval=512, haste=0.85),
@@ -35,7 +40,7 @@ def tiny() -> Controller.Config:
         ),
         # Short prompts share cache blocks only if the blocks are short too.
         generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, block_size=32, num_threads=2),
-        loop=SyncLoop.Config(
+        loop=Loop.Config(
             num_steps=80,
             num_prompts=32,
             num_samples=8,
@@ -46,6 +51,17 @@ def tiny() -> Controller.Config:
     )
 
 
+def tiny_async() -> Controller.Config:
+    """Generation runs one step ahead of training, each on a core of its own."""
+    config = tiny()
+    config.description = "Qwen3 of 0.8M parameters on sum-digits, generation ahead of training, on a CPU"
+    config.loop.max_policy_age = 1
+    config.trainer.loss = GRPOLoss(correction=ImportanceCorrection(high=2.0))
+    config.trainer.num_threads = config.generator.num_threads = 1
+    config.generator.on_update = "keep"
+    return config
+
+
 def tiny_fsdp2() -> Controller.Config:
     """Parameters, gradients and optimizer state split over two processes."""
     return _tiny_on(ParallelismConfig(data_parallel_shard_degree=2), num_procs=2)
@@ -54,6 +70,8 @@ def tiny_fsdp2() -> Controller.Config:
 def tiny_tp2() -> Controller.Config:
     """Every layer split over two processes, in the trainer and in the generator."""
     config = _tiny_on(ParallelismConfig(tensor_parallel_degree=2), num_procs=2)
+    # It would ask for logits that are gathered, which is not how tensor parallelism is meant to be used.
+    config.batch_invariant = False
     config.generator.tensor_parallel_degree = 2
     config.generator.num_threads = 1
     return config
@@ -68,7 +86,9 @@ def tiny_ddp2() -> Controller.Config:
 
 def tiny_fsdp2_tp2() -> Controller.Config:
     """FSDP over two groups of two tensor-parallel processes; the generator on one."""
-    return _tiny_on(ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2), num_procs=4)
+    config = _tiny_on(ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2), num_procs=4)
+    config.batch_invariant = False  # Trainer and generator split sums differently.
+    return config
 
 
 def tiny_moe() -> Controller.Config:
@@ -76,6 +96,7 @@ def tiny_moe() -> Controller.Config:
     config = tiny()
     config.description = "Qwen3 MoE of 2.1M parameters on sum-digits, on a CPU"
     config.model = qwen3_moe.model_registry("tiny")
+    config.batch_invariant = False
     # Where two experts score alike to the last bits, trainer and generator may choose differently: rare,
     # but then the difference is that of two experts.
     config.loop.max_logprob_diff = 1e-3
@@ -166,7 +187,7 @@ def _qwen3(flavor: str, *, trainer: ParallelismConfig, num_procs: int, max_token
         generator=VLLMGenerator.Config(
             dtype="bfloat16", max_model_len=1024, enforce_eager=False, num_threads=8
         ),
-        loop=SyncLoop.Config(
+        loop=Loop.Config(
             num_steps=100,
             num_prompts=32,
             num_samples=8,

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from losses.correction import CorrectedTokens, ImportanceCorrection
 from losses.ops import KL_ESTIMATORS, drawn_tokens, importance_ratios, masked_sum
 from losses.types import LossInputs, LossOutput
 
@@ -32,13 +33,19 @@ class GRPOLoss:
 
     where k estimates the KL divergence from the reference policy, see `losses.ops`.
 
-    It asks for the number of valid tokens as denominator. Metrics: `ratio`, r itself, and
+    With a `correction`, r = exp(clamp(p - p_prox, -20, 20)) and min(...) is multiplied by the weight w of
+    p_prox against q, see `losses.correction`: the decoupled clipped objective of Hilton et al.
+    (arXiv:2110.00641). Of masked tokens (w = 0) the KL term is left out too; of others it is not weighted,
+    unless `kl_importance_weighted`: then by w r, which without bounds is the whole ratio of p against q.
+
+    It asks for the number of valid tokens as denominator, masked ones too. Metrics: `ratio`, r itself, and
     `clipped_fraction`, 1 where the clipped branch is the smaller one, which stops the gradient; with a
-    reference policy also `kl`, k itself.
+    reference policy also `kl`, k itself; with a correction also its metrics.
 
     Raises:
         ValueError: when made or called, if a bound is negative or `clip_low` is above 1, or `kl_coef` is
-            negative, or above 0 and there are no logprobs of a reference policy.
+            negative, or above 0 and there are no logprobs of a reference policy; or as
+            `ImportanceCorrection`.
     """
 
     uses_reference: ClassVar[bool] = True
@@ -52,8 +59,15 @@ class GRPOLoss:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = p_ref - p: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d."""
     kl_importance_weighted: bool = False
-    """Multiply the estimate by r, which makes the gradients of k1 and k3 unbiased; alone, that of k1 is 0 on
-    average."""
+    """Multiply the estimate by r, and by w where there is one: which makes the gradients of k1 and k3
+    unbiased; alone, that of k1 is 0 on average."""
+    correction: ImportanceCorrection | None = None
+    """Weighs data that another policy than the trainer's drew; None: r alone compares p with q."""
+
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether `proximal_logprobs` are read."""
+        return self.correction is not None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0:
@@ -66,18 +80,26 @@ class GRPOLoss:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         self.__post_init__()  # A field may have been edited since.
         valid_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
+        corrected = None if self.correction is None else self.correction(inputs, valid_T)
         ratios_T = importance_ratios(
-            logprobs_T=inputs.logprobs, generator_logprobs_T=inputs.generator_logprobs, valid_T=valid_T
+            logprobs_T=inputs.logprobs,
+            old_logprobs_T=inputs.generator_logprobs if corrected is None else corrected.proximal_logprobs,
+            valid_T=valid_T,
         )
         plain_T = ratios_T * inputs.advantages
         clipped_T = ratios_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * inputs.advantages
-        loss_sum = -masked_sum(torch.minimum(plain_T, clipped_T), valid_T)
+        surrogate_T = torch.minimum(plain_T, clipped_T)
+        if corrected is not None:
+            surrogate_T = corrected.weights * surrogate_T
+        loss_sum = -masked_sum(surrogate_T, valid_T)
         metric_sums = _metrics(ratios_T.detach(), clipped_T < plain_T, valid_T)
+        if corrected is not None:
+            metric_sums |= corrected.metric_sums
         kl_T = self._kl(inputs, ratios_T, valid_T)
         if kl_T is not None:
             metric_sums["kl"] = masked_sum(kl_T.detach(), valid_T)
             if self.kl_coef:
-                loss_sum = loss_sum + self.kl_coef * masked_sum(kl_T, valid_T)
+                loss_sum = loss_sum + self.kl_coef * self._kl_sum(kl_T, corrected, valid_T)
         num_tokens = valid_T.sum().float()
         return LossOutput(
             loss_sum=loss_sum, denominator=num_tokens, num_tokens=num_tokens, metric_sums=metric_sums
@@ -92,11 +114,20 @@ class GRPOLoss:
                     "reference.enable True, or the samples must bring their reference_logprobs"
                 )
             return None
-        # Where not valid both are equal, so that a NaN there reaches no gradient.
-        reference_T = torch.where(valid_T, inputs.reference_logprobs, inputs.logprobs.detach())
+        # Where not valid both are 0, so that a NaN there reaches no gradient.
+        logprobs_T = torch.where(valid_T, inputs.logprobs, 0.0)
+        reference_T = torch.where(valid_T, inputs.reference_logprobs, 0.0)
         estimate = KL_ESTIMATORS[self.kl_estimator]
-        kl_T = estimate(logprobs_T=inputs.logprobs, reference_logprobs_T=reference_T)
+        kl_T = estimate(logprobs_T=logprobs_T, reference_logprobs_T=reference_T)
         return ratios_T * kl_T if self.kl_importance_weighted else kl_T
+
+    def _kl_sum(self, kl_T: Tensor, corrected: CorrectedTokens | None, valid_T: Tensor) -> Tensor:
+        """[] over the tokens that a correction does not mask."""
+        if corrected is None:
+            return masked_sum(kl_T, valid_T)
+        if self.kl_importance_weighted:
+            kl_T = corrected.weights * kl_T
+        return masked_sum(kl_T, valid_T & (corrected.weights != 0.0))
 
 
 def _metrics(ratios_T: Tensor, is_clipped_T: Tensor, valid_T: Tensor) -> dict[str, Tensor]:

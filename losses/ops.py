@@ -14,13 +14,13 @@ def drawn_tokens(*, mask_T: Tensor, generator_logprobs_T: Tensor) -> Tensor:
     return mask_T & torch.isfinite(generator_logprobs_T)
 
 
-def importance_ratios(*, logprobs_T: Tensor, generator_logprobs_T: Tensor, valid_T: Tensor) -> Tensor:
-    """[T] exp(p - q), the log clamped to +-20 nats; 1 without gradient where not valid.
+def importance_ratios(*, logprobs_T: Tensor, old_logprobs_T: Tensor, valid_T: Tensor) -> Tensor:
+    """[T] exp(p - p_old), the log clamped to +-20 nats; 1 without gradient where not valid.
 
     Invalid tokens are replaced before the exponential, so that a NaN there reaches neither
     the value nor, as 0 * NaN, the gradient.
     """
-    log_ratios_T = torch.where(valid_T, logprobs_T - generator_logprobs_T, 0.0)
+    log_ratios_T = torch.where(valid_T, logprobs_T - old_logprobs_T, 0.0)
     return log_ratios_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -27,6 +27,9 @@ class LossInputs:
     num_sequences: int
     reference_logprobs: Tensor | None = None
     """[T] float32, nats, of the frozen reference policy, without gradient; None where there is none."""
+    proximal_logprobs: Tensor | None = None
+    """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, without
+    gradient; None: `logprobs` as they are now are those."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,14 @@ class Loss(Protocol):
     A micro-batch may hold no valid token and, on a rank that has none left, no sequence:
     then the sum, the denominator and every metric are 0 and finite.
 
-    One that reads `reference_logprobs` says so by a class attribute, `uses_reference = True`.
+    One that reads `reference_logprobs` says so by a class attribute, `uses_reference = True`; one that reads
+    `proximal_logprobs` by an attribute or a property `uses_proximal`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
+
+
+def uses_proximal_logprobs(loss: Loss) -> bool:
+    """Whether `loss` needs the logprobs from before the first optimizer step on its data, where more than
+    one step is taken on it."""
+    return bool(getattr(loss, "uses_proximal", False))

@@ -18,19 +18,23 @@ from rl.types import (
     LoopPosition,
     OptimParams,
     OptimStepResult,
-    PublishResult,
     Rollout,
     SamplingParams,
     Score,
+    ServeResult,
     TrainingSample,
 )
 
 
 class Sampler(Protocol):
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        """Completions of each prompt ([T] int32 token ids), `sampling.num_samples` each, in order."""
+        """Completions of each prompt ([T] int32 token ids), `sampling.num_samples` each, in order.
+
+        Calls overlap; one that is cancelled ends its requests. Calls of one `session` may be kept
+        together, on the sampler that has their keys and values.
+        """
         ...
 
 
@@ -72,8 +76,14 @@ class Learner(Protocol):
 
 
 class WeightPublisher(Protocol):
-    async def publish(self) -> PublishResult:
-        """Push the learner's weights and wait until every sampler serves them."""
+    """Publishing is a push and a serve; the learner may compute during both, and step after the push."""
+
+    async def push(self) -> int:
+        """Copy the learner's weights to where samplers find them; returns their policy version."""
+        ...
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        """Let every sampler draw from this version; returns when all do."""
         ...
 
 

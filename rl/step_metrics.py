@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
+import numpy as np
+
+from losses.correction import WEIGHT, WEIGHT_SQUARED, effective_sample_share
 from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
 from rl.rollouts.grading import GradedRollout, teaches_nothing
-from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
+from rl.rollouts.producer import Batch, DropReason
+from rl.step_clock import StepClock
+from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult
 
 _IN_EVERY_RESULT = ("ratio", "clipped_fraction")
 """Metrics of a loss that have fields of their own in a result, and names of their own in a step."""
@@ -24,6 +30,14 @@ class TrainedMinibatch:
     update: OptimStepResult
 
 
+def batch_metrics(batch: Batch) -> dict[str, Metric]:
+    """Of all rollouts that became known with a batch: of groups that are trained on and of dropped ones."""
+    groups = [*batch.groups, *(group for _, group in batch.dropped)]
+    reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
+    counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
+    return merge([*(group_metrics(g.graded, num_drawn=len(g.rollouts)) for g in groups), reasons, *counts])
+
+
 def group_metrics(graded_G: Sequence[GradedRollout], *, num_drawn: int) -> dict[str, Metric]:
     """Of one prompt's rollouts; of `num_drawn`, those in `graded_G` have a score."""
     return merge(
@@ -35,6 +49,11 @@ def group_metrics(graded_G: Sequence[GradedRollout], *, num_drawn: int) -> dict[
             },
         ]
     )
+
+
+def age_metrics(ages: np.ndarray) -> dict[str, Metric]:
+    """Of all trained tokens: steps between the weights that drew them and those they train."""
+    return {"age/mean": Mean(float(ages.sum()), len(ages)), "age/max": Max(int(ages.max()))}
 
 
 def _rollout_metrics(graded: GradedRollout) -> dict[str, Metric]:
@@ -52,7 +71,8 @@ def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metri
     """Of the optimizer steps of one round of rollouts, at least one."""
     # Of the first alone: later ones differ from the generator by the updates between.
     first = _mismatch_metrics(minibatches[0].gradient)
-    return merge([*map(_minibatch_metrics, minibatches), first])
+    merged = merge([*map(_minibatch_metrics, minibatches), first])
+    return merged | _effective_share(merged)
 
 
 def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
@@ -86,6 +106,15 @@ def _own_metrics(gradient: ForwardBackwardResult, *, taken: Mapping[str, Metric]
     return {f"loss/{name}": Mean(mean * num_tokens, num_tokens) for name, mean in own.items()}
 
 
+def _effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Of the importance weights of all minibatches, no mean of theirs; empty where there are no weights."""
+    weight, squared = (merged.get(f"loss/{name}") for name in (WEIGHT, WEIGHT_SQUARED))
+    if not (isinstance(weight, Mean) and isinstance(squared, Mean) and weight.count):
+        return {}
+    share = effective_sample_share(mean_weight=weight.value, mean_squared_weight=squared.value)
+    return {"loss/correction_effective_share": Last(share)}
+
+
 def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
     return {
         "logprob_diff/mean": Mean(gradient.logprob_diff_mean),
@@ -95,28 +124,26 @@ def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
 
 
 def time_metrics(
-    *,
-    groups: Sequence[Sequence[Rollout]],
-    minibatches: Sequence[TrainedMinibatch],
-    published: PublishResult,
-    laps_s: Mapping[str, float],
+    *, minibatches: Sequence[TrainedMinibatch], published: PublishResult, clock: StepClock
 ) -> Record:
     """Seconds of each part of a step, and what was done in them.
 
-    Args:
-        groups: [P][G], all that were drawn.
-        laps_s: of `generate`, `score`, `train` and `publish`, which together are the step.
+    `time/generate_s`, `score_s`, `train_s` and `publish_s` are what the loop waited for, and together the
+    step; where generation runs ahead, the first two are short. `time/push_s` and `pull_s` are of the newest
+    version that is served.
     """
-    num_generated = sum(len(rollout.completion.token_ids) for group in groups for rollout in group)
     num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
     num_samples = sum(minibatch.gradient.num_samples for minibatch in minibatches)
+    laps_s = clock.laps_s
     step_s = sum(laps_s.values())
     return {
         **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items()},
         "time/push_s": published.push_s,
         "time/pull_s": published.pull_s,
         "time/step_s": step_s,
-        "perf/generated_tokens_per_s": num_generated / laps_s["generate"],
-        "perf/trained_tokens_per_s": num_trained / laps_s["train"],
-        "perf/samples_per_s": num_samples / step_s,
+        **{f"time/{role}_idle_s": idle_s for role, idle_s in clock.idle_s().items()},
+        "perf/generated_tokens_per_s": clock.generated_tokens_per_s(),
+        "perf/trained_tokens_per_s": Mean(num_trained, laps_s["train"]),
+        "perf/samples_per_s": Mean(num_samples, step_s),
+        "canary/logprob_diff": published.canary_diff,
     }

@@ -122,6 +122,9 @@ class TrainingSample:
     """Of the distribution that was sampled from; the trainer divides its logits by it."""
     reference_logprobs: np.ndarray | None = None
     """[T] float32, nats, of a reference policy. None: of the trainer's own where that is switched on."""
+    proximal_logprobs: np.ndarray | None = None
+    """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, as
+    `compute_logprobs` gives them; for a loss with an importance correction. None: its own at the time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,16 +198,45 @@ class OptimStepResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BoxSum:
+    """Checksum of the box of one tensor that a rank sent or received.
+
+    Those of disjoint boxes add up, modulo 2**64, to that of the whole tensor (`rl/weights/sums.py`).
+    """
+
+    name: str
+    dtype: str
+    """As sent or held, such as "bfloat16"."""
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PushResult:
     policy_version: int
     num_bytes: int
     time_s: float
+    sums: tuple[BoxSum, ...] = ()
+    """Of what this rank sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PullResult:
     policy_version: int
     time_s: float
+    sums: tuple[BoxSum, ...] = ()
+    """Of what this rank holds after the pull, in its own dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeResult:
+    """Every generator has pulled a version, and was checked."""
+
+    canary_diff: float | None = None
+    """Mean difference between a generator's logprobs of a fixed text and the trainer's, in nats a token, of
+    the generator where it is largest; None where nobody looked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +246,8 @@ class PublishResult:
     policy_version: int
     push_s: float
     pull_s: float
+    canary_diff: float | None = None
+    """As in `ServeResult`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,4 +257,6 @@ class LoopPosition:
     step: int
     """Steps done."""
     num_problems: int
-    """Training problems drawn for them, in the task's order."""
+    """Training problems drawn until then, in the task's order."""
+    outstanding: tuple[int, ...] = ()
+    """Numbers of those whose rollouts were neither trained on nor dropped: they are drawn again."""

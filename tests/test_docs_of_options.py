@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from actors.calls import Timeouts
+from actors.canary import CanaryConfig
 from actors.controller import Controller
+from actors.launch_config import LaunchConfig
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
 from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.config.tree import is_node
+from rl.loop import Loop
 from rl.weights.store import WeightStore
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -66,8 +69,8 @@ def documented(text):
             group = f"{named[1]}." if named else ""
             continue
         anywhere |= set(re.findall(r"`(?:--)?((?:trainer|weights|timeouts)\.[a-z_.0-9]+)`", line))
-        if row := re.match(r"\| `([a-z_0-9]+)` \|", line):
-            rows.add(group + row[1])
+        if row := re.match(r"\| (`[a-z_0-9.]+`(?:, `[a-z_0-9.]+`)*) \|", line):
+            rows |= {group + name for name in re.findall(r"`([^`]+)`", row[1])}
     return rows, anywhere
 
 
@@ -96,6 +99,17 @@ def test_every_field_of_the_run_is_in_the_docs():
 def test_every_row_of_the_options_is_a_field():
     rows, _ = documented((DOCS / "trainer.md").read_text())
     assert sorted(rows - trainer_fields() - root_leaves()) == []
+
+
+def test_launch_has_a_page_with_a_row_for_each_of_its_fields_and_no_other():
+    rows, _ = documented((DOCS / "launch.md").read_text())
+    assert sorted(rows) == sorted(fields_of(LaunchConfig, prefix="launch."))
+
+
+def test_every_field_of_loop_and_canary_is_in_their_page_and_no_other():
+    rows, _ = documented((DOCS / "async.md").read_text())
+    fields = {*fields_of(Loop.Config, prefix="loop."), *fields_of(CanaryConfig, prefix="canary.")}
+    assert sorted(rows) == sorted(fields)
 
 
 def test_every_page_is_linked_from_the_readme_and_every_link_leads_somewhere():

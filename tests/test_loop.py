@@ -1,6 +1,5 @@
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
@@ -8,50 +7,20 @@ import numpy as np
 import pytest
 
 from rl.errors import RunError
-from rl.loop import LogprobMismatchError, NothingToLearnError, Sampling, Seams, SyncLoop, Watch
-from rl.rollouts.renderer import ChatRenderer
+from rl.loop import LogprobMismatchError, Loop
+from rl.rollouts.ages import StalePolicyError
+from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.step_checkpoints import StepCheckpoints
+from rl.rollouts.settings import Sampling
 from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
-from rl.types import LoopPosition, Problem, Rollout
-from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
-
-PROBLEM = make_problem([12, 34])  # its digits sum to 10
-
-
-def half_right(prompt: str, sample: int) -> str:
-    return "[ANSWER] 10" if sample % 2 == 0 else "no"
+from rl.types import LoopPosition, Rollout, ServeResult
+from tests.support.fakes import FakePolicy
+from tests.support.loops import PROBLEM, half_right, make_loop
 
 
-def run_loop(
-    policy: FakePolicy,
-    *,
-    rubric: Rubric | None = None,
-    watch: Watch = nullcontext,
-    checkpoint: CheckpointConfig | None = None,
-    position: LoopPosition | None = None,
-    problems: Iterator[Problem] | None = None,
-    **config: Any,
-) -> list[dict]:
-    sink = ListSink()
-    settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
-    loop = SyncLoop.Config(**settings).build(
-        seams=Seams(
-            sampler=policy,
-            learner=policy,
-            publisher=policy,
-            scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
-        ),
-        renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
-        train_problems=repeat(PROBLEM) if problems is None else problems,
-        eval_problems=[PROBLEM],
-        sinks=[sink],
-        checkpoints=StepCheckpoints(learner=policy, config=checkpoint or CheckpointConfig(), folder="ckpt"),
-        seed=0,
-        watch=watch,
-        position=position,
-    )
+def run_loop(policy: FakePolicy, **settings: Any) -> list[dict]:
+    loop, sink = make_loop(policy, **settings)
     asyncio.run(loop.run())
     return sink.records
 
@@ -59,8 +28,8 @@ def run_loop(
 def test_a_step_is_generate_train_publish_in_that_order_and_the_last_saves():
     policy = FakePolicy(reply=half_right)
     run_loop(policy, num_steps=2)
-    step = ["generate", "forward_backward", "optim_step", "publish"]
-    assert policy.calls == ["publish", *step, *step, "save ckpt/step-2"]
+    step = ["generate", "generate", "forward_backward", "optim_step", "push", "serve"]
+    assert policy.calls == ["push", "serve", *step, *step, "save ckpt/step-2"]
 
 
 def test_checkpoints_are_saved_when_due_and_only_the_last_is_waited_for():
@@ -72,7 +41,7 @@ def test_checkpoints_are_saved_when_due_and_only_the_last_is_waited_for():
     assert [call for call in policy.calls if call.startswith("save")] == [
         f"save ckpt/step-{step}" for step in (0, 1, 2, 4, 5)
     ]
-    assert policy.calls[1] == "save ckpt/step-0"  # before the first step
+    assert policy.calls[2] == "save ckpt/step-0"  # before the first step
     positions = [LoopPosition(step=step, num_problems=3 * step) for step in (0, 1, 2, 4, 5)]
     assert policy.saved == [(position, False, False) for position in positions[:-1]] + [
         (positions[-1], True, True)
@@ -92,7 +61,8 @@ def test_a_loop_continues_with_the_steps_problems_and_seeds_of_one_that_did_not_
 
     def seen(policy):
         trained = [[sample.token_ids.tolist() for sample in step] for step in policy.trained]
-        return list(zip(trained, [params.seed for params in policy.sampled], strict=True))
+        seeds = [params.seed for params in policy.sampled]
+        return list(zip(trained, zip(seeds[::2], seeds[1::2], strict=True), strict=True))
 
     whole, rest = FakePolicy(reply=half_right), FakePolicy(reply=half_right)
     every = CheckpointConfig(interval=2, create_seed_checkpoint=True)
@@ -154,6 +124,25 @@ def test_minibatches_cut_a_step_by_prompts_into_optimizer_steps():
     assert (record["loss/grad_norm"], record["loss/grad_norm_max"]) == (1.5, 2)
 
 
+@pytest.mark.parametrize(("num_minibatches", "asks"), [(1, 0), (2, 1)])
+def test_logprobs_before_the_first_of_several_updates_come_with_the_samples(num_minibatches, asks):
+    class Asked(FakePolicy):
+        async def compute_logprobs(self, samples):
+            self.calls.append("compute_logprobs")
+            return [s.token_ids.astype(np.float32) for s in samples]
+
+    policy = Asked(reply=half_right)
+    run_loop(policy, num_prompts=4, num_minibatches=num_minibatches, proximal_logprobs=True)
+    assert policy.calls.count("compute_logprobs") == asks
+    if asks:
+        assert policy.calls.index("compute_logprobs") < policy.calls.index("forward_backward")
+        for sample in policy.trained[0] + policy.trained[1]:
+            assert sample.proximal_logprobs is not None
+            assert np.array_equal(sample.proximal_logprobs, sample.token_ids)
+    else:
+        assert all(sample.proximal_logprobs is None for sample in policy.trained[0])
+
+
 def test_evaluation_is_greedy_before_every_n_steps_and_after():
     policy = FakePolicy(reply=half_right)
     records = run_loop(policy, num_steps=3, eval_every=2)
@@ -175,33 +164,32 @@ def test_whoever_waits_is_shown_each_evaluation_while_it_goes_on():
 
     run_loop(policy, eval_every=1, watch=watch)
     before, after = ([f"begin evaluation at step {n} (1 problems)", "generate", "end"] for n in (0, 1))
-    assert policy.calls[1:4] == before
+    assert policy.calls[2:5] == before
     assert policy.calls[-4:-1] == after
     assert sum(call.startswith("begin") for call in policy.calls) == 2
 
 
-def test_every_step_samples_with_a_seed_of_its_own():
+def test_every_problem_samples_with_a_seed_of_its_own():
     policy = FakePolicy(reply=half_right)
-    run_loop(policy, num_steps=3)
-    assert len({s.seed for s in policy.sampled}) == 3
+    run_loop(policy, num_steps=3, num_prompts=2)
+    assert len({s.seed for s in policy.sampled}) == 6
 
 
 def test_a_completion_of_another_policy_version_stops_the_run():
     policy = FakePolicy(reply=half_right)
 
-    async def publish_nothing():
-        result = await FakePolicy.publish(policy)
-        policy.served_version = 0  # the generator kept its old weights
-        return result
+    async def serve_nothing(policy_version: int) -> ServeResult:
+        return ServeResult()  # the generator kept its old weights
 
-    policy.publish = publish_nothing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"versions \[0\].* is at 1"):
+    policy.serve = serve_nothing  # type: ignore[method-assign]
+    says = r"^step 2: .*34' was drawn by policy versions \[0\]: .*age=0, step 2 may train on those of \[1\]"
+    with pytest.raises(StalePolicyError, match=says):
         run_loop(policy, num_steps=2)
 
 
 def test_logprobs_that_differ_beyond_the_bound_stop_the_run_before_the_update():
     policy = FakePolicy(reply=half_right, logprob_diff=3e-4)
-    with pytest.raises(LogprobMismatchError, match=r"step 1: policy version 0: .*0.0003 nats"):
+    with pytest.raises(LogprobMismatchError, match=r"^step 1: .*0.0003 nats"):
         run_loop(policy, max_logprob_diff=1e-4)
     assert "optim_step" not in policy.calls
 
@@ -235,13 +223,15 @@ def test_a_tolerated_failure_is_counted_and_left_out_of_the_groups_mean():
     assert all((s.advantages == 0).all() for s in policy.trained[0])
 
 
-def test_a_minibatch_whose_rewards_all_failed_is_left_out():
-    replies = iter(["no", "no", "[ANSWER] 10", "[ANSWER] 10"])
+def test_a_group_whose_rewards_all_failed_gives_its_place_to_another_problem():
+    replies = iter(["no", "no", "[ANSWER] 10", "[ANSWER] 10", "[ANSWER] 10", "[ANSWER] 10"])
     rubric = Rubric(criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct)
     policy = FakePolicy(reply=lambda prompt, i: next(replies))
-    run_loop(policy, rubric=rubric, num_prompts=2, num_samples=2, num_minibatches=2, max_failed_rewards=0.5)
-    assert [len(samples) for samples in policy.trained] == [2]
-    assert policy.calls.count("optim_step") == 1
+    (record,) = run_loop(policy, rubric=rubric, num_prompts=2, num_samples=2, max_failed_rewards=0.5)
+    assert policy.calls.count("generate") == 3
+    assert [len(samples) for samples in policy.trained] == [4]
+    assert record["groups/dropped_failed"] == 1
+    assert record["reward/num_failed"] == 2
 
 
 def test_a_task_that_runs_out_of_problems_stops_the_run_and_says_so():
@@ -282,4 +272,4 @@ def test_sampling_that_cannot_be_trained_on_is_refused(settings, names):
 )
 def test_loop_settings_out_of_range_are_refused(settings, names):
     with pytest.raises(ValueError, match=names):
-        SyncLoop.Config(**settings)
+        Loop.Config(**settings)

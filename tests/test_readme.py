@@ -37,8 +37,8 @@ def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal(
         num_steps=2,
     )
     asyncio.run(training)
-    step = ["generate", "forward_backward", "optim_step", "publish"]
-    assert policy.calls == ["publish", *step, *step]
+    step = ["generate", "forward_backward", "optim_step", "push", "serve"]
+    assert policy.calls == ["push", "serve", *step, *step]
     for samples in policy.trained:
         advantages = np.array([s.advantages[-1] for s in samples]).reshape(32, 8)
         np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-6)

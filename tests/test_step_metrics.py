@@ -1,17 +1,39 @@
+import asyncio
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from losses.correction import ImportanceCorrection
+from losses.grpo import GRPOLoss
 from losses.ops import masked_sum
 from losses.types import LossInputs, LossOutput
 from rl.observability.metrics import MetricsWriter, merge, read_metrics, reduced
 from rl.rollouts.grading import grade
+from rl.rollouts.group import RolloutWorker
+from rl.rollouts.producer import Batch
 from rl.rollouts.renderer import ChatRenderer
-from rl.step_metrics import TrainedMinibatch, group_metrics, time_metrics, training_metrics
+from rl.step_clock import StepClock
+from rl.step_metrics import (
+    TrainedMinibatch,
+    age_metrics,
+    batch_metrics,
+    group_metrics,
+    time_metrics,
+    training_metrics,
+)
 from rl.tasks.sum_digits import make_problem
-from rl.types import ExpertLoad, ForwardBackwardResult, OptimStepResult, PublishResult, Score
+from rl.types import (
+    ExpertLoad,
+    ForwardBackwardResult,
+    OptimStepResult,
+    PublishResult,
+    SamplingParams,
+    Score,
+)
 from tests.support.fakes import ByteTokenizer, completion
+from tests.support.simulated import SimulatedPolicy
+from tests.support.virtual_time import run_in_virtual_time
 from tests.training.parts import make_engine, make_samples
 
 RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
@@ -123,6 +145,36 @@ def test_metrics_of_the_loss_itself_are_joined_by_token():
     assert "loss/ratio" not in merged  # it is loss/ratio_mean
 
 
+def test_effective_share_is_that_of_all_minibatches_weights_together():
+    # Weights 2, 2, 2 and then 1: (7 / 4)^2 / (13 / 4).
+    merged = training_metrics(
+        [
+            minibatch(num_valid=3, own={"correction_weight": 2.0, "correction_weight_squared": 4.0}),
+            minibatch(num_valid=1, own={"correction_weight": 1.0, "correction_weight_squared": 1.0}),
+        ]
+    )
+    assert reduced(merged["loss/correction_weight"]) == pytest.approx(7 / 4)
+    assert reduced(merged["loss/correction_effective_share"]) == pytest.approx((7 / 4) ** 2 / (13 / 4))
+    assert "loss/correction_effective_share" not in training_metrics([minibatch()])
+
+
+def test_metrics_of_an_importance_correction_reach_the_step():
+    samples = make_samples()
+    engine = make_engine(None)
+    loss = GRPOLoss(correction=ImportanceCorrection(high=1.5))
+    gradient = engine.forward_backward(samples, loss=loss)
+    said = values(training_metrics([TrainedMinibatch(gradient=gradient, update=engine.optim_step())]))
+    logprobs = make_engine(None).compute_logprobs(samples)
+    d = np.concatenate([p - s.generator_logprobs for p, s in zip(logprobs, samples, strict=True)])
+    d = d[np.isfinite(d)].astype(np.float64)
+    w = np.minimum(np.exp(d), 1.5)
+    assert said["loss/correction_weight"] == pytest.approx(w.mean(), rel=1e-5)
+    assert said["loss/correction_effective_share"] == pytest.approx(w.mean() ** 2 / (w**2).mean(), rel=1e-5)
+    assert said["loss/correction_truncated"] == pytest.approx((np.exp(d) > 1.5).mean())
+    assert said["loss/generator_kl_k1"] == pytest.approx(-d.mean(), rel=1e-4)
+    assert said["loss/generator_kl_k3"] == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["mean", "lr", "grad_norm"])
 def test_a_metric_of_the_loss_under_a_name_of_the_step_is_refused(name):
     with pytest.raises(ValueError, match=f"metric '{name}', but loss/{name} is the step's own"):
@@ -156,13 +208,32 @@ def test_metric_of_a_users_loss_reaches_metrics_jsonl_as_the_mean_over_valid_tok
 
 
 def test_speeds_are_of_the_lap_that_did_the_work():
-    record = time_metrics(
-        groups=[rollouts("abc", "a"), rollouts("ab", "")],  # 4 + 2 + 3 + 1 tokens
-        minibatches=[minibatch(num_valid=6), minibatch(num_valid=4)],  # 16 + 14 tokens, 4 + 4 samples
-        published=PublishResult(policy_version=1, push_s=0.25, pull_s=0.75),
-        laps_s={"generate": 2.0, "score": 0.5, "train": 0.5, "publish": 1.0},
-    )
-    assert values(record) == {
+    async def step():
+        worker = RolloutWorker(
+            sampler=SimulatedPolicy(
+                reply=lambda prompt, i: "abc" if i else "a", generate_s=lambda prompt: 2.0
+            ),
+            scorer=SlowScorer(),
+            renderer=RENDERER,
+            sampling=SamplingParams(max_tokens=8, num_samples=2),
+            advantage=lambda rewards_G: rewards_G,
+            seed=0,
+        )
+        clock = StepClock(worker)
+        clock.start()
+        group = await worker.run(0, make_problem([12, 34]))  # 2 + 4 tokens in 2 s, scored in 0.5 s
+        clock.rollouts(Batch(groups=[group], dropped=[]))
+        await asyncio.sleep(0.5)
+        clock.lap("train")
+        await asyncio.sleep(1.0)
+        clock.lap("publish")
+        return time_metrics(
+            minibatches=[minibatch(num_valid=6), minibatch(num_valid=4)],  # 16 + 14 tokens, 4 + 4 samples
+            published=PublishResult(policy_version=1, push_s=0.25, pull_s=0.75, canary_diff=1e-6),
+            clock=clock,
+        )
+
+    assert values(run_in_virtual_time(step())[0]) == {
         "time/generate_s": 2,
         "time/score_s": 0.5,
         "time/train_s": 0.5,
@@ -170,7 +241,43 @@ def test_speeds_are_of_the_lap_that_did_the_work():
         "time/push_s": 0.25,
         "time/pull_s": 0.75,
         "time/step_s": 4,
-        "perf/generated_tokens_per_s": 5,
+        "time/generator_idle_s": 2,
+        "time/reward_idle_s": 3.5,
+        "time/trainer_idle_s": 3.5,
+        "perf/generated_tokens_per_s": 3,
         "perf/trained_tokens_per_s": 60,
         "perf/samples_per_s": 2,
+        "canary/logprob_diff": 1e-6,
     }
+
+
+class SlowScorer:
+    """Takes half a second for any number of rollouts."""
+
+    async def score(self, rollouts):
+        await asyncio.sleep(0.5)
+        return [Score(reward=1.0, correct=True) for _ in rollouts]
+
+
+def test_what_was_dropped_is_counted_by_reason_and_its_rewards_with_the_others():
+    async def groups():
+        worker = RolloutWorker(
+            sampler=SimulatedPolicy(reply=lambda prompt, i: "abc"),
+            scorer=SlowScorer(),
+            renderer=RENDERER,
+            sampling=SamplingParams(max_tokens=8, num_samples=2),
+            advantage=lambda rewards_G: rewards_G - rewards_G.mean(),
+            seed=0,
+        )
+        return [await worker.run(i, make_problem([12, 34])) for i in range(3)]
+
+    kept, equal, long = run_in_virtual_time(groups())[0]
+    metrics = values(batch_metrics(Batch(groups=[kept], dropped=[("equal", equal), ("oversize", long)])))
+    assert metrics["reward/mean"] == 1
+    assert metrics["reward/equal_groups"] == 1
+    dropped = {name: metrics[f"groups/dropped_{name}"] for name in ("equal", "oversize", "failed")}
+    assert dropped == {"equal": 1, "oversize": 1, "failed": 0}
+
+
+def test_ages_are_averaged_over_tokens():
+    assert values(age_metrics(np.array([0, 1, 1, 2]))) == {"age/mean": 1.0, "age/max": 2}

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,15 +24,18 @@ from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from actors.vllm.invariant import check_generators_machine
 from actors.vllm.lockstep import Drawn, Request
-from actors.vllm.memory import CPU_BLOCK, GIB
+from actors.vllm.memory import CPU_BLOCK, GIB, LentMemory
 from actors.vllm.model import FROM_STORE, register_policy
 from actors.vllm.sampler import PolicySampler
+from actors.vllm.scheduler import DecodeScheduler
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
@@ -57,6 +62,7 @@ class VLLMCore:
     ) -> None:
         _quieten()
         use_threads(config.num_threads)
+        check_generators_machine(config, model_spec=model_spec, hf_assets_path=hf_assets_path)
         vllm_config = engine_args(
             config, architecture=register_policy(model_spec), hf_assets_path=hf_assets_path
         ).create_engine_config()
@@ -81,7 +87,12 @@ class VLLMCore:
         self.model = runner.model.model
         self._buffer_names: tuple[str, ...] = runner.model.buffer_names
         self.vocab_size: int = self.model.config.vocab_size
-        self._running: set[int] = set()
+        self._on_update = config.on_update
+        self._scheduler: Any = self._client.engine_core.scheduler
+        self._running: dict[int, Request] = {}
+        self._num_updates = 0
+        self._memory = LentMemory([*self.model.parameters(), *runner.kv_caches])
+        self.asleep = False
 
     @property
     def has_requests(self) -> bool:
@@ -94,31 +105,21 @@ class VLLMCore:
         return parameters | {name: self.model.get_buffer(name) for name in self._buffer_names}
 
     def add(self, request: Request) -> None:
-        """Takes part in steps from the next one on."""
-        request_id = str(request.id)
-        self._sampler.add(request_id, seed=request.seed, max_tokens=request.max_tokens)
-        self._client.add_request(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=request.prompt.tolist(),
-                mm_features=None,
-                sampling_params=_sampling_params(request),
-                pooling_params=None,
-                # Only for vLLM's own statistics, and to be the same on all ranks.
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-        )
-        self._running.add(request.id)
+        """Takes part in steps from the next one on; a sequence to be scored as soon as there is a place."""
+        self._sampler.add(request)
+        self._running[request.id] = request
+        # A scored one takes a step, and who asks for it waits before going on.
+        self._enqueue(request, first=request.scored is not None)
 
-    def abort(self, request_ids: tuple[int, ...]) -> None:
+    def abort(self, request_ids: Iterable[int]) -> None:
         """Ids that have ended already are ignored."""
-        live = [i for i in request_ids if i in self._running]
-        self._client.abort_requests([str(i) for i in live])
-        for request_id in live:
+        for request_id in [i for i in request_ids if i in self._running]:
+            # One by one: given several, vLLM goes through them in an order that differs between ranks.
+            self._client.abort_requests([str(request_id)])
             self._end(request_id)
+
+    def abort_all(self) -> None:
+        self.abort(list(self._running))
 
     def step(self) -> Drawn:
         """One forward of every running request, as far as they fit; some may get no token.
@@ -127,29 +128,92 @@ class VLLMCore:
             RuntimeError: a logprob is not a number: the weights or the hidden states are not finite.
         """
         drawn = Drawn(request_ids=[], token_ids=[], logprobs=[], finished={})
-        for output in self._client.get_output().outputs:
+        outputs = self._client.get_output().outputs
+        logprobs = self._sampler.drawn_logprobs() if outputs else {}
+        for output in outputs:
             request_id = int(output.request_id)
+            if output.new_prompt_logprobs_tensors is not None:
+                drawn.prompt_logprobs[request_id] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
             if output.finish_reason is not None:
                 drawn.finished[request_id] = _finish_reason(output)
                 self._end(request_id)
             if output.new_token_ids:
                 drawn.request_ids.append(request_id)
                 drawn.token_ids.append(output.new_token_ids[0])
-                drawn.logprobs.append(output.new_logprobs.logprobs.item())
-        if any(map(math.isnan, drawn.logprobs)):
+                drawn.logprobs.append(logprobs[output.request_id])
+        if any(map(math.isnan, drawn.logprobs)) or any(
+            np.isnan(logprobs).any() for logprobs in drawn.prompt_logprobs.values()
+        ):
             raise RuntimeError("the model's logprobs are NaN: its weights or activations are not finite")
         return drawn
 
-    def forget_prefixes(self) -> None:
-        """Drop cached keys and values, which are of the weights before. Only when nothing is running."""
-        if not self._client.reset_prefix_cache():
+    def weights_changed(self) -> None:
+        """Between two steps, after the weights were written: what they mean for requests and cache.
+
+        The prefix cache never mixes weights. Under "keep" blocks in use cannot be dropped from it, so
+        requests look for blocks by the number of updates at their start; those that run go on with the
+        blocks they have, of which later requests will find none.
+        """
+        self._num_updates += 1
+        if self._on_update == "recompute":
+            self._client.reset_prefix_cache(reset_running_requests=True)
+        elif not self._running and not self._client.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset: some of its blocks are still in use")
+        # Those that are still at their prompt begin it again: nothing of them is drawn yet.
+        at_prompt = [r.request_id for r in self._scheduler.running if r.num_output_tokens == 0]
+        for request_id in at_prompt:
+            self._client.abort_requests([request_id])
+        # They have computed nothing yet, or nothing any more.
+        for waiting in self._scheduler.waiting:
+            waiting.cache_salt = self._salt
+            waiting.block_hashes = []
+            waiting.update_block_hashes()
+        for request_id in reversed(at_prompt):
+            self._enqueue(self._running[int(request_id)], first=True)
+
+    @property
+    def _salt(self) -> str:
+        return str(self._num_updates)
+
+    def _enqueue(self, request: Request, *, first: bool) -> None:
+        self._client.add_request(
+            EngineCoreRequest(
+                request_id=str(request.id),
+                prompt_token_ids=request.prompt.tolist(),
+                mm_features=None,
+                sampling_params=_sampling_params(request),
+                pooling_params=None,
+                # Only for vLLM's own statistics, and to be the same on all ranks.
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=self._salt,
+                data_parallel_rank=None,
+            )
+        )
+        if first:
+            waiting = self._scheduler.waiting
+            waiting.prepend_request(waiting.pop())
+
+    def rest(self, *, asleep: bool) -> None:
+        """Give back the memory of weights and cache, or take it again. Only when nothing is running."""
+        if asleep == self.asleep:
+            return
+        if not current_platform.is_cpu():
+            # Level 2 keeps no copy of the weights: they come with the next update.
+            engine = self._client.engine_core
+            engine.sleep(level=2) if asleep else engine.wake_up()
+        elif asleep:
+            self._client.reset_prefix_cache()
+            self._memory.give_back()
+        else:
+            self._memory.take()
+        self.asleep = asleep
 
     def close(self) -> None:
         self._client.shutdown()
 
     def _end(self, request_id: int) -> None:
-        self._running.discard(request_id)
+        self._running.pop(request_id, None)
         self._sampler.remove(str(request_id))
 
 
@@ -158,6 +222,7 @@ def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_
     platform: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "block_size": config.block_size,
+        "enable_sleep_mode": config.can_sleep,
     }
     if current_platform.is_cpu():
         platform = {
@@ -186,6 +251,7 @@ def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_
         cpu_distributed_timeout_seconds=START_TIMEOUT_S,
         # The sampler reads the number of tokens each request has, which must be that of this step.
         async_scheduling=False,
+        scheduler_cls=DecodeScheduler,
         disable_log_stats=True,
         **platform,
     )
@@ -229,9 +295,23 @@ def _sampling_params(request: Request) -> SamplingParams:
         top_p=request.top_p,
         top_k=request.top_k,
         stop_token_ids=list(request.stop_token_ids),
-        logprobs=0,
+        prompt_logprobs=None if request.scored is None else 0,
         detokenize=False,
     )
+
+
+def _has_attribute(value: object, name: str) -> bool:
+    """Of its own: of what stands for something else (flask's `request`, llvmlite's library) the builtin
+    function asks that other thing, which may raise, or have every name."""
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
+
+
+# With it vLLM looks at everything that any loaded module holds, when an engine starts.
+dispatcher.hasattr = _has_attribute
 
 
 def _quieten() -> None:

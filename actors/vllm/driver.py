@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from actors.vllm.lockstep import Drawn, Lockstep, Request, Turn
-from actors.vllm.requests import Sample
-from actors.vllm.worker_thread import WorkerThread
+from actors.vllm.requests import Sample, Scored
 from rl.errors import RunError
+from rl.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from actors.vllm.core import VLLMCore
+    from actors.vllm.engine_config import OnUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class _Update:
 
     version: int
     turn: asyncio.Future[bool] = field(default_factory=_future)
-    """No request runs: the caller may write."""
+    """No step is being made: the caller may write."""
     written: asyncio.Future[bool] = field(default_factory=_future)
     """The caller is done; whether it went well."""
     finished: asyncio.Future[bool] = field(default_factory=_future)
@@ -53,17 +54,21 @@ class _Update:
 class Driver:
     """Of one rank. Everything but `_take` and `_settle` runs on the event loop."""
 
-    def __init__(self, *, core: VLLMCore, lockstep: Lockstep, thread: WorkerThread) -> None:
+    def __init__(
+        self, *, core: VLLMCore, lockstep: Lockstep, thread: WorkerThread, on_update: OnUpdate
+    ) -> None:
         self.policy_version: int | None = None
         """Of the weights in use; None while there are none."""
         self._core = core
         self._lockstep = lockstep
         self._thread = thread
+        self._drains = on_update == "drain"
         self._wake = asyncio.Event()
         self._waiting: list[Request] = []
         self._aborted: list[int] = []
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, Sample | Scored] = {}
         self._updates: list[_Update] = []
+        self._rests: list[tuple[bool, asyncio.Future[bool]]] = []
         self._closing = False
         self._failure: GeneratorError | None = None
 
@@ -74,29 +79,51 @@ class Driver:
 
     def check_weights(self) -> None:
         """Raises GeneratorError if there are no weights, and none on their way."""
+        if self._core.asleep:
+            raise GeneratorError("the generator sleeps: wake must be called, and a version pulled, first")
         if self.policy_version is None and not self._updates:
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
-    def submit(self, requests: list[Request], samples: list[Sample]) -> None:
+    def submit(self, requests: Sequence[Request], samples: Sequence[Sample | Scored]) -> None:
         for request, sample in zip(requests, samples, strict=True):
             self._samples[request.id] = sample
         self._waiting += requests
         self._wake.set()
 
-    def abort(self, requests: list[Request]) -> None:
+    def withdraw(self, requests: Sequence[Request]) -> None:
         """End what is left of these requests; nobody waits for them."""
-        ids = {request.id for request in requests if self._samples.pop(request.id, None) is not None}
+        self._drop({request.id for request in requests if request.id in self._samples})
+
+    def abort(self, call_ids: Collection[str] | None) -> int:
+        """End the completions of these calls as they are, of all calls when None; returns how many."""
+        ids = {
+            request_id
+            for request_id, sample in self._samples.items()
+            if sample.call.call_id is not None and (call_ids is None or sample.call.call_id in call_ids)
+        }
+        for request_id in ids:
+            self._samples[request_id].finish("abort")
+        self._drop(ids)
+        return len(ids)
+
+    def _drop(self, ids: set[int]) -> None:
+        for request_id in ids:
+            del self._samples[request_id]
         self._aborted += sorted(ids - {request.id for request in self._waiting})
         self._waiting = [request for request in self._waiting if request.id not in ids]
         self._wake.set()
 
     @asynccontextmanager
     async def update(self, version: int) -> AsyncIterator[None]:
-        """Within it no request runs on any rank and the weights may be written; `version` is theirs.
+        """Within it no rank makes a step and the weights may be written; `version` is theirs.
 
         Raises:
-            GeneratorError: another rank failed to write, or the engine has failed.
+            GeneratorError: another rank failed to write, the engine has failed, or it sleeps.
         """
+        if self._core.asleep:
+            raise GeneratorError(
+                f"the generator sleeps: wake must be called before version {version} is taken"
+            )
         update = _Update(version=version)
         self._updates.append(update)
         self._wake.set()
@@ -110,6 +137,14 @@ class Driver:
                 update.written.set_result(written)
         if not await update.finished:
             raise GeneratorError(f"version {version} was not written on every rank of the generator")
+
+    async def rest(self, *, asleep: bool) -> None:
+        """Sleep as soon as nothing runs, or wake; returns when this rank does. What waits then fails."""
+        self.check_serving()
+        if self._core.asleep != asleep:
+            self._rests.append((asleep, _future()))
+            self._wake.set()
+            await self._rests[-1][1]
 
     def close(self) -> None:
         """Let `run` return. On ranks other than 0 it does when rank 0's has."""
@@ -125,6 +160,8 @@ class Driver:
                     self._deliver(drawn)
                 if turn.update is not None:
                     await self._update(turn.update)
+                if turn.asleep is not None:
+                    self._rested(turn.asleep)
                 if turn.stop:
                     break
             self._fail(GeneratorError("the generator was closed"))
@@ -149,6 +186,8 @@ class Driver:
         for request in turn.admit:
             self._core.add(request)
         self._core.abort(turn.abort)
+        if turn.asleep is not None:
+            self._core.rest(asleep=turn.asleep)
         if not turn.step:
             return turn, None
         drawn = self._core.step()
@@ -163,10 +202,12 @@ class Driver:
             self._wake.clear()
             self._updates = [u for u in self._updates if not u.turn.cancelled()]
             aborted, self._aborted = tuple(self._aborted), []
-            if self._updates:
-                if not self._core.has_requests:
+            if self._updates or self._rests:
+                if self._core.has_requests and (self._drains or not self._updates):
+                    return Turn(abort=aborted, step=True)
+                if self._updates:
                     return Turn(abort=aborted, update=self._updates[0].version)
-                return Turn(abort=aborted, step=True)
+                return Turn(abort=aborted, asleep=self._rests[0][0])
             admitted, self._waiting = tuple(self._waiting), []
             if admitted or aborted or self._core.has_requests:
                 return Turn(admit=admitted, abort=aborted, step=True)
@@ -178,17 +219,27 @@ class Driver:
         return Turn(stop=True)
 
     def _deliver(self, drawn: Drawn) -> None:
-        samples = self._samples
+        samples, version = self._samples, self.policy_version
+        assert version is not None
         for request_id, token_id, logprob in zip(
             drawn.request_ids, drawn.token_ids, drawn.logprobs, strict=True
         ):
             if (sample := samples.get(request_id)) is not None:
-                sample.token_ids.append(token_id)
-                sample.logprobs.append(logprob)
+                sample.add(token_id, logprob, version)
+        for request_id, logprobs in drawn.prompt_logprobs.items():
+            if isinstance(scored := samples.get(request_id), Scored):
+                scored.prompt_logprobs = logprobs
         for request_id, reason in drawn.finished.items():
             if (sample := samples.pop(request_id, None)) is not None:
-                assert self.policy_version is not None
-                sample.finish(reason, policy_version=self.policy_version)
+                sample.finish(reason)
+
+    def _rested(self, asleep: bool) -> None:
+        self.policy_version = None
+        self._fail_samples(GeneratorError("the generator went to sleep"))
+        for wish, done in self._rests:
+            if wish == asleep and not done.done():
+                done.set_result(True)
+        self._rests = [(wish, done) for wish, done in self._rests if not done.done()]
 
     async def _update(self, version: int) -> None:
         update = await self._update_of(version)
@@ -210,8 +261,11 @@ class Driver:
 
     def _settle(self, written: bool) -> bool:
         """In the engine's thread: whether the update went well on all ranks."""
-        self._core.forget_prefixes()
-        return self._lockstep.all_agree(written)
+        everywhere = self._lockstep.all_agree(written)
+        if not everywhere:
+            self._core.abort_all()
+        self._core.weights_changed()
+        return everywhere
 
     async def _update_of(self, version: int) -> _Update:
         """The caller's wish that rank 0 has decided on; elsewhere it may not have come yet."""
@@ -233,11 +287,11 @@ class Driver:
     def _fail(self, failure: GeneratorError) -> None:
         self._failure = failure
         self._fail_samples(failure)
-        for update in self._updates:
-            awaited = update.finished if update.turn.done() else update.turn
-            if not awaited.done():
-                awaited.set_exception(failure)
-        self._updates = []
+        awaited = [u.finished if u.turn.done() else u.turn for u in self._updates]
+        for future in awaited + [done for _, done in self._rests]:
+            if not future.done():
+                future.set_exception(failure)
+        self._updates, self._rests = [], []
 
     def _fail_samples(self, failure: GeneratorError) -> None:
         """Every sample that is not finished, running or waiting."""

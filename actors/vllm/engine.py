@@ -1,11 +1,13 @@
 """The generator engine: concurrent completions from one vLLM engine, and its weight updates.
 
 `generate` adds requests and waits for their completions; calls overlap, and their requests
-share the engine's steps. `update_weights` asks for a turn between steps: requests that run are
-finished first, new ones are held back, then the weights are written in place, and the held
-requests go on with the new ones. So every completion is of one version, and no cached key or
-value outlives its weights. (Writing while requests run would save the wait for the longest of
-them, and leave completions of several versions with keys and values of older ones.)
+share the engine's steps. `abort` ends completions as they are, and `generate` goes on with them
+when they are given to it again. `compute_logprobs` scores sequences in the same steps.
+
+`update_weights` asks for a turn between steps, in which the weights are written in place. What
+becomes of requests that run is `on_update`'s choice. Whatever it is, no request is dropped, each
+token's version is that of the weights that drew it, and a request that comes after an update
+reads no keys or values from before it.
 
 With tensor parallelism each rank has an engine in its own process. Requests are given to rank 0
 only, weight updates to all; see `actors.vllm.lockstep`.
@@ -23,29 +25,38 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from actors.vllm.driver import Driver
+from actors.vllm.engine_config import GeneratorConfig
 from actors.vllm.lockstep import Lockstep, Request
-from actors.vllm.memory import CPU_BLOCK, cpu_cache_tokens
-from actors.vllm.requests import Call, Sample, check_call, make_requests
-from actors.vllm.worker_thread import WorkerThread
+from actors.vllm.requests import (
+    Begun,
+    Call,
+    Sample,
+    Scored,
+    check_call,
+    check_sequences,
+    completion_call,
+    scoring_call,
+)
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
-from rl.distributed.seeds import check_seed
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
+from rl.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from actors.vllm.core import VLLMCore
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ENVIRONMENT = {
     # The engine runs in this process, which owns its weights.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,105 +69,12 @@ ENVIRONMENT = {
 }
 """What vllm has to find when it is imported."""
 CLOSE_TIMEOUT_S = 10.0
-_POSITIVE = (
-    "tensor_parallel_degree",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "cpu_kv_cache_gib",
-    "num_threads",
-    "rank_timeout_s",
-)
 
 
 class GeneratorEngine(Configurable):
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        tensor_parallel_degree: int = 1
-        """Processes that share one copy of the model; divides the key-value heads and the vocabulary."""
-        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-        """Of weights, activations and cache; the trainer's weights are cast to it."""
-        max_model_len: int = 4096
-        """Longest prompt and completion together, in tokens."""
-        max_num_seqs: int = 256
-        """Most requests in one step; others wait."""
-        max_num_batched_tokens: int = 8192
-        """Most tokens in one step, those of prompts included; a longer prompt is read in parts."""
-        gpu_memory_utilization: float = 0.85
-        """Share of a GPU's memory for weights, activations and cache. Not used on a CPU."""
-        cpu_kv_cache_gib: float = 1.0
-        """Memory of each rank's key-value cache on a CPU. Not used on a GPU."""
-        block_size: int | None = None
-        """Tokens of a cache block; prompts share whole blocks. On a CPU a multiple of 32.
-        None: 32 on a CPU, vLLM's choice on a GPU."""
-        enable_prefix_caching: bool = True
-        """The samples of a prompt share its cache blocks."""
-        enforce_eager: bool = True
-        """Without CUDA graphs. Not used on a CPU."""
-        initial_weights: Literal["store", "folder"] = "store"
-        """Where the first weights come from: the first pull, or the Hugging Face folder."""
-        seed: int = 0
-        """For calls whose sampling settings have none."""
-        num_threads: int = 1
-        """CPU threads of each rank."""
-        rank_timeout_s: float = 300.0
-        """Longest wait of a tensor-parallel rank for the others, in a step or an update."""
-
-        def __post_init__(self) -> None:
-            check_seed(self.seed, field="generator.seed", below=2**32)
-            for name in _POSITIVE:
-                if not getattr(self, name) > 0:
-                    raise ValueError(f"generator.{name}={getattr(self, name)}: must be above 0")
-            if self.max_model_len < 2:
-                raise ValueError(f"generator.max_model_len={self.max_model_len}: must be at least 2")
-            if self.max_num_batched_tokens < self.max_num_seqs:
-                raise ValueError(
-                    f"generator.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
-                    f"max_num_seqs={self.max_num_seqs}, as each running request takes a token a step"
-                )
-            if not 0 < self.gpu_memory_utilization <= 1:
-                raise ValueError(
-                    f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: "
-                    "must be above 0, at most 1"
-                )
-
-        def check_model(self, model: Any) -> None:
-            """Whether an engine of this config can run a model of config `model`, without starting it.
-
-            Raises:
-                ValueError: naming the fields.
-            """
-            for name, size in (
-                ("num_kv_heads", model.block.attention.num_kv_heads),
-                ("vocab_size", model.vocab_size),
-            ):
-                if size % self.tensor_parallel_degree:
-                    raise ValueError(
-                        f"generator.tensor_parallel_degree={self.tensor_parallel_degree} "
-                        f"does not divide {name}={size}"
-                    )
-            if self.max_model_len > model.rope.max_positions:
-                raise ValueError(
-                    f"generator.max_model_len={self.max_model_len} is more than the model's "
-                    f"max_positions={model.rope.max_positions}"
-                )
-            if torch.cuda.is_available():
-                return
-            if self.block_size is not None and self.block_size % CPU_BLOCK:
-                raise ValueError(
-                    f"generator.block_size={self.block_size}: must be a multiple of {CPU_BLOCK} on a CPU"
-                )
-            num_tokens = cpu_cache_tokens(
-                model,
-                cache_gib=self.cpu_kv_cache_gib,
-                dtype=self.dtype,
-                tensor_parallel_degree=self.tensor_parallel_degree,
-                block_size=self.block_size,
-            )
-            if self.max_model_len > num_tokens:
-                raise ValueError(
-                    f"generator.cpu_kv_cache_gib={self.cpu_kv_cache_gib:g} holds the keys and values of "
-                    f"{num_tokens} tokens, fewer than generator.max_model_len={self.max_model_len}"
-                )
+    class Config(GeneratorConfig):
+        """All of its fields."""
 
     def __init__(
         self, *, config: Config, model_spec: ModelSpec, hf_assets_path: str, world: World | None = None
@@ -206,7 +124,9 @@ class GeneratorEngine(Configurable):
         except BaseException:
             await self.close()
             raise
-        self._driver = Driver(core=self._core, lockstep=lockstep, thread=self._thread)
+        self._driver = Driver(
+            core=self._core, lockstep=lockstep, thread=self._thread, on_update=self.config.on_update
+        )
         if self.config.initial_weights == "folder":
             self._driver.policy_version = 0
         self._task = asyncio.create_task(self._driver.run(), name="generator engine")
@@ -219,41 +139,79 @@ class GeneratorEngine(Configurable):
         return self._core.weights()
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        call_id: str = "",
+        begun: Begun | None = None,
     ) -> list[list[Completion]]:
         """Completions of each prompt ([T] int token ids), `sampling.num_samples` each, in order.
 
         Cancelling the call ends its requests. Ranks other than 0 answer nothing.
 
+        Args:
+            call_id: for `abort`.
+            begun: [prompt][sample] what an aborted call returned. Its finished completions are returned
+                as they are, the others continued: `max_tokens` counts the tokens they have. With the same
+                prompts and `sampling`, a seed in it, and equal weights, they get the tokens that they would
+                have got undisturbed.
+
         Raises:
-            ValueError: a prompt or a setting that cannot be served, before anything is started.
+            ValueError: a prompt or a setting that cannot be served, or `begun` does not fit them, before
+                anything is started.
             GeneratorError: there are no weights, or the engine was closed or has failed.
         """
         self._driver.check_serving()
-        check_call(
-            prompts, sampling, max_model_len=self.config.max_model_len, vocab_size=self._core.vocab_size
-        )
+        limits = {"max_model_len": self.config.max_model_len, "vocab_size": self._core.vocab_size}
+        check_call(prompts, sampling, begun, **limits)
         if self.world.rank != 0 or not prompts:
             return []
         self._driver.check_weights()
-        seed = self._rng.getrandbits(62) if sampling.seed is None else sampling.seed
-        requests = make_requests(prompts, sampling, seed=seed, first_id=self._next_id)
-        self._next_id += len(requests)
-        call = Call(num_prompts=len(prompts), num_samples=sampling.num_samples)
-        self._driver.submit(requests, [Sample(call=call, place=i) for i in range(len(requests))])
-        try:
-            return await call.future
-        except asyncio.CancelledError:
-            self._driver.abort(requests)
-            raise
+        call, requests, samples = completion_call(
+            prompts,
+            sampling,
+            seed=self._rng.getrandbits(62) if sampling.seed is None else sampling.seed,
+            first_id=self._next_id,
+            call_id=call_id,
+            begun=begun,
+        )
+        return await self._answer(call, requests, samples)
 
-    async def update_weights(
-        self, write: Callable[[dict[str, Tensor]], Awaitable[None]], *, version: int
-    ) -> None:
+    async def abort(self, call_ids: Sequence[str] | None = None) -> int:
+        """End the completions of these `generate` calls as they are, of every call when None.
+
+        The calls return, with finish reason "abort" for what had not finished. Calls that have ended, or
+        have not arrived, are ignored. Returns how many completions were ended, on rank 0; elsewhere 0.
+        """
+        if isinstance(call_ids, str):
+            raise ValueError(f"call_ids={call_ids!r}: must be a list of ids, or None for all calls")
+        self._driver.check_serving()
+        return self._driver.abort(call_ids)
+
+    async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """[T] float32 nats for each sequence ([T] int token ids): its tokens' logprobs at temperature 1.
+
+        Entry 0 is 0. Scored beside running requests, before those that wait; all of a sequence under one
+        version of the weights. It reads no cached keys and values.
+
+        Raises:
+            ValueError: a sequence that is empty, too long, or has a token id out of range.
+            GeneratorError: there are no weights, or the engine was closed or has failed.
+        """
+        self._driver.check_serving()
+        check_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self._core.vocab_size)
+        if self.world.rank != 0 or not sequences:
+            return []
+        self._driver.check_weights()
+        call, requests, samples = scoring_call(sequences, first_id=self._next_id)
+        return [logprobs for (logprobs,) in await self._answer(call, requests, samples)]
+
+    async def update_weights(self, write: Callable[[dict[str, Tensor]], Awaitable[T]], *, version: int) -> T:
         """Let `write` overwrite `model_state_dict()` in place; its weights are then `version`.
 
-        Called on every rank; returns when all have written. After a failure there are no valid
-        weights, and no generation, until an update succeeds.
+        Called on every rank; returns what `write` did, when all have written. After a failure there are
+        no valid weights: running requests fail, and there is no generation until an update succeeds.
 
         Raises:
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
@@ -261,7 +219,24 @@ class GeneratorEngine(Configurable):
         """
         self._driver.check_serving()
         async with self._driver.update(version):
-            await write(self.model_state_dict())
+            return await write(self.model_state_dict())
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights and key-value cache until `wake`; for a device used by turns.
+
+        Called on every rank. Running requests finish first (see `abort`), others fail. There are no
+        weights afterwards: after `wake`, a version must be written before anything is generated.
+
+        Raises:
+            ValueError: the engine was not started for this.
+        """
+        if not self.config.can_sleep:
+            raise ValueError("generator.can_sleep=False: must be True for a generator that sleeps")
+        await self._driver.rest(asleep=True)
+
+    async def wake(self) -> None:
+        """Take the memory again; nothing happens if it is there. Called on every rank."""
+        await self._driver.rest(asleep=False)
 
     async def close(self) -> None:
         """End the engine and its thread; calls that wait fail. Idempotent."""
@@ -275,6 +250,17 @@ class GeneratorEngine(Configurable):
                 await thread.run(self._core.close)
         if not await asyncio.to_thread(thread.stop, timeout_s=CLOSE_TIMEOUT_S):
             logger.warning("the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S)
+
+    async def _answer(
+        self, call: Call[T], requests: Sequence[Request], samples: Sequence[Sample | Scored]
+    ) -> list[list[T]]:
+        self._next_id += len(requests)
+        self._driver.submit(requests, samples)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._driver.withdraw(requests)
+            raise
 
     def _check_assets(self) -> None:
         spec = self._model_spec
@@ -291,6 +277,8 @@ class GeneratorEngine(Configurable):
     def _build(self) -> tuple[VLLMCore, Lockstep]:
         """In the engine's thread, which from here on is the only one to touch vllm."""
         os.environ.update(ENVIRONMENT)
+        if self._model_spec.batch_invariant and torch.cuda.is_available():
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from actors.vllm.core import VLLMCore
 
         core = VLLMCore(
@@ -309,5 +297,5 @@ class GeneratorEngine(Configurable):
         )  # fmt: skip
         while core.has_requests:
             core.step()
-        core.forget_prefixes()
+        core.weights_changed()
         return core, lockstep

@@ -15,7 +15,7 @@ import pickle
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -29,17 +29,23 @@ IDLE_TURNS_PER_TIMEOUT = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
-    """One completion to be made."""
+    """One completion to be made, or one sequence to be scored."""
 
     id: int
     prompt: np.ndarray
-    """[T] int32."""
+    """[T] int32; of a completion that is continued, with the tokens that it has."""
     max_tokens: int
+    """Most tokens after `prompt`."""
     temperature: float
     top_p: float
     top_k: int
     stop_token_ids: tuple[int, ...]
     seed: int
+    num_begun: int = 0
+    """How many of `prompt`'s last tokens are the completion's."""
+    scored: int | None = None
+    """Of a sequence to be scored, its last token: taken instead of a drawn one, and the logprobs of
+    `prompt` are wanted too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,6 +58,8 @@ class Drawn:
     """Nats."""
     finished: dict[int, FinishReason]
     """Requests for which this was the last token."""
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """Of scored requests that end here: [T - 1] float32, nats, of their prompts' tokens but the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +68,13 @@ class Turn:
 
     admit: tuple[Request, ...] = ()
     abort: tuple[int, ...] = ()
-    """Ids of requests nobody waits for any more."""
+    """Ids of requests that end as they are."""
     step: bool = False
     """Whether the engine makes a step."""
     update: int | None = None
-    """Policy version that every rank takes; only when no request is running."""
+    """Policy version whose weights every rank takes now."""
+    asleep: bool | None = None
+    """Whether memory is given back or taken again; neither when None. Only when no request is running."""
     stop: bool = False
     """The last turn."""
 

@@ -1,10 +1,17 @@
-"""What the key-value cache holds on a CPU, reckoned before an engine exists."""
+"""The engine's memory: what the key-value cache holds on a CPU, and giving memory back for a while."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from rl.distributed.shards import local_tensor
+
+if TYPE_CHECKING:
+    from actors.vllm.engine_config import GeneratorConfig
 
 GIB = 2**30
 CPU_BLOCK = 32
@@ -25,3 +32,42 @@ def cpu_cache_tokens(
     # One block stays empty: vLLM points unused places at it.
     num_blocks = int(cache_gib * GIB) // (token_bytes * block_size) - 1
     return max(0, num_blocks) * block_size
+
+
+def check_cpu_cache(config: GeneratorConfig, model: Any) -> None:
+    """Raises ValueError, naming the fields, if the cache's blocks or its size do not fit the model."""
+    if config.block_size is not None and config.block_size % CPU_BLOCK:
+        raise ValueError(
+            f"generator.block_size={config.block_size}: must be a multiple of {CPU_BLOCK} on a CPU"
+        )
+    num_tokens = cpu_cache_tokens(
+        model,
+        cache_gib=config.cpu_kv_cache_gib,
+        dtype=config.dtype,
+        tensor_parallel_degree=config.tensor_parallel_degree,
+        block_size=config.block_size,
+    )
+    if config.max_model_len > num_tokens:
+        raise ValueError(
+            f"generator.cpu_kv_cache_gib={config.cpu_kv_cache_gib:g} holds the keys and values of "
+            f"{num_tokens} tokens, fewer than generator.max_model_len={config.max_model_len}"
+        )
+
+
+class LentMemory:
+    """Memory behind tensors that can be given back while the tensors, and views of them, stay."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [local_tensor(tensor) for tensor in tensors]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+
+    def give_back(self) -> None:
+        """What the tensors held is lost; they must not be touched until `take`."""
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+
+    def take(self) -> None:
+        """The tensors are zero."""
+        for tensor, size in zip(self._tensors, self._sizes, strict=True):
+            tensor.untyped_storage().resize_(size)
+            tensor.zero_()

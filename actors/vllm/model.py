@@ -24,8 +24,11 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.attention.selector import get_attn_backend
 
+from actors.vllm.invariant import InvariantPagedAttention
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import SequenceLayout
+from rl.models.batch_invariant.model import make_batch_invariant
+from rl.models.batch_invariant.rows import pad_rows
 from rl.models.buffers import persistent_buffers, reset_buffers
 from rl.models.hf import hf_buffers
 from rl.models.qwen3.parallelize_generator import generator_head
@@ -59,14 +62,16 @@ class Policy(nn.Module):
             head_dim=config.block.attention.head_dim,
         )
         device = torch.get_default_device()
+        self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
 
         def core_attention(layer: int) -> nn.Module:
             with device:
-                return PagedAttention(
+                paged = PagedAttention(
                     heads,
                     cache_config=vllm_config.cache_config,
                     prefix=f"{prefix}layers.{layer}.attention.core",
                 )
+            return InvariantPagedAttention(paged) if self.pads_rows else paged
 
         # A rank never holds more than its share: sharded before there is memory behind it.
         with torch.device("meta"):
@@ -76,6 +81,7 @@ class Policy(nn.Module):
         if tp_size > 1:
             mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type, mesh_dim_names=("tp",))
             self.spec.parallelize_generator(self.model, mesh)
+        make_batch_invariant(self.model, spec=self.spec, device=device)
         self.model.to_empty(device=device)
         reset_buffers(self.model)
         self.model.requires_grad_(False)
@@ -91,10 +97,16 @@ class Policy(nn.Module):
         inputs_embeds: None = None,
     ) -> Tensor:
         """Final hidden states [T, E]."""
+        if self.pads_rows:
+            num_tokens = input_ids.size(0)
+            return self.model(pad_rows(input_ids), positions=pad_rows(positions))[:num_tokens]
         return self.model(input_ids, positions=positions)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[T, V] on every rank."""
+        if self.pads_rows:
+            num_rows = hidden_states.size(0)
+            return generator_head(pad_rows(hidden_states), self.model.head_weight)[:num_rows]
         return generator_head(hidden_states, self.model.head_weight)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from actors.vllm.lockstep import Request
 from rl.models.sampling import draw, uniforms
 
 
@@ -33,14 +34,32 @@ class PolicySampler(Sampler):
         super().__init__(logprobs_mode="processed_logprobs")
         self.runner = runner
         self._uniforms: dict[str, np.ndarray] = {}
+        self._scored: dict[str, int] = {}
+        self._drawn_B1 = torch.empty(0, 1)
 
-    def add(self, request_id: str, *, seed: int, max_tokens: int) -> None:
+    def add(self, request: Request) -> None:
         """Before the request is given to the engine."""
-        self._uniforms[request_id] = uniforms(seed, max_tokens).numpy()
+        request_id, begun = str(request.id), request.num_begun
+        self._uniforms[request_id] = uniforms(request.seed, begun + request.max_tokens)[begun:].numpy()
+        if request.scored is not None:
+            self._scored[request_id] = request.scored
 
     def remove(self, request_id: str) -> None:
         """After it has ended."""
         self._uniforms.pop(request_id, None)
+        self._scored.pop(request_id, None)
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Of a prompt's tokens: `logprobs` [T, V], `token_ids` [T]. There are no ranks, and none but these.
+
+        vLLM compiles a kernel for the ranks.
+        """
+        assert num_logprobs == 0, "only the tokens' own logprobs are gathered"
+        token_ids_T1 = token_ids.unsqueeze(-1)
+        return LogprobsTensors(
+            token_ids_T1.to(torch.int32), logprobs.gather(-1, token_ids_T1), torch.zeros_like(token_ids)
+        )
 
     def forward(
         self,
@@ -58,12 +77,22 @@ class PolicySampler(Sampler):
             tokens_B = draw(logprobs_BV, self._uniforms_now(logits))
             if not settings.all_random:
                 tokens_B = torch.where(settings.temperature == 0, logprobs_BV.argmax(-1), tokens_B)
-        drawn_B1 = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1))
-        tokens_B1 = tokens_B.to(torch.int32).unsqueeze(-1)
-        return SamplerOutput(
-            sampled_token_ids=tokens_B1,
-            logprobs_tensors=LogprobsTensors(tokens_B1, drawn_B1, torch.zeros_like(tokens_B)),
-        )
+        if self._scored:
+            self._put_scored(tokens_B)
+        self._drawn_B1 = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1))
+        return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
+
+    def drawn_logprobs(self) -> dict[str, float]:
+        """Nats, by request, of what was drawn last; draws of those still at their prompt do not count.
+
+        vLLM's own way makes three arrays for each request.
+        """
+        return dict(zip(self.runner.input_batch.req_ids, self._drawn_B1.squeeze(-1).tolist(), strict=True))
+
+    def _put_scored(self, tokens_B: Tensor) -> None:
+        for row, request_id in enumerate(self.runner.input_batch.req_ids):
+            if (token := self._scored.get(request_id)) is not None:
+                tokens_B[row] = token
 
     def _uniforms_now(self, logits: Tensor) -> Tensor:
         """[B] float64: each request's number for the token it is about to get."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,14 +149,19 @@ class PackedAttention(nn.Module):
     causal mask with padding on the right needs no further mask.
     """
 
+    def __init__(self, *, num_splits: int | None = None) -> None:
+        """`num_splits` 1 lets flash kernels sum over keys in one order; None leaves it to them."""
+        super().__init__()
+        self.num_splits = num_splits
+
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | SequenceShare
     ) -> Tensor:
         """Returns [T, H, D]; with a `SequenceShare` all are of this rank's tokens alone."""
         if isinstance(sequences, SequenceShare):
-            return _attend_over_ranks(q_THD, k_TKD, v_TKD, sequences)
+            return _attend_over_ranks(q_THD, k_TKD, v_TKD, sequences, self.num_splits)
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-            return _varlen_attention(q_THD, k_TKD, v_TKD, sequences)
+            return _varlen_attention(q_THD, k_TKD, v_TKD, sequences, self.num_splits)
         runs, slots = sequences.runs, sequences.run_slots
         if torch.compiler.is_compiling():
             runs, slots = ((sequences.num_sequences, sequences.max_length),), sequences.slots
@@ -176,20 +182,37 @@ def _grid_attention(
     return torch.cat(outs).index_select(0, slots)
 
 
-def _attend_over_ranks(q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> Tensor:
+def _attend_over_ranks(
+    q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare, num_splits: int | None
+) -> Tensor:
     """[t, H, D], of this rank's queries and all ranks' keys."""
+    k_TKD, v_TKD = _of_all_ranks(k_tKD, v_tKD, share)
+    return attend_to_share(q_tHD, k_TKD, v_TKD, share, num_splits=num_splits)
+
+
+def gather_keys_and_values(k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> tuple[Tensor, Tensor]:
+    """Each [N, K, D], of all that this rank's tokens see, segment by segment."""
+    k_TKD, v_TKD = _of_all_ranks(k_tKD, v_tKD, share)
+    return k_TKD.index_select(0, share.key_rows), v_TKD.index_select(0, share.key_rows)
+
+
+def _of_all_ranks(k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> tuple[Tensor, Tensor]:
+    """Each [T, K, D], the ranks' tokens one after another."""
     kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), share.num_ranks, share.group)
     k_TKD, v_TKD = kv.chunk(2, dim=1)
-    return attend_to_share(q_tHD, k_TKD, v_TKD, share)
+    return k_TKD, v_TKD
 
 
-def attend_to_share(q_tHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, share: SequenceShare) -> Tensor:
+def attend_to_share(
+    q_tHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, share: SequenceShare, *, num_splits: int | None = None
+) -> Tensor:
     """[t, H, D]; keys and values are of the tokens of all ranks one after another."""
     k_NKD, v_NKD = k_TKD.index_select(0, share.key_rows), v_TKD.index_select(0, share.key_rows)
     if q_tHD.is_cuda and q_tHD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(
-            q_tHD, k_NKD, v_NKD, share.query_offsets, share.key_offsets, share.max_queries, share.max_keys
-        )
+            q_tHD, k_NKD, v_NKD, share.query_offsets, share.key_offsets, share.max_queries, share.max_keys,
+            num_splits,
+        )  # fmt: skip
     num_segments = share.query_offsets.numel() - 1
     q = _scatter(q_tHD, share.query_slots, num_segments, share.max_queries)
     k = _scatter(k_NKD, share.key_slots, num_segments, share.max_keys)
@@ -217,9 +240,11 @@ def _rows(x_THD: Tensor, slots: Tensor, count: int) -> Tensor:
     return x_THD.new_zeros((count, *x_THD.shape[1:])).index_copy(0, slots, x_THD)
 
 
-def _varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout) -> Tensor:
+def _varlen_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout, num_splits: int | None
+) -> Tensor:
     offsets, length = sequences.offsets, sequences.max_length
-    return _varlen(q_THD, k_TKD, v_TKD, offsets, offsets, length, length)
+    return _varlen(q_THD, k_TKD, v_TKD, offsets, offsets, length, length, num_splits)
 
 
 def _varlen(
@@ -230,6 +255,7 @@ def _varlen(
     key_offsets: Tensor,
     max_queries: int,
     max_keys: int,
+    num_splits: int | None,
 ) -> Tensor:
     """Flash attention; where a segment has more keys than queries, the last query sees all of them."""
     from torch.nn.attention.varlen import varlen_attn
@@ -238,6 +264,10 @@ def _varlen(
     if repeat > 1:
         k = k.repeat_interleave(repeat, dim=1)
         v = v.repeat_interleave(repeat, dim=1)
-    out = varlen_attn(q, k, v, query_offsets, key_offsets, max_queries, max_keys, window_size=(-1, 0))
+    # Earlier versions of PyTorch do not know the argument.
+    splits: dict[str, Any] = {} if num_splits is None else {"num_splits": num_splits}
+    out = varlen_attn(
+        q, k, v, query_offsets, key_offsets, max_queries, max_keys, window_size=(-1, 0), **splits
+    )
     assert isinstance(out, Tensor)
     return out

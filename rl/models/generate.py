@@ -11,7 +11,7 @@ K key-value heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import PackedAttention, SequenceLayout
+from rl.models.attention import SequenceLayout
+from rl.models.batch_invariant.model import InvariantAttention
+from rl.models.batch_invariant.rows import pad_rows
 from rl.models.qwen3.model import Attention, Qwen3, linear_head
 from rl.models.sampling import check_sampling, draw, processed_logprobs, request_seeds, uniforms
 from rl.types import Completion, FinishReason, SamplingParams
@@ -133,7 +135,7 @@ def _decode(model: Qwen3, batch: _Batch, sampling: SamplingParams) -> None:
                 return
             rows = [rows[i] for i in keep]
             cache.step(rows, positions=(batch.prompt_lengths[rows] + step).tolist())
-            logits_BV = model(tokens_B[keep], positions=cache.positions, head=linear_head)
+            logits_BV = _forward(model, cache, tokens_B[keep], head=linear_head)[: len(keep)]
 
 
 def _prefill(model: Qwen3, cache: KVCache, batch: _Batch) -> Tensor:
@@ -146,9 +148,25 @@ def _prefill(model: Qwen3, cache: KVCache, batch: _Batch) -> Tensor:
     last_P = layout.offsets[1:].long() - 1
 
     def last_logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
-        return F.linear(hidden_TE[last_P], weight_VE)
+        hidden_PE = hidden_TE[last_P]
+        return F.linear(pad_rows(hidden_PE) if cache.pads_rows else hidden_PE, weight_VE)
 
-    return model(tokens_T, positions=cache.positions, sequences=layout, head=last_logits)
+    return _forward(model, cache, tokens_T, head=last_logits, sequences=layout)[: len(lengths)]
+
+
+def _forward(
+    model: Qwen3,
+    cache: KVCache,
+    tokens: Tensor,
+    *,
+    head: Callable[[Tensor, Tensor], Tensor],
+    sequences: SequenceLayout | None = None,
+) -> Tensor:
+    """Logits of the cache's tokens, and after them of the tile's padding, if it pads."""
+    positions = cache.positions
+    if cache.pads_rows:
+        tokens, positions = pad_rows(tokens), pad_rows(positions)
+    return model(tokens, positions=positions, sequences=sequences, head=head)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,6 +180,8 @@ class KVCache:
     """[tokens of this forward] int64."""
     length: int = 0
     """Positions in use, of the longest row."""
+    pads_rows: bool = False
+    """Whether the model is batch-invariant: its tokens come in whole tiles."""
 
     def prefill(self, lengths: list[int], *, device: torch.device) -> None:
         """The next forward is a packed batch of whole prompts; prompt p fills row p."""
@@ -186,18 +206,28 @@ class KVCache:
 class CachedAttention(nn.Module):
     """Core attention that remembers keys and values: packed over prompts, then one token a row."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, core: nn.Module) -> None:
+        """`core` is the trainer's attention, packed over sequences."""
         super().__init__()
         self.cache = cache
-        self.prompt_attention = PackedAttention()
+        self.core = core
         self.k_NKLD = torch.empty(0)
         self.v_NKLD = torch.empty(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceLayout | None) -> Tensor:
         """[tokens, H, D], [tokens, K, D], [tokens, K, D] -> [tokens, H, D]."""
+        num_tokens, num_padding = len(self.cache.rows), len(q) - len(self.cache.rows)
+        q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
         self._remember(k, v)
         if sequences is not None:
-            return self.prompt_attention(q, k, v, sequences)
+            out = self.core(q, k, v, sequences)
+        elif self.cache.pads_rows:
+            out = self._attend_invariantly(q)
+        else:
+            out = self._attend(q)
+        return F.pad(out, (0, 0, 0, 0, 0, num_padding)) if num_padding else out
+
+    def _attend(self, q: Tensor) -> Tensor:
         cache = self.cache
         past = slice(0, cache.length)
         k_BKLD, v_BKLD = self.k_NKLD[cache.rows, :, past], self.v_NKLD[cache.rows, :, past]
@@ -206,6 +236,18 @@ class CachedAttention(nn.Module):
             q.unsqueeze(2), k_BKLD, v_BKLD, attn_mask=seen_BL[:, None, None], enable_gqa=True
         )
         return out.squeeze(2)
+
+    def _attend_invariantly(self, q: Tensor) -> Tensor:
+        from rl.models.batch_invariant.functions import attend, offsets
+
+        cache = self.cache
+        lengths = (cache.positions + 1).tolist()
+        rows = list(zip(cache.rows.tolist(), lengths, strict=True))
+        k_NKD, v_NKD = (
+            torch.cat([x[row, :, :length].transpose(0, 1) for row, length in rows])
+            for x in (self.k_NKLD, self.v_NKLD)
+        )
+        return attend(q, k_NKD, v_NKD, offsets([1] * len(rows)), offsets(lengths))
 
     def _remember(self, k: Tensor, v: Tensor) -> None:
         cache = self.cache
@@ -224,12 +266,12 @@ class CachedAttention(nn.Module):
 @contextmanager
 def cached_attention(model: Qwen3) -> Iterator[KVCache]:
     """Within it, the model's core attention reads and fills a cache; afterwards it is as before."""
-    cache = KVCache()
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     cores = [attention.core for attention in attentions]
+    cache = KVCache(pads_rows=isinstance(cores[0], InvariantAttention))
     try:
-        for attention in attentions:
-            cache.layers.append(CachedAttention(cache))
+        for attention, core in zip(attentions, cores, strict=True):
+            cache.layers.append(CachedAttention(cache, core))
             attention.core = cache.layers[-1]
         yield cache
     finally:

@@ -58,3 +58,6 @@ class ModelSpec:
     """Of the model config."""
     from_hf_config: Callable[[dict[str, Any]], Configurable.Config]
     """Model config of a Hugging Face `config.json`; raises ValueError for what is not supported."""
+    batch_invariant: bool = False
+    """Kernels with which a token's bits depend on nothing that is computed beside it, the same ones in the
+    trainer and in the generator (docs/batch_invariance.md)."""

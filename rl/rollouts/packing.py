@@ -22,6 +22,9 @@ from torch import Tensor
 from rl.models.attention import SequenceLayout
 from rl.types import TrainingSample
 
+OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
+"""Fields of a sample that may be None."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
@@ -50,6 +53,8 @@ class PackedBatch:
     sequence_ids: Tensor
     """[T] int64."""
     reference_logprobs: Tensor | None = None
+    """[T] float32, nats; None where the samples bring none."""
+    proximal_logprobs: Tensor | None = None
     """[T] float32, nats; None where the samples bring none."""
     num_sequences: int
     """Samples in this micro-batch; 0 for one of padding alone."""
@@ -109,7 +114,7 @@ def pack(
         ValueError: for a sample that is longer than `max_tokens` or `max_length`, has fewer than two tokens,
             or whose arrays differ in length.
     """
-    _check_reference(samples)
+    _check_optional(samples)
     lengths = [_input_length(sample, index, max_tokens, max_length) for index, sample in enumerate(samples)]
     plan = plan_micro_batches(
         lengths, max_tokens=max_tokens, num_ranks=num_ranks, max_sequences=max_sequences
@@ -156,17 +161,19 @@ def _first_fit(
     return micro_batches
 
 
-def _check_reference(samples: Sequence[TrainingSample]) -> None:
-    """All samples bring logprobs of a reference policy, or none does."""
-    for index, sample in enumerate(samples):
-        if (sample.reference_logprobs is None) != (samples[0].reference_logprobs is None):
-            which = f"sample {index} has none" if sample.reference_logprobs is None else f"sample {index} has"
-            raise ValueError(f"reference_logprobs must be there in all samples or in none: {which}")
+def _check_optional(samples: Sequence[TrainingSample]) -> None:
+    """All samples bring logprobs of another policy, or none does."""
+    for name in OPTIONAL_LOGPROBS:
+        for index, sample in enumerate(samples):
+            values = getattr(sample, name)
+            if (values is None) != (getattr(samples[0], name) is None):
+                which = f"sample {index} has none" if values is None else f"sample {index} has"
+                raise ValueError(f"{name} must be there in all samples or in none: {which}")
 
 
 def _input_length(sample: TrainingSample, index: int, max_tokens: int, max_length: int | None) -> int:
     num_tokens = len(sample.token_ids)
-    for name in ("mask", "generator_logprobs", "advantages", "reference_logprobs"):
+    for name in ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS):
         if getattr(sample, name) is not None and len(getattr(sample, name)) != num_tokens:
             raise ValueError(
                 f"sample {index}: {name} has {len(getattr(sample, name))} entries for {num_tokens} tokens"
@@ -196,13 +203,17 @@ def _pack_one(samples: Sequence[TrainingSample], indices: list[int], *, pad_mult
     lengths_S = np.asarray(all_lengths, dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
     num_total = num_tokens + num_padding
-    has_reference = samples[0].reference_logprobs is not None
 
     def joined(arrays: list[np.ndarray], dtype: type, padding: float) -> Tensor:
         values_T: np.ndarray = np.full(num_total, padding, dtype=dtype)
         if arrays:
             np.concatenate(arrays, out=values_T[:num_tokens], casting="same_kind")
         return torch.from_numpy(values_T)
+
+    def joined_if_there(name: str) -> Tensor | None:
+        if getattr(samples[0], name) is None:
+            return None
+        return joined([getattr(s, name)[1:] for s in chosen], np.float32, 0.0)
 
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0] * bool(num_padding), dtype=np.float32)
     return PackedBatch(
@@ -213,11 +224,8 @@ def _pack_one(samples: Sequence[TrainingSample], indices: list[int], *, pad_mult
         mask=joined([s.mask[1:] for s in chosen], np.bool_, False),
         advantages=joined([s.advantages[1:] for s in chosen], np.float32, 0.0),
         generator_logprobs=joined([s.generator_logprobs[1:] for s in chosen], np.float32, np.nan),
-        reference_logprobs=joined(
-            [s.reference_logprobs[1:] for s in chosen if s.reference_logprobs is not None], np.float32, 0.0
-        )
-        if has_reference
-        else None,
+        reference_logprobs=joined_if_there("reference_logprobs"),
+        proximal_logprobs=joined_if_there("proximal_logprobs"),
         temperatures=torch.from_numpy(np.repeat(temperatures_S, lengths_S)),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(all_lengths)), lengths_S)),
         num_sequences=len(chosen),

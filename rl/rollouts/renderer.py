@@ -29,7 +29,7 @@ class ChatRenderer:
         """Raises ValueError for a prompt that leaves no room in the context."""
         messages = [{"role": "user", "content": problem.question}]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        token_ids = self._encode(text)
+        token_ids = self.encode(text)
         if len(token_ids) > self.max_prompt_tokens:
             raise ValueError(
                 f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room "
@@ -41,7 +41,7 @@ class ChatRenderer:
         """[C] int32 tokens of the problem's demonstration, ended as the model should end it."""
         if not problem.demonstration:
             raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
-        return np.append(self._encode(problem.demonstration), np.int32(self.tokenizer.eos_token_id))
+        return np.append(self.encode(problem.demonstration), np.int32(self.tokenizer.eos_token_id))
 
     def rollout(self, prompt: Prompt, completion: Completion, *, sample: int) -> Rollout:
         """The completion with its text.
@@ -52,5 +52,6 @@ class ChatRenderer:
         text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return Rollout(prompt=prompt, sample=sample, completion=completion, text=text)
 
-    def _encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
+        """[T] int32 tokens of a piece of text, without any around it."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

@@ -84,6 +84,7 @@ def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
         reference_logprobs=batch.reference_logprobs,
+        proximal_logprobs=batch.proximal_logprobs,
     )
 
 

@@ -104,7 +104,7 @@ def read_state(folder: str | Path) -> SavedState:
         return SavedState(
             policy_version=int(content["policy_version"]),
             model_only=bool(content["model_only"]),
-            position=None if position is None else LoopPosition(**position),
+            position=None if position is None else _position(position),
             converters=_settings(content.get("converters")),
             base_model=_text(content.get("base_model")),
             started_from=_text(content.get("started_from")),
@@ -174,6 +174,10 @@ def _read_manifest(folder: Path) -> dict[str, FileSum]:
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}") from error
+
+
+def _position(value: dict[str, Any]) -> LoopPosition:
+    return LoopPosition(**value | {"outstanding": tuple(map(int, value.get("outstanding", ())))})
 
 
 def _settings(value: Any) -> dict[str, dict[str, Any]] | None:

@@ -20,6 +20,7 @@ from rl.distributed.sharding import ShardingOptions
 from rl.models.converters.converter import ModelConverter, ModelConverters
 from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
+from rl.training.batch_invariant import check_batch_invariant, check_trainers_machine
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import TrainingConfig
 from rl.training.experts import ExpertBalance, check_experts
@@ -70,6 +71,7 @@ class EngineConfig(Configurable.Config):
         check_reference(self.reference, loss=self.loss)
         check_sequence_length(spec, self.training)
         self.check_model(spec)
+        check_trainers_machine(self, spec, device=device, tensor_parallel_degree=degrees.tp)
         if self.parallelism.async_tensor_parallel:
             check_peer_access(device=device, num_devices=degrees.tp)
         if device.type == "cuda":
@@ -97,6 +99,7 @@ class EngineConfig(Configurable.Config):
         model: Qwen3.Config = spec.model  # type: ignore[assignment]
         check_experts(model, balance=self.experts, converters=self.converters)
         check_selective_option(self.activation_checkpoint, num_layers=model.num_layers)
+        check_batch_invariant(self, spec)
 
     def sharding_options(
         self, training: TrainingConfig, *, expert_mesh: DeviceMesh | None

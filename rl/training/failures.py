@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from rl.rollouts.packing import OPTIONAL_LOGPROBS
 from rl.training.errors import NonFiniteLossError
 from rl.types import TrainingSample
 
 _PER_TOKEN = ("token_ids", "mask", "generator_logprobs", "advantages", "policy_versions")
-_REFERENCE = "reference_logprobs"
-"""Kept where every sample has it."""
 
 
 def non_finite(
@@ -34,7 +33,8 @@ def non_finite(
 def write_batch(file: str | Path, samples: Sequence[TrainingSample]) -> None:
     """An npz of each per-token array joined to [T], with `lengths` and `temperatures` [S]."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    names = [*_PER_TOKEN, *([_REFERENCE] if all(s.reference_logprobs is not None for s in samples) else [])]
+    there = [name for name in OPTIONAL_LOGPROBS if all(getattr(s, name) is not None for s in samples)]
+    names = [*_PER_TOKEN, *there]
     joined = {name: np.concatenate([getattr(s, name) for s in samples]) for name in names}
     np.savez_compressed(
         file,
@@ -49,7 +49,7 @@ def read_batch(file: str | Path) -> list[TrainingSample]:
     """The samples that `write_batch` wrote."""
     with np.load(file, allow_pickle=False) as content:
         ends = np.cumsum(content["lengths"])[:-1]
-        names = [name for name in (*_PER_TOKEN, _REFERENCE) if name in content]
+        names = [name for name in (*_PER_TOKEN, *OPTIONAL_LOGPROBS) if name in content]
         columns = {name: np.split(content[name], ends) for name in names}
         temperatures = content["temperatures"].tolist()
     return [

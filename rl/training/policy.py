@@ -26,6 +26,7 @@ from rl.distributed.process_group import barrier
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
 from rl.models.attention import SequenceLayout, SequenceShare
+from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.buffers import reset_buffers
 from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
@@ -74,6 +75,7 @@ class Policy:
         self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
         with torch.device("meta"):
             model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
+            make_batch_invariant(model, spec=spec, device=device)
             converters.convert(model)
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.model = spec.parallelize(model, mesh=mesh, config=options)
@@ -114,17 +116,12 @@ class Policy:
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
-        # Of the tokens that one rank takes through the model.
-        pad_multiple = 1 if self.mesh is None else self.mesh[TP].size()
-        pad_multiple = math.lcm(pad_multiple, self.converters.token_multiple)
-        if self.context is not None:
-            pad_multiple = self.context.pad_multiple(pad_multiple)
         return pack(
             samples,
             max_tokens=self.training.max_tokens_per_microbatch,
             max_sequences=self.training.max_sequences_per_microbatch,
             max_length=self.training.max_sequence_length or num_positions(self.spec),
-            pad_multiple=pad_multiple,
+            pad_multiple=_pad_multiple(self),
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
         )
@@ -290,6 +287,13 @@ class Policy:
             for _ in gathered:
                 pass
         barrier()
+
+
+def _pad_multiple(policy: Policy) -> int:
+    """Of the tokens that one rank takes through the model."""
+    split = 1 if policy.mesh is None else policy.mesh[TP].size()
+    multiple = math.lcm(split, row_multiple(policy.spec), policy.converters.token_multiple)
+    return multiple if policy.context is None else policy.context.pad_multiple(multiple)
 
 
 def num_positions(spec: ModelSpec) -> int:

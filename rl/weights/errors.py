@@ -27,3 +27,15 @@ class WeightMismatchError(WeightStoreError):
 
 class WeightTimeoutError(WeightStoreError, TimeoutError):
     """A push, pull or other operation did not finish within its deadline."""
+
+
+class SharedMemoryError(WeightStoreError):
+    """There is not enough memory for the versions that are kept and the one that is written."""
+
+
+class StaleSegmentError(WeightStoreError):
+    """Shared memory holds another version by now, or is closed."""
+
+
+class WeightCanaryError(WeightStoreError):
+    """A generator does not hold the weights that the trainer sent; names generator, tensor and version."""

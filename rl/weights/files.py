@@ -27,6 +27,7 @@ from rl.distributed.first_rank import on_first_rank
 from rl.distributed.process_group import awaiting
 from rl.distributed.shards import unwrapped
 from rl.training.checkpoint import read_tensors, saved_names, write_tensors
+from rl.weights.box_sums import sums_of
 from rl.weights.errors import (
     IncompleteVersionError,
     VersionExistsError,
@@ -34,8 +35,9 @@ from rl.weights.errors import (
     WeightMismatchError,
     WeightStoreError,
 )
+from rl.weights.plan import check_names
 from rl.weights.shards import parts_of
-from rl.weights.store import Dtype, WeightStore, check_names
+from rl.weights.store import Dtype, Transfer, WeightStore
 from rl.weights.volumes import VolumeStats
 
 _PARTIAL = ".not-announced"
@@ -46,7 +48,9 @@ class FileWeightStore(WeightStore):
 
     @dataclass(kw_only=True, slots=True)
     class Config(WeightStore.Config):
-        transport: Literal["torchstore", "files"] = "files"
+        transport: Literal["auto", "torchstore", "files"] = "files"
+
+    is_collective = True
 
     def __init__(self, *, config: WeightStore.Config, folder: str | Path, dtype: Dtype = "float32") -> None:
         super().__init__(config=config, dtype=dtype)
@@ -84,7 +88,7 @@ class FileWeightStore(WeightStore):
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
-    ) -> int:
+    ) -> Transfer:
         """As `WeightStore.push`; what several ranks hold is written once, by one of them."""
         self._check_started()
         dtype, partial = getattr(torch, self.dtype), self._partial(version)
@@ -99,12 +103,12 @@ class FileWeightStore(WeightStore):
             try:
                 with awaiting(f"push of version {version}"):
                     on_first_rank(lambda _: self._claim(version), None, group=group)
-                    sums = write_tensors(partial, sent, staged=None, group=group)
+                    files = write_tensors(partial, sent, staged=None, group=group)
             except OSError as error:
                 raise WeightStoreError(
                     f"weight store: version {version} was not written to {partial}: {error}"
                 ) from error
-        return sum(written.num_bytes for written in sums.values())
+        return Transfer(num_bytes=sum(written.num_bytes for written in files.values()), sums=sums_of(sent))
 
     async def announce(self, version: int) -> int:
         """As `WeightStore.announce`: the folder gets its name."""
@@ -127,7 +131,7 @@ class FileWeightStore(WeightStore):
         self._check_started()
         return sorted(version for version, is_announced in self._found() if is_announced)
 
-    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> int:
+    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
         """As `WeightStore.pull`; each rank reads its own part, without the others."""
         self._check_started()
         folder = self._announced(version)
@@ -145,7 +149,7 @@ class FileWeightStore(WeightStore):
                     )
             wanted: dict[str, Any] = {part.name: unwrapped(state_dict[part.name].detach()) for part in parts}
             read_tensors(folder, wanted, group=None)
-        return sum(part.local.nbytes for part in parts)
+        return Transfer(num_bytes=sum(part.local.nbytes for part in parts), sums=sums_of(state_dict))
 
     async def delete(self, version: int) -> None:
         """As `WeightStore.delete`."""

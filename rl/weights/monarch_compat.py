@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -52,22 +53,33 @@ from torchstore.controller import Controller
 from torchstore.storage_volume import StorageVolume
 from torchstore.strategy import TorchStoreStrategy
 from torchstore.transport import Request, TensorSlice
-from torchstore.transport.buffers import MonarchTransportBuffer
+from torchstore.transport.buffers import MonarchTransportBuffer, rdma_available
+from torchstore.transport.pipe import Pipe
 from torchstore.utils import get_slice_intersection
 
 __all__ = [
     "AsyncController",
     "LocalClient",
     "MonarchTransportBuffer",
+    "Pipe",
     "Request",
     "StorageVolume",
     "TensorSlice",
     "TorchStoreStrategy",
     "check_versions",
     "get_slice_intersection",
+    "has_rdma",
     "plain",
     "torchstore",
 ]
+
+
+@functools.cache
+def has_rdma() -> bool:
+    """Whether torchstore's own transport is RDMA here. TORCHSTORE_RDMA_ENABLED=0 switches it off."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about the name of a function of Monarch's
+        return rdma_available()
 
 
 def plain(method: Any) -> Callable[..., Any]:

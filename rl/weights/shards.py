@@ -7,11 +7,13 @@ axis replicates it or because it lies on several meshes, so have the same coordi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -30,6 +32,8 @@ class Part:
     box: TensorSlice
     local: Tensor
     """The rank's own memory, of the box's shape."""
+    is_first: bool = True
+    """Of the ranks that hold the box, this is the one that sends it."""
 
     def dtype_to_send(self, dtype: torch.dtype, *, buffer_names: Collection[str]) -> torch.dtype:
         """`dtype` for a floating-point parameter; buffers and integers go as they are."""
@@ -49,6 +53,28 @@ class PackedPart:
     def num_bytes(self) -> int:
         return _num_bytes(self.box, self.dtype)
 
+    def view(self, flat: Tensor) -> Tensor:
+        """The box, in [bytes] uint8 that hold it."""
+        raw = flat[self.offset : self.offset + self.num_bytes]
+        return raw.view(self.dtype).view(self.box.local_shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outgoing:
+    """A box that is to be sent."""
+
+    key: str
+    box: TensorSlice
+    local: Tensor
+    dtype: torch.dtype
+    """To send it in."""
+    is_first: bool = True
+    """As `Part.is_first`."""
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.box, self.dtype)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
@@ -62,8 +88,7 @@ class Message:
         """Each part with its box, a view of `data`."""
         flat = torch.from_numpy(self.data)
         for part in self.parts:
-            raw = flat[part.offset : part.offset + part.num_bytes]
-            yield part, raw.view(part.dtype).view(part.box.local_shape)
+            yield part, part.view(flat)
 
 
 def part_of(name: str, value: Tensor) -> Part | None:
@@ -79,7 +104,8 @@ def part_of(name: str, value: Tensor) -> Part | None:
     if not isinstance(value, DTensor):
         shape = tuple(value.shape)
         whole = TensorSlice((0,) * len(shape), (), shape, shape, ())
-        return Part(name=name, box=whole, local=value.detach())
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        return Part(name=name, box=whole, local=value.detach(), is_first=is_first)
     mesh = value.device_mesh
     if mesh.get_coordinate() is None:
         return None
@@ -96,7 +122,10 @@ def part_of(name: str, value: Tensor) -> Part | None:
         local_shape=tuple(box.local_shape),
         mesh_shape=tuple(box.mesh_shape[axis] for axis in sharded),
     )
-    return Part(name=name, box=box, local=local.detach())
+    coordinate = request.tensor_slice.coordinates
+    copies = [axis for axis, p in enumerate(value.placements) if isinstance(p, Replicate)]
+    is_first = all(coordinate[axis] == 0 for axis in copies)
+    return Part(name=name, box=box, local=local.detach(), is_first=is_first)
 
 
 def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
@@ -105,33 +134,53 @@ def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
     return [part for part in parts if part is not None]
 
 
-def pack(parts: Sequence[tuple[str, TensorSlice, Tensor, torch.dtype]]) -> Message:
-    """One message of (key, box, tensor, dtype to send it in); casts while it copies."""
+def outgoing_parts(
+    state_dict: Mapping[str, Tensor],
+    *,
+    key_prefix: str,
+    dtype: torch.dtype,
+    buffer_names: Collection[str],
+) -> list[Outgoing]:
+    """What this rank holds, under the keys and in the dtypes in which it is sent."""
+    return [
+        Outgoing(
+            key=key_prefix + part.name,
+            box=part.box,
+            local=part.local,
+            dtype=part.dtype_to_send(dtype, buffer_names=buffer_names),
+            is_first=part.is_first,
+        )
+        for part in parts_of(state_dict)
+    ]
+
+
+def lay_out(parts: Sequence[Outgoing]) -> tuple[list[PackedPart], int]:
+    """Where each lies when they follow one another, and how many bytes that takes."""
     packed: list[PackedPart] = []
     end = 0
-    for key, box, _, dtype in parts:
+    for part in parts:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        packed.append(PackedPart(key=key, box=box, dtype=dtype, offset=offset))
+        packed.append(PackedPart(key=part.key, box=part.box, dtype=part.dtype, offset=offset))
         end = offset + packed[-1].num_bytes
-    message = Message(parts=packed, data=np.empty(end, dtype=np.uint8))
-    for (_, destination), (_, _, tensor, _) in zip(message.tensors(), parts, strict=True):
-        destination.copy_(tensor)
-    return message
+    return packed, end
 
 
-def batches(
-    parts: Sequence[tuple[str, TensorSlice, Tensor, torch.dtype]], *, max_bytes: int
-) -> Iterator[list[tuple[str, TensorSlice, Tensor, torch.dtype]]]:
+def empty_message(parts: Sequence[Outgoing]) -> Message:
+    """With room for these, which are still to be copied into `Message.tensors`."""
+    packed, num_bytes = lay_out(parts)
+    return Message(parts=packed, data=np.empty(num_bytes, dtype=np.uint8))
+
+
+def batches(parts: Sequence[Outgoing], *, max_bytes: int) -> Iterator[list[Outgoing]]:
     """The parts in order, split so that a message stays below `max_bytes` (one part may exceed it alone)."""
-    batch: list[tuple[str, TensorSlice, Tensor, torch.dtype]] = []
+    batch: list[Outgoing] = []
     num_bytes = 0
     for part in parts:
-        size = _num_bytes(part[1], part[3])
-        if batch and num_bytes + size > max_bytes:
+        if batch and num_bytes + part.num_bytes > max_bytes:
             yield batch
             batch, num_bytes = [], 0
         batch.append(part)
-        num_bytes += size
+        num_bytes += part.num_bytes
     if batch:
         yield batch
 
@@ -143,7 +192,7 @@ def within_box(tensor: Tensor, box: TensorSlice, inner: TensorSlice) -> Tensor:
 
 
 def num_elements(box: TensorSlice) -> int:
-    return int(np.prod(box.local_shape, dtype=np.int64))
+    return math.prod(box.local_shape)
 
 
 def _num_bytes(box: TensorSlice, dtype: torch.dtype) -> int:

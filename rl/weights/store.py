@@ -10,7 +10,9 @@
 
 A version is never overwritten, cannot be read before it is announced, and is deleted only
 when nobody reads it. Trainer and generator may be laid out differently: what travels are boxes
-of tensors, and a reader takes the intersections with its own.
+of tensors, and a reader takes the intersections with its own. Processes of one host hand them
+over in shared memory (`rl/weights/segments.py`), others by torchstore's messages or RDMA. Push
+and pull return checksums of what was sent and of what then was there, for the canary.
 
 Every operation has the deadline `timeout_s`; its error names operation, version, rank, number
 of tensors and what was awaited.
@@ -18,57 +20,50 @@ of tensors and what was awaited.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError, ProcMesh
+from monarch.actor import ProcMesh
 from torch import Tensor
 
 from rl.config.configurable import Configurable
-from rl.weights.errors import VersionNotFoundError, WeightMismatchError, WeightStoreError, WeightTimeoutError
-from rl.weights.monarch_compat import LocalClient, TensorSlice, get_slice_intersection
-from rl.weights.shards import Part, batches, num_elements, pack, parts_of, within_box
+from rl.types import BoxSum
+from rl.weights import messages
+from rl.weights.box_sums import box_sum
+from rl.weights.copying import Copier
+from rl.weights.deadline import Progress, operation
+from rl.weights.errors import VersionNotFoundError, WeightStoreError
+from rl.weights.messages import all_of
+from rl.weights.monarch_compat import LocalClient, has_rdma
+from rl.weights.plan import Read, plan_reads
+from rl.weights.room import Room
+from rl.weights.segments import SegmentRef, free_memory, this_host
+from rl.weights.shards import Outgoing, lay_out, outgoing_parts, parts_of
+from rl.weights.shared_memory import SharedMemory
 from rl.weights.volumes import (
     BatchVolume,
     RankStrategy,
-    Stored,
     VersionIndex,
     VolumeStats,
     current_torch_rank,
 )
 
-T = TypeVar("T")
-
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-MAX_MESSAGE_BYTES = 16 * 2**20
-"""A version goes in as few messages as this allows. The allocator reuses memory of this size;
-larger messages are slower, because every page of them is touched for the first time."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Progress:
-    """What an operation is at, for the error of its deadline."""
-
-    num_tensors: int = 0
-    waiting_for: str = "the index"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Read:
-    """One box to fetch, and where it goes."""
+class Transfer:
+    """What one rank sent or received."""
 
-    key: str
-    box: TensorSlice
-    destination: Tensor
+    num_bytes: int
+    sums: tuple[BoxSum, ...]
+    """One of each box."""
 
 
 class WeightStore(Configurable):
@@ -82,8 +77,14 @@ class WeightStore(Configurable):
         """How many of the newest versions `prune` keeps."""
         state_dict_key: str = "policy"
         """Prefix of the stored keys: `<state_dict_key>/v<version>/<name>`."""
-        transport: Literal["torchstore", "files"] = "torchstore"
-        """files: through a folder, where all machines share a file system but cannot reach each other."""
+        transport: Literal["auto", "torchstore", "files"] = "auto"
+        """auto: shared memory between processes of one host, torchstore's messages or RDMA between hosts;
+        torchstore: that for all; files: through a folder, where all machines share a file system but
+        cannot reach each other."""
+        rdma: bool = True
+        """Let torchstore use RDMA between hosts that have the hardware."""
+        num_threads: int = 2
+        """With how many CPU threads each rank copies, beside those that it computes with."""
         folder: str | None = None
         """Of the files, an absolute path; None is `weights` in the run's folder."""
 
@@ -92,7 +93,12 @@ class WeightStore(Configurable):
                 raise ValueError(f"timeout_s={self.timeout_s} must be positive")
             if self.keep_versions < 1:
                 raise ValueError(f"keep_versions={self.keep_versions} must be at least 1")
+            if self.num_threads < 1:
+                raise ValueError(f"num_threads={self.num_threads} must be at least 1")
             _check_place(self)
+
+    is_collective: ClassVar[bool] = False
+    """Whether ranks meet in a push, which then belongs into the thread of their collectives."""
 
     def __init__(self, *, config: Config, dtype: Dtype = "float32") -> None:
         """`dtype` is what floating-point parameters are sent in: the generators'."""
@@ -100,6 +106,12 @@ class WeightStore(Configurable):
         self.dtype = dtype
         self._index: Any = None
         self._strategy: RankStrategy | None = None
+        self._hosts: dict[str, str] = {}
+        """By volume."""
+        self._local: _Local | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_local": None}
 
     async def start(self, mesh: ProcMesh) -> None:
         """Spawn a storage volume in each process of `mesh`, and the index in its first.
@@ -117,10 +129,21 @@ class WeightStore(Configurable):
                 strategy=strategy, num_storage_volumes=mesh.size(), storage_volumes=volumes
             )
             self._strategy = await index.get_controller_strategy.call_one()
+            if self.config.transport == "auto":
+                hosts = await volumes.host.call()
+                self._hosts = {
+                    volume_id: host
+                    for (_, volume_id), (_, host) in zip(
+                        (await volumes.get_id.call()).items(), hosts.items(), strict=True
+                    )
+                }
             self._index = index
 
     async def stop(self) -> None:
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
         if self._index is None:
             return
         index, self._index, self._strategy = self._index, None, None
@@ -134,47 +157,44 @@ class WeightStore(Configurable):
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
-    ) -> int:
+    ) -> Transfer:
         """Send this rank's part of the weights; every rank of the trainer calls it with its own.
 
         Floating-point tensors are cast to `dtype`, except those in `buffer_names`. What several
         ranks hold is sent once, by the first of them. A tensor that is no DTensor counts as
-        equal on all ranks.
-
-        Returns:
-            Bytes that this rank sent.
+        equal on all ranks. The tensors must not change before it returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
+            SharedMemoryError: there is not enough for all versions; nothing was written.
             ValueError: names a tensor whose layout cannot be sent.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
         index, strategy = self._started()
-        dtype = getattr(torch, self.dtype)
-        parts = [
-            (
-                self._key(version, part.name),
-                part.box,
-                part.local,
-                part.dtype_to_send(dtype, buffer_names=buffer_names),
-            )
-            for part in parts_of(state_dict)
-        ]
-        volume, volume_id = strategy.select_storage_volume()
-        num_bytes = 0
         async with self._operation("push", version=version, num_tensors=len(state_dict)) as progress:
-            claimed = await index.claim.call_one(
-                version, current_torch_rank(), [(key, box) for key, box, _, _ in parts]
-            )
-            parts = list(itertools.compress(parts, claimed))
-            for batch in batches(parts, max_bytes=MAX_MESSAGE_BYTES):
-                message = pack(batch)
-                progress.waiting_for = f"volume {volume_id} to take {message.data.nbytes} bytes"
-                await volume.put_batch.call_one(message)
-                num_bytes += message.data.nbytes
+            prefix, dtype = self._key(version, ""), getattr(torch, self.dtype)
+            outgoing = outgoing_parts(state_dict, key_prefix=prefix, dtype=dtype, buffer_names=buffer_names)
+            volume, volume_id = strategy.select_storage_volume()
+            is_near = self._hosts.get(volume_id) == this_host()
+            room = _room(outgoing, config=self.config) if is_near else None
+            boxes = [(part.key, part.box, part.is_first) for part in outgoing]
+            mine = await index.claim.call_one(version, current_torch_rank(), boxes, room)
+            outgoing = list(itertools.compress(outgoing, mine))
+            progress.waiting_for = f"volume {volume_id}"
+            segment: SegmentRef | None = None
+            if is_near:
+                segment, sums = await self._here().memory.send(volume, prefix, outgoing)
+            else:
+                sums = await messages.send(volume, outgoing, copier=self._here().copier, progress=progress)
             progress.waiting_for = "the index"
-            await index.register.call_one(version, volume_id, [(key, box) for key, box, _, _ in parts])
-        return num_bytes
+            await index.register.call_one(version, volume_id, lay_out(outgoing)[0], segment)
+        return Transfer(
+            num_bytes=sum(part.num_bytes for part in outgoing),
+            sums=tuple(
+                box_sum(part.key.removeprefix(prefix), part.box, dtype=part.dtype, value=value)
+                for part, value in zip(outgoing, sums, strict=True)
+            ),
+        )
 
     async def announce(self, version: int) -> int:
         """Make a version readable, after every rank has pushed; returns its number of tensors.
@@ -194,8 +214,8 @@ class WeightStore(Configurable):
         async with self._operation("versions"):
             return await index.versions.call_one()
 
-    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> int:
-        """Fill this rank's tensors, DTensors or plain, in place; returns the bytes received.
+    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
+        """Fill this rank's tensors, DTensors or plain, in place.
 
         Names and shapes are checked before anything is written. If the transfer itself fails,
         some tensors are already new: do not use them, pull again.
@@ -205,17 +225,21 @@ class WeightStore(Configurable):
             WeightMismatchError: a name is missing on one side, or a shape differs; names both.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
-        index, strategy = self._started()
+        index, _ = self._started()
         async with self._operation("pull", version=version, num_tensors=len(state_dict)) as progress:
-            stored = await index.locate.call_one(version)
-            reads = self._plan(version, stored, state_dict)
+            by_key = await index.locate.call_one(version)
+            stored = {key.removeprefix(self._key(version, "")): boxes for key, boxes in by_key.items()}
+            reads = plan_reads(version, parts_of(state_dict), stored)
             progress.waiting_for = f"boxes from volumes {sorted(reads)}"
-            return sum(
-                await _all(
-                    self._read(strategy.get_storage_volume(volume_id), boxes)
-                    for volume_id, boxes in reads.items()
-                )
-            )
+            sums = await all_of(self._fetch(volume_id, boxes) for volume_id, boxes in reads.items())
+        done = list(itertools.chain.from_iterable(reads.values()))
+        return Transfer(
+            num_bytes=sum(read.destination.nbytes for read in done),
+            sums=tuple(
+                box_sum(read.name, read.box, dtype=read.destination.dtype, value=value)
+                for read, value in zip(done, itertools.chain.from_iterable(sums), strict=True)
+            ),
+        )
 
     async def delete(self, version: int) -> None:
         """Forget a version, announced or half pushed, and free its memory; nobody may be pulling it.
@@ -262,56 +286,45 @@ class WeightStore(Configurable):
             raise WeightStoreError("the weight store is not running: call start() first")
         return self._index, self._strategy
 
-    def _plan(
-        self,
-        version: int,
-        stored: Mapping[str, Sequence[Stored]],
-        state_dict: Mapping[str, Tensor],
-    ) -> dict[str, list[_Read]]:
-        """What to read from which volume to fill the tensors."""
-        names = {key.removeprefix(self._key(version, "")) for key in stored}
-        check_names(version, stored=names, wanted=state_dict.keys())
-        reads: dict[str, list[_Read]] = {}
-        for part in parts_of(state_dict):
-            key = self._key(version, part.name)
-            for volume_id, read in _reads_of(key, part, stored[key]):
-                reads.setdefault(volume_id, []).append(read)
-        return reads
+    def _here(self) -> _Local:
+        if self._local is None:
+            self._local = _Local(self.config)
+        return self._local
 
-    async def _read(self, volume: Any, reads: Sequence[_Read]) -> int:
-        num_bytes = 0
-        parts = [(read.key, read.box, read.destination, read.destination.dtype) for read in reads]
-        for batch in batches(parts, max_bytes=MAX_MESSAGE_BYTES):
-            message = await volume.get_batch.call_one([(key, box) for key, box, _, _ in batch])
-            for (_, received), (_, _, destination, _) in zip(message.tensors(), batch, strict=True):
-                destination.copy_(received)
-            num_bytes += message.data.nbytes
-        return num_bytes
+    async def _fetch(self, volume_id: str, reads: Sequence[Read]) -> list[int]:
+        _, strategy = self._started()
+        volume, copier = strategy.get_storage_volume(volume_id), self._here().copier
+        if self.config.transport == "auto" and self._here().memory.can_read(reads):
+            return await self._here().memory.fetch(reads)
+        if self.config.rdma and has_rdma():
+            return await messages.fetch_by_pipe(volume, reads, copier=copier)
+        return await messages.fetch(volume, reads, copier=copier)
 
-    @contextlib.asynccontextmanager
-    async def _operation(
+    def _operation(
         self, name: str, *, version: int | None = None, num_tensors: int = 0
-    ) -> AsyncIterator[_Progress]:
-        """Hold the body to the deadline, and give remote errors their own type again."""
-        progress = _Progress()
-        try:
-            async with asyncio.timeout(self.config.timeout_s):
-                yield progress
-        except TimeoutError as error:
-            if isinstance(error, WeightStoreError):
-                raise
-            raise WeightTimeoutError(
-                f"{_describe(name, version, num_tensors)} not finished within timeout_s="
-                f"{self.config.timeout_s:g}: waited for {progress.waiting_for}"
-            ) from error
-        except ActorError as error:
-            if isinstance(error.exception, WeightStoreError):
-                raise error.exception from None
-            raise
-        except SupervisionError as error:
-            raise WeightStoreError(
-                f"{_describe(name, version, num_tensors)} failed: lost {progress.waiting_for}: {error}"
-            ) from error
+    ) -> contextlib.AbstractAsyncContextManager[Progress]:
+        return operation(name, timeout_s=self.config.timeout_s, version=version, num_tensors=num_tensors)
+
+
+def _room(outgoing: Sequence[Outgoing], *, config: WeightStore.Config) -> Room:
+    return Room(
+        host=this_host(),
+        box_bytes=[part.num_bytes for part in outgoing],
+        num_versions=config.keep_versions + 1,
+        free_bytes=free_memory(),
+    )
+
+
+class _Local:
+    """What a store keeps in one process: threads, and mapped memory."""
+
+    def __init__(self, config: WeightStore.Config) -> None:
+        self.copier = Copier(num_threads=config.num_threads)
+        self.memory = SharedMemory(copier=self.copier, max_age=4 * (config.keep_versions + 1))
+
+    def close(self) -> None:
+        self.copier.close()
+        self.memory.close()
 
 
 def _check_place(config: WeightStore.Config) -> None:
@@ -330,59 +343,3 @@ def _check_place(config: WeightStore.Config) -> None:
             f"state_dict_key={config.state_dict_key!r} must be a name, not empty, without '/' and without "
             "'.' in front"
         )
-
-
-def check_names(version: int, *, stored: Set[str], wanted: Set[str]) -> None:
-    """Raise WeightMismatchError unless the tensors of a version are those asked for."""
-    if stored != wanted:
-        raise WeightMismatchError(
-            f"version {version} holds other tensors than asked for: "
-            f"missing {_few(wanted - stored)}, not asked for {_few(stored - wanted)}"
-        )
-
-
-def _describe(operation: str, version: int | None, num_tensors: int) -> str:
-    of_version = "" if version is None else f" of version {version}"
-    of_tensors = f" ({num_tensors} tensors)" if num_tensors else ""
-    return f"weight store: {operation}{of_version}{of_tensors} on rank {current_torch_rank()}"
-
-
-def _reads_of(key: str, part: Part, stored: Sequence[Stored]) -> Iterator[tuple[str, _Read]]:
-    """What of the stored boxes fills the part: volume id and read.
-
-    Raises:
-        WeightMismatchError: the global shapes differ, or the boxes do not cover the part.
-    """
-    num_covered = 0
-    for source in stored:
-        if source.box.global_shape != part.box.global_shape:
-            raise WeightMismatchError(
-                f"{part.name!r} has shape {tuple(source.box.global_shape)} in the store "
-                f"and {tuple(part.box.global_shape)} here"
-            )
-        common = get_slice_intersection(source.box, part.box)
-        if common is not None:
-            num_covered += num_elements(common)
-            destination = within_box(part.local, part.box, common)
-            yield source.volume_id, _Read(key=key, box=common, destination=destination)
-    if num_covered != num_elements(part.box):
-        raise WeightMismatchError(
-            f"{part.name!r}: the store covers {num_covered} of the {num_elements(part.box)} elements here"
-        )
-
-
-async def _all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Their results, once all are done; the first error only then, so that none is left running."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
-def _few(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return (
-        ", ".join(map(repr, listed[:5])) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-        or "none"
-    )

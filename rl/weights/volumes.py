@@ -1,18 +1,20 @@
 """The actors behind the weight store: torchstore's volume and controller, with batched endpoints.
 
 torchstore costs a round trip per key. `BatchVolume` takes and gives the boxes of many keys in
-one message, `VersionIndex` registers and finds all keys of a version at once. Stored is what
-torchstore itself would store, so its own client reads the same keys.
+one message, or has them written to its shared memory, and `VersionIndex` registers and finds all
+keys of a version at once. Stored is what torchstore itself would store, so its own client reads
+the same keys.
 
-A version's life: every rank of the writer calls `VersionIndex.claim`, `BatchVolume.put_batch`
-and `VersionIndex.register`; then `announce`; readers `locate` and `get_batch`; at last `remove`
-and `drop`.
+A version's life: every rank of the writer calls `VersionIndex.claim`, `BatchVolume.reserve` (then
+it writes) or `put_batch`, and `VersionIndex.register`; then `announce`; readers `locate`, and map
+what they found or `get_batch`; at last `remove` and `drop`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -30,7 +32,9 @@ from rl.weights.monarch_compat import (
     TorchStoreStrategy,
     plain,
 )
-from rl.weights.shards import Message, pack
+from rl.weights.room import Room, SharedMemoryRoom
+from rl.weights.segments import Segment, SegmentPool, SegmentRef, this_host
+from rl.weights.shards import Message, Outgoing, PackedPart, empty_message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +48,13 @@ class Stored:
     """Where one box of a tensor lies."""
 
     volume_id: str
-    box: TensorSlice
+    part: PackedPart
+    segment: SegmentRef | None
+    """The shared memory that it lies in, at the part's offset; None if it came in a message."""
+
+    @property
+    def box(self) -> TensorSlice:
+        return self.part.box
 
 
 class RankStrategy(TorchStoreStrategy):
@@ -69,19 +79,44 @@ def current_torch_rank() -> int:
 
 
 class BatchVolume(StorageVolume):
-    """torchstore's in-memory volume; a version's boxes are views of the messages they came in."""
+    """torchstore's in-memory volume; a version's boxes are views of the messages they came in, or of
+    shared memory that the writers fill."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_threads(1)  # Its process may be a trainer's, which computes in another thread.
         super().__init__(*args, **kwargs)
+        self._pool = SegmentPool()
+        self._segments: dict[str, list[Segment]] = {}
+        """In use, by prefix of the version's keys."""
+
+    @endpoint
+    async def host(self) -> str:
+        """Writers and readers with the same `this_host` share its memory."""
+        return this_host()
+
+    @endpoint
+    async def reserve(self, key_prefix: str, parts: Sequence[PackedPart], num_bytes: int) -> SegmentRef:
+        """Shared memory for the boxes of one writer, which lie in it at their offsets.
+
+        Raises:
+            SharedMemoryError: there is not so much.
+        """
+        segment, ref = self._pool.take(num_bytes)
+        self._segments.setdefault(key_prefix, []).append(segment)
+        for part in parts:
+            await self._keep(part, part.view(segment.data))
+        return ref
 
     @endpoint
     async def put_batch(self, message: Message) -> None:
         """Store every box of the message; the index has seen to it that none is there."""
         for part, tensor in message.tensors():
-            buffer = MonarchTransportBuffer()
-            await buffer.write_from(tensor)
-            await self.store.put(part.key, buffer, Request(tensor_slice=part.box))
+            await self._keep(part, tensor)
+
+    async def _keep(self, part: PackedPart, tensor: torch.Tensor) -> None:
+        buffer = MonarchTransportBuffer()
+        await buffer.write_from(tensor)
+        await self.store.put(part.key, buffer, Request(tensor_slice=part.box))
 
     @endpoint
     async def get_batch(self, wanted: Sequence[tuple[str, TensorSlice]]) -> Message:
@@ -90,13 +125,16 @@ class BatchVolume(StorageVolume):
         Raises:
             VersionNotFoundError: a key is not here (any more).
         """
-        found: list[tuple[str, TensorSlice, torch.Tensor, torch.dtype]] = []
+        found: list[Outgoing] = []
         for key, box in wanted:
             if key not in self.store.kv:
                 raise VersionNotFoundError(f"{key!r} was deleted while it was being pulled")
             buffer = await self.store.get(key, MonarchTransportBuffer(), Request(tensor_slice=box))
-            found.append((key, box, buffer.tensor, buffer.tensor.dtype))
-        return pack(found)
+            found.append(Outgoing(key=key, box=box, local=buffer.tensor, dtype=buffer.tensor.dtype))
+        message = empty_message(found)
+        for (_, destination), box in zip(message.tensors(), found, strict=True):
+            destination.copy_(box.local)
+        return message
 
     @endpoint
     async def drop(self, key_prefix: str) -> int:
@@ -104,7 +142,18 @@ class BatchVolume(StorageVolume):
         keys = [key for key in self.store.kv if key.startswith(key_prefix)]
         for key in keys:
             await self.store.delete(key)
+        self._pool.give_back(self._segments.pop(key_prefix, []))
         return len(keys)
+
+    @endpoint
+    async def reset(self) -> None:
+        """As torchstore's: forget everything."""
+        self.store.reset()
+        for segments in self._segments.values():
+            for segment in segments:
+                segment.close()
+        self._segments = {}
+        self._pool.close()
 
     @endpoint
     async def stats(self) -> VolumeStats:
@@ -120,6 +169,7 @@ class _Version:
     """Which rank sends the box at (key, mesh coordinates)."""
     ranks: set[int] = field(default_factory=set)
     """Those that have claimed."""
+    stored: dict[str, list[Stored]] = field(default_factory=dict)
     announced: bool = False
 
 
@@ -129,12 +179,23 @@ class VersionIndex(AsyncController):
     def __init__(self) -> None:
         super().__init__()
         self._versions: dict[int, _Version] = {}
+        self._room = SharedMemoryRoom()
 
     @endpoint
-    async def claim(self, version: int, rank: int, boxes: Sequence[tuple[str, TensorSlice]]) -> list[bool]:
-        """Which of its (key, box) the rank has to send: those that no other rank sends already.
+    async def claim(
+        self,
+        version: int,
+        rank: int,
+        boxes: Sequence[tuple[str, TensorSlice, bool]],
+        room: Room | None = None,
+    ) -> list[bool]:
+        """Which of its (key, box, whether it is the first to hold it) the rank has to send.
+
+        Not those that another rank sends already, whose mesh has the same box. `room` is of a rank that
+        sends them through shared memory.
 
         Raises:
+            SharedMemoryError: there is not enough for the versions that are kept.
             VersionExistsError: the version is announced, this rank has pushed it before, or
                 another rank has the tensor in another shape or on a mesh of another shape.
         """
@@ -144,27 +205,39 @@ class VersionIndex(AsyncController):
             raise VersionExistsError(
                 f"version {version} is already {what}: push a new one, or delete this one first"
             )
-        for key, box in boxes:
+        for key, box, _ in boxes:
             first = state.keys.setdefault(key, box)
             if (first.mesh_shape, first.global_shape) != (box.mesh_shape, box.global_shape):
                 raise VersionExistsError(
                     f"{key!r} was pushed as {first.global_shape} from a mesh of {first.mesh_shape}, and by "
                     f"rank {rank} as {box.global_shape} from {box.mesh_shape}: delete the version first"
                 )
+        mine = [
+            is_first and state.claims.get((key, box.coordinates), rank) == rank
+            for key, box, is_first in boxes
+        ]
+        if room is not None:
+            self._room.promise(room, rank=rank, num_bytes=sum(compress(room.box_bytes, mine)))
         state.ranks.add(rank)
-        return [state.claims.setdefault((key, box.coordinates), rank) == rank for key, box in boxes]
+        for key, box, _ in compress(boxes, mine):
+            state.claims[key, box.coordinates] = rank
+        return mine
 
     @endpoint
-    async def register(self, version: int, volume_id: str, boxes: Sequence[tuple[str, TensorSlice]]) -> None:
-        """Note that the volume now holds these (key, box) of the version.
+    async def register(
+        self, version: int, volume_id: str, parts: Sequence[PackedPart], segment: SegmentRef | None
+    ) -> None:
+        """Note that the volume now holds these boxes of the version, in shared memory or its own.
 
         Raises:
             VersionNotFoundError: the version was deleted since they were claimed.
         """
         if version not in self._versions:
             raise VersionNotFoundError(f"version {version} was deleted while it was being pushed")
-        for key, box in boxes:
-            plain(AsyncController.notify_put)(self, key, Request(tensor_slice=box), volume_id)
+        stored = self._versions[version].stored
+        for part in parts:
+            plain(AsyncController.notify_put)(self, part.key, Request(tensor_slice=part.box), volume_id)
+            stored.setdefault(part.key, []).append(Stored(volume_id=volume_id, part=part, segment=segment))
 
     @endpoint
     async def announce(self, version: int) -> int:
@@ -183,7 +256,7 @@ class VersionIndex(AsyncController):
         partial = [key for key in state.keys if not self._is_complete(key)]
         if partial:
             first = state.keys[partial[0]]
-            there = sorted(stored.box.coordinates for stored in self._stored(partial[0]))
+            there = sorted(stored.box.coordinates for stored in state.stored.get(partial[0], ()))
             raise IncompleteVersionError(
                 f"version {version} is incomplete: {len(partial)} of {len(state.keys)} tensors lack a rank's "
                 f"part; of {partial[0]!r} there are mesh coordinates {there} of a mesh of {first.mesh_shape}"
@@ -207,7 +280,7 @@ class VersionIndex(AsyncController):
         """
         if version not in self._announced():
             raise VersionNotFoundError(f"version {version} is not in the store; {self._listing()}")
-        return {key: self._stored(key) for key in self._versions[version].keys}
+        return self._versions[version].stored
 
     @endpoint
     async def remove(self, version: int) -> bool:
@@ -227,10 +300,3 @@ class VersionIndex(AsyncController):
     def _is_complete(self, key: str) -> bool:
         volumes = self.keys_to_storage_volumes.get(key)
         return volumes is not None and self._is_dtensor_fully_committed(key, volumes)
-
-    def _stored(self, key: str) -> list[Stored]:
-        return [
-            Stored(volume_id=volume_id, box=box)
-            for volume_id, info in self.keys_to_storage_volumes.get(key, {}).items()
-            for box in info.tensor_slices
-        ]

@@ -1,9 +1,13 @@
 """What is refused of a run before it starts, though only its end would meet it."""
 
+from dataclasses import replace
+
 import pytest
 
-from actors.checks import check_end
-from configs.sum_digits import tiny
+from actors.checks import check_end, check_layout
+from actors.plan import starting_point
+from configs.sum_digits import qwen3_32b, tiny
+from rl.config.tree import rebuild
 from rl.models.converters.lora import LoRA
 
 
@@ -37,3 +41,73 @@ def test_an_adapter_to_start_from_is_refused_with_a_warm_up(tmp_path):
     check_end(fleet(lora), warms_up=False)
     with pytest.raises(ValueError, match=r"converters\.0\.initial_adapter='adapters/mine' with a warm-up"):
         check_end(fleet(lora), warms_up=True)
+
+
+def test_more_generators_than_devices_are_refused_before_the_start():
+    config = tiny()
+    config.generator.num_replicas = 3
+    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=4)
+    with pytest.raises(ValueError, match=r"generator\.num_replicas=3 of .* need 4 GPUs, this machine has 3"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=3)
+    config.launch.trainer_hosts = 2
+    with pytest.raises(ValueError, match="launch: trainer_hosts=2 with hosts='this'"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=4)
+
+
+def test_a_machine_without_gpus_may_start_a_run_that_has_them_elsewhere():
+    config = qwen3_32b()
+    config.trainer.checkpoint.async_mode = "async_with_pinned_mem"
+    config.launch.hosts = "slurm"
+    config.launch.trainer_hosts = 2
+    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+    config.launch.gpus_per_host = 0
+    with pytest.raises(ValueError, match="async_with_pinned_mem"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+
+
+def test_who_shares_devices_can_sleep_and_does_not_work_at_the_same_time():
+    config = tiny()
+    config.launch.share_gpus = config.generator.can_sleep = True
+    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
+    config.loop.max_policy_age = 1
+    with pytest.raises(ValueError, match=r"share_gpus=True with loop\.max_policy_age=1: must be 0"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
+    config.loop.max_policy_age, config.generator.can_sleep = 0, False
+    with pytest.raises(ValueError, match=r"share_gpus=True with generator\.can_sleep=False: must be True"):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
+
+
+def test_trainer_and_generator_have_the_same_arithmetic_in_the_batch_invariant_mode():
+    def check(**edits):
+        config = rebuild(tiny(), edits)
+        spec = replace(config.model, batch_invariant=True)
+        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
+
+    check()
+    with pytest.raises(
+        ValueError,
+        match=r"trainer\.training\.param_dtype=float32, generator\.dtype=bfloat16: must be the same",
+    ):
+        check(**{"generator.dtype": "bfloat16"})
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_degree=1, generator\.tensor_parallel_degree=2: must be the same"
+    ):
+        check(**{"generator.tensor_parallel_degree": 2})
+    with pytest.raises(ValueError, match=r"compile\.enable=True: must be False with batch_invariant=True"):
+        check(**{"trainer.compile.enable": True})
+
+
+def test_the_switch_reaches_the_model_of_trainer_and_generator(tmp_path):
+    for on in (True, False):
+        config = rebuild(tiny(), {"batch_invariant": on, "dump_folder": str(tmp_path)})
+        assert starting_point(config, task=config.task.build(), source=None).spec.batch_invariant is on
+
+
+def test_a_warm_up_in_other_kernels_is_another_one(tmp_path):
+    folders = {
+        starting_point(config, task=config.task.build(), source=None).warmed_up
+        for config in (
+            rebuild(tiny(), {"batch_invariant": on, "dump_folder": str(tmp_path)}) for on in (True, False)
+        )
+    }
+    assert len(folders) == 2

@@ -1,12 +1,16 @@
 """A run's own actors, all of them: two trainer ranks, a generator, two processes that score."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
-from actors.calls import Timeouts
+from actors.calls import ActorCallError, Timeouts
+from actors.canary import CanaryError, LogprobCanary
 from actors.fleet import FleetConfig, LogSettings, close_fleet, start_fleet
 from actors.reward import RewardActor
+from actors.turns import Turns
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
@@ -18,6 +22,7 @@ from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import Rollout, SamplingParams
+from rl.weights.errors import WeightCanaryError
 from tests.support.fakes import ByteTokenizer, completion
 from tests.support.fleet_actors import AskedGenerator, AskedStore, AskedTrainer, rubric
 from tests.support.monarch_meshes import monarch_meshes
@@ -28,6 +33,7 @@ SPEC = model_registry("tiny")
 RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
 PROMPTS = [RENDERER.prompt(make_problem([n, 30 + n])) for n in range(11, 16)]
 SETUP_TIMEOUT_S = 200
+CANARY = np.concatenate([PROMPTS[0].token_ids, PROMPTS[1].token_ids])
 CONFIG = FleetConfig(
     trainer=AskedTrainer.Config(
         num_procs=2,
@@ -36,7 +42,9 @@ CONFIG = FleetConfig(
         optimizer=Optimizer.Config(lr=1e-2),
         training=TrainingConfig(max_tokens_per_microbatch=128),
     ),
-    generator=AskedGenerator.Config(dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.05, num_threads=2),
+    generator=AskedGenerator.Config(
+        dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.05, num_threads=2, can_sleep=True
+    ),
     reward=RewardActor.Config(num_procs=2),
     timeouts=Timeouts(close_s=10),
 )
@@ -47,6 +55,7 @@ class Running:
 
     def __init__(self, meshes, folder):
         self.run = meshes.run
+        self.folder = folder
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
         starting = start_fleet(
             CONFIG,
@@ -60,15 +69,26 @@ class Running:
         self.fleet = meshes.run(starting, timeout_s=SETUP_TIMEOUT_S)
         self.learner = ActorLearner(self.fleet.trainer)
         self.publisher = ActorPublisher(
-            trainer=self.fleet.trainer, generator=self.fleet.generator, store=self.fleet.store
+            trainer=self.fleet.trainer,
+            generators=self.fleet.generators,
+            store=self.fleet.store,
+            canary=LogprobCanary(token_ids=CANARY, max_diff=1e-5),
         )
-        assert self.run(self.publisher.publish()).policy_version == 0
+        assert self.run(self.publish()) == 0
         self.samples = self.run(self.draw())
+
+    async def publish(self):
+        """The version that is served now."""
+        version = await self.publisher.push()
+        checked = await self.publisher.serve(version)
+        assert checked.canary_diff is not None
+        assert checked.canary_diff < 1e-5
+        return version
 
     async def draw(self):
         """Two completions of each prompt, the first good and the second bad."""
         sampling = SamplingParams(max_tokens=12, num_samples=2, seed=1)
-        groups = await ActorSampler(self.fleet.generator).generate(
+        groups = await ActorSampler(self.fleet.generators[0]).generate(
             [p.token_ids for p in PROMPTS], sampling=sampling
         )
         return [
@@ -100,12 +120,12 @@ def assert_close(actual, wanted, *, atol):
 
 
 def test_only_the_thread_that_computes_has_more_than_one_thread(running):
-    """The trainers compute in the actor's thread; the generator's engine and the volumes do not."""
+    """The engines of trainer and generator compute in threads of their own; actors and volumes do not."""
     fleet = running.fleet
     volumes = running.run(fleet.store.asked.num_compute_threads.call())
     assert [num for _, num in volumes.items()] == [1, 1]
-    assert running.run(fleet.generator.call("num_compute_threads", limit="train_s")) == [1]
-    assert running.run(fleet.trainer.call("num_compute_threads", limit="train_s")) == [2, 2]
+    assert running.run(fleet.generators[0].call("num_compute_threads", limit="train_s")) == [1]
+    assert running.run(fleet.trainer.call("num_compute_threads", limit="train_s")) == [(2, 1), (2, 1)]
 
 
 def test_logprobs_of_two_ranks_are_those_of_one_and_of_the_generator(running):
@@ -139,7 +159,7 @@ def test_a_loaded_checkpoint_brings_back_weights_and_version_to_all_ranks_and_th
 
     assert running.run(running.learner.load_checkpoint(str(tmp_path / "one"))) == 1
     assert_close(running.logprobs(), saved, atol=0)
-    assert running.run(running.publisher.publish()).policy_version == 1
+    assert running.run(running.publish()) == 1
     for sample, logprobs in zip(
         drawn := running.run(running.draw()),
         running.run(running.learner.compute_logprobs(drawn)),
@@ -152,6 +172,80 @@ def test_a_loaded_checkpoint_brings_back_weights_and_version_to_all_ranks_and_th
 
     assert running.run(running.learner.load_checkpoint(running.assets)) == 0
     assert_close(running.logprobs(), start, atol=0)
+
+
+async def train(running, learner=None):
+    """To a version that was not published before."""
+    learner = learner or running.learner
+    published = await running.fleet.store.versions()
+    while True:
+        await learner.forward_backward(running.samples)
+        if (version := (await learner.optim_step()).policy_version) not in published:
+            return version
+
+
+def test_a_generator_that_keeps_its_old_weights_does_not_serve(running):
+    generator = running.fleet.generators[0]
+    running.run(train(running))
+    running.run(generator.call("misuse_next_pull", "stale", limit="train_s"))
+    with pytest.raises(WeightCanaryError, match=r"version \d: generator 'generator' holds other bits in "):
+        running.run(running.publish())
+
+
+def test_a_generator_that_does_not_compute_with_what_it_pulled_does_not_serve(running):
+    """Its sums are right, its logprobs are of the weights before."""
+    generator = running.fleet.generators[0]
+    running.run(train(running))
+    running.run(generator.call("misuse_next_pull", "aside", limit="train_s"))
+    with pytest.raises(
+        CanaryError, match=r"version \d generator differs from the trainer by .* nats a token"
+    ):
+        running.run(running.publish())
+
+
+def test_a_trainer_that_slept_says_so_and_has_its_bits_back(running):
+    trainer = running.fleet.trainer
+    before = running.logprobs()
+    freed = running.run(trainer.call("sleep", limit="train_s"))
+    assert min(freed) > 0
+    with pytest.raises(ActorCallError, match="the trainer is asleep: call wake first"):
+        running.logprobs()
+    assert running.run(trainer.call("wake", limit="train_s")) == freed
+    assert_close(running.logprobs(), before, atol=0)
+    # What it would need of a GPU is asked on GPUs only.
+    running.run(trainer.call("check_sharing", 0.9, limit="train_s"))
+
+
+def test_trainer_and_generator_that_take_turns_serve_what_was_trained(running):
+    fleet = running.fleet
+
+    async def steps():
+        await fleet.generators[0].call("sleep", limit="train_s")
+        turns = Turns(trainer=fleet.trainer, generators=fleet.generators)
+        learner, (generator,) = ActorLearner(turns.trainer), turns.generators
+        publisher = ActorPublisher(
+            trainer=turns.trainer,
+            generators=turns.generators,
+            store=fleet.store,
+            canary=running.publisher.canary,
+        )
+        version = await train(running, learner)
+        await publisher.serve(await publisher.push())
+        await learner.save_checkpoint(str(running.folder / "between"))  # they sleep, and have to pull again
+        sampling = SamplingParams(max_tokens=8, seed=3)
+        ((drawn,),) = await ActorSampler(generator).generate([CANARY], sampling=sampling)
+        sample = policy_sample(
+            Rollout(prompt=replace(PROMPTS[0], token_ids=CANARY), sample=0, completion=drawn, text=""),
+            advantage=1.0,
+            temperature=1.0,
+        )
+        logprobs = await learner.compute_logprobs([sample])
+        await fleet.generators[0].call("wake", limit="train_s")
+        return version, sample, logprobs[0]
+
+    version, sample, logprobs = running.run(steps())
+    assert set(sample.policy_versions[sample.mask]) == {version}
+    np.testing.assert_allclose(sample.generator_logprobs[sample.mask], logprobs[sample.mask], atol=1e-4)
 
 
 @pytest.mark.parametrize("num_rollouts", [0, 1, 5])

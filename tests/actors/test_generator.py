@@ -20,6 +20,7 @@ from tests.support.policies import (
     config_folder,
     prompts_of,
     random_model,
+    sequence_logprobs,
     tokens_of,
 )
 from tests.support.policy_actors import OpenGenerator, PolicyPusher
@@ -30,7 +31,13 @@ SPEC = biased_spec()
 PROMPTS = prompts_of([5, 40, 1])
 SETUP_TIMEOUT_S = 150
 CONFIG = OpenGenerator.Config(
-    tensor_parallel_degree=2, dtype="float32", max_model_len=256, cpu_kv_cache_gib=0.05, rank_timeout_s=60
+    tensor_parallel_degree=2,
+    dtype="float32",
+    max_model_len=256,
+    cpu_kv_cache_gib=0.05,
+    rank_timeout_s=60,
+    on_update="recompute",
+    can_sleep=True,
 )
 
 
@@ -57,8 +64,8 @@ class Served:
         self.run(self.store.announce(version))
         return [result for _, result in self.run(self.generator.pull_model_state_dict.call(version)).items()]
 
-    async def generate(self, prompts, **settings):
-        answers = await self.generator.generate.call(prompts, SamplingParams(**settings))
+    async def generate(self, prompts, *, call_id="", begun=None, **settings):
+        answers = await self.generator.generate.call(prompts, SamplingParams(**settings), call_id, begun)
         first, second = (answer for _, answer in answers.items())
         assert second == []
         return first
@@ -100,8 +107,51 @@ def test_calls_overlap(served):
     assert order == ["short", "long"]
 
 
+def test_a_call_is_ended_by_its_id_and_goes_on_under_the_next_weights(served):
+    served.publish(8, seed=16)
+    settings: dict[str, Any] = {"max_tokens": 200, "seed": 3}
+
+    async def end_it():
+        call = asyncio.ensure_future(served.generate(PROMPTS, call_id="a", **settings))
+        await served.generate(PROMPTS, max_tokens=5)
+        counts = [n for _, n in (await served.generator.abort.call(["a"])).items()]
+        return counts, await call
+
+    counts, begun = served.run(end_it())
+    assert counts == [3, 0]
+    assert {c.finish_reason for of in begun for c in of} == {"abort"}
+    served.publish(9, seed=16)
+    made = served.run(served.generate(PROMPTS, begun=begun, **settings))
+    model = random_model(SPEC, seed=16)
+    assert tokens_of(made) == tokens_of(generate(model, PROMPTS, sampling=SamplingParams(**settings)))
+    for (old,), (new,) in zip(begun, made, strict=True):
+        num_old = len(old.token_ids)
+        assert new.policy_versions.tolist() == [8] * num_old + [9] * (200 - num_old)
+
+
+def test_given_sequences_are_scored(served):
+    served.publish(10, seed=17)
+    answers = served.run(served.generator.compute_logprobs.call(PROMPTS))
+    first, second = (answer for _, answer in answers.items())
+    assert second == []
+    for tokens, logprobs in zip(PROMPTS, first, strict=True):
+        expected = sequence_logprobs(random_model(SPEC, seed=17), tokens)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_it_sleeps_and_serves_again_after_the_next_pull(served):
+    served.run(served.generator.sleep.call())
+    with pytest.raises(ActorError, match="the generator sleeps"):
+        served.run(served.generate(PROMPTS, max_tokens=3))
+    served.run(served.generator.wake.call())
+    served.publish(11, seed=18)
+    settings: dict[str, Any] = {"max_tokens": 10, "seed": 3}
+    expected = generate(random_model(SPEC, seed=18), PROMPTS, sampling=SamplingParams(**settings))
+    assert tokens_of(served.run(served.generate(PROMPTS, **settings))) == tokens_of(expected)
+
+
 def test_a_prompt_that_is_too_long_is_the_callers_error(served):
-    served.publish(4, seed=13)
+    served.publish(12, seed=13)
     with pytest.raises(ActorError, match=r"prompt 1 has 40 tokens: with sampling.max_tokens=217"):
         served.run(served.generate(PROMPTS, max_tokens=217))
     assert len(served.run(served.generate(PROMPTS, max_tokens=216))[1][0].token_ids) == 216
@@ -110,12 +160,12 @@ def test_a_prompt_that_is_too_long_is_the_callers_error(served):
 def test_a_version_that_is_not_there_is_an_error_and_the_next_heals(served):
     with pytest.raises(ActorError, match="99"):
         served.run(served.generator.pull_model_state_dict.call(99))
-    served.publish(5, seed=14)
+    served.publish(13, seed=14)
     assert len(served.run(served.generate(PROMPTS, max_tokens=3))) == 3
 
 
 def test_a_buffer_of_the_trainers_weights_arrives_and_those_of_vllm_are_its_own(served):
-    served.publish(6, seed=15)
+    served.publish(14, seed=15)
     for bias in served.run(served.generator.weight.call("route_bias")).values():
         assert bias.tolist() == list(ROUTE_BIAS)
 
@@ -124,9 +174,9 @@ def test_merged_adapters_are_what_is_sampled_from(served):
     """The generator knows nothing of LoRA; the trainer's own logprobs are with adapters unmerged."""
     replies = np.random.default_rng(0).integers(0, VOCAB_SIZE, (len(PROMPTS), 12)).astype(np.int32)
     taught = [demonstration_sample(prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)]
-    served.run(served.trainer.push_adapted.call(7, taught))
-    served.run(served.store.announce(7))
-    served.run(served.generator.pull_model_state_dict.call(7))
+    served.run(served.trainer.push_adapted.call(15, taught))
+    served.run(served.store.announce(15))
+    served.run(served.generator.pull_model_state_dict.call(15))
     completions = served.run(served.generate(PROMPTS, max_tokens=20, num_samples=2, seed=3))
     samples = [
         demonstration_sample(prompt, completion.token_ids)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from actors import launch
+from actors import launch, members
 from actors.calls import ActorTimeoutError
 from actors.processes import identify
 from rl.errors import RunError
+from rl.weights.monarch_env import SETTINGS
 from tests.support.launch_controller import Holder
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.runs import hear_ctrl_c
@@ -34,10 +35,31 @@ def test_bad_numbers_are_refused_before_anything_starts():
 
 def test_free_port_is_outside_the_range_the_system_hands_out():
     first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    port = launch.free_port()
+    port = members.free_port()
     assert 20_000 <= port < first
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
+
+
+def test_address_for_other_hosts_is_one_of_this_machine():
+    with socket.socket() as probe:
+        probe.bind((members.outward_address(), 0))
+
+
+def test_processes_on_other_hosts_are_told_how_monarch_is_set_here():
+    env = members.process_env("trainer", 3, [4, 6])
+    assert {name: env[name] for name in SETTINGS} == {name: os.environ[name] for name in SETTINGS}
+    assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("3", "4,6")
+    assert "CUDA_VISIBLE_DEVICES" not in members.process_env("reward", 1, None)
+
+
+def test_ranks_of_several_hosts_count_on_their_own_host():
+    envs = members.process_group_envs(["a", "a", "b", "b", "b"], address="10.0.0.7", port=20001)
+    assert [env["RANK"] for env in envs] == ["0", "1", "2", "3", "4"]
+    assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "0", "1", "2"]
+    assert [env["LOCAL_WORLD_SIZE"] for env in envs] == ["2", "2", "3", "3", "3"]
+    assert {env["WORLD_SIZE"] for env in envs} == {"5"}
+    assert {(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in envs} == {("10.0.0.7", "20001")}
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from actors.vllm.driver import GeneratorError
-from actors.vllm.engine import GeneratorEngine
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (
     VOCAB_SIZE,
-    config_folder,
     full_logits,
     prompts_of,
     random_model,
@@ -20,6 +18,7 @@ from tests.support.policies import (
     tokens_of,
     writer,
 )
+from tests.support.served_engine import served_engine
 
 pytestmark = pytest.mark.medium
 
@@ -27,45 +26,15 @@ SPEC = small_spec()
 MODEL = random_model(SPEC, seed=0)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
 """The fourth is longer than a step takes, and some fill whole cache blocks."""
-CALL_TIMEOUT_S = 60
-
-
-class Served:
-    """The engine and its event loop, which stands still between calls."""
-
-    def __init__(self, runner, engine):
-        self._runner = runner
-        self.engine = engine
-        self._version = 0
-
-    def run(self, coroutine):
-        return self._runner.run(asyncio.wait_for(coroutine, CALL_TIMEOUT_S))
-
-    def generate(self, prompts, **sampling):
-        return self.run(self.engine.generate(prompts, sampling=SamplingParams(**sampling)))
-
-    def load(self, model):
-        """Returns the version that these weights get."""
-        self._version += 1
-        self.run(self.engine.update_weights(writer(model), version=self._version))
-        return self._version
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    config = GeneratorEngine.Config(
-        dtype="float32", max_model_len=256, max_num_seqs=12, max_num_batched_tokens=64, cpu_kv_cache_gib=0.05
-    )
-    folder = config_folder(tmp_path_factory.mktemp("engine") / "assets", SPEC)
-    with asyncio.Runner() as runner:
-        engine = GeneratorEngine(config=config, model_spec=SPEC, hf_assets_path=folder)
-        runner.run(engine.start())
-        served = Served(runner, engine)
+    with served_engine(tmp_path_factory.mktemp("engine"), SPEC) as served:
         with pytest.raises(GeneratorError, match="no weights: a version must be pulled first"):
             served.generate(PROMPTS, max_tokens=1)
         served.load(MODEL)
         yield served
-        runner.run(engine.close())
 
 
 @pytest.fixture
@@ -283,3 +252,28 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(engine, prompt, s
 
 def test_no_prompts_give_no_completions(engine):
     assert engine.generate([], max_tokens=5) == []
+
+
+def test_the_short_way_through_a_step_gives_what_vllms_own_scheduler_does(engine):
+    scheduler = engine.engine._core._scheduler
+    short, recognise = [], scheduler._all_decode
+    stop = int(engine.generate(PROMPTS[:1], max_tokens=20, seed=4)[0][0].token_ids[7])
+
+    def made(all_decode):
+        scheduler._all_decode = all_decode
+        engine.load(MODEL)  # An empty cache: both read their prompts in the same steps.
+        # More requests than run at once; some end early.
+        completions = engine.generate(PROMPTS, max_tokens=70, num_samples=5, seed=4, stop_token_ids=(stop,))
+        return [
+            (c.token_ids.tolist(), c.logprobs.tolist(), c.finish_reason) for of in completions for c in of
+        ]
+
+    def counted():
+        short.append(recognise())
+        return short[-1]
+
+    try:
+        assert made(counted) == made(lambda: False)
+    finally:
+        scheduler._all_decode = recognise
+    assert short.count(True) > len(short) / 2

@@ -1,7 +1,9 @@
 """Starting from a folder, failing, closing: each test has an engine of its own, one after another."""
 
 import asyncio
+import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,20 +78,42 @@ def test_an_engine_starts_from_a_hugging_face_folder_and_ends_when_closed(tmp_pa
 
 def test_requests_that_lack_of_cache_interrupts_get_the_same_tokens(tmp_path):
     spec = small_spec()
-    model = random_model(spec, seed=0)
+    old, new = random_model(spec, seed=0), random_model(spec, seed=1)
     # Room for 256 tokens, so for one of these completions at its end.
-    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), cpu_kv_cache_gib=9 / 2**15)
+    engine = engine_of(
+        spec, config_folder(tmp_path / "assets", spec), cpu_kv_cache_gib=9 / 2**15, on_update="keep"
+    )
     prompts = prompts_of([100, 5, 30])
     sampling = SamplingParams(max_tokens=156, num_samples=4, seed=1)
 
     async def life():
         await engine.start()
-        await engine.update_weights(writer(model), version=1)
+        await engine.update_weights(writer(old), version=1)
         completions = await engine.generate(prompts, sampling=sampling)
+        across = asyncio.create_task(engine.generate(prompts, sampling=sampling))
+        await engine.generate(prompts[1:2], sampling=SamplingParams(max_tokens=40))
+        await engine.update_weights(writer(new), version=2)
+        completed = await across
         await engine.close()
-        return completions
+        return completions, completed
 
-    assert tokens_of(asyncio.run(life())) == tokens_of(generate(model, prompts, sampling=sampling))
+    completions, across = asyncio.run(life())
+    assert tokens_of(completions) == tokens_of(generate(old, prompts, sampling=sampling))
+    num_new = 0
+    for prompt, of_prompt in zip(prompts, across, strict=True):
+        for completion in of_prompt:
+            versions = completion.policy_versions
+            assert len(versions) == 156
+            assert (np.diff(versions) >= 0).all()
+            by_old, by_new = (recomputed_logprobs(m, prompt, completion, sampling) for m in (old, new))
+            drawn_by_old = versions == 1
+            np.testing.assert_allclose(
+                completion.logprobs[drawn_by_old], by_old[drawn_by_old], atol=1e-4, rtol=0
+            )
+            if not drawn_by_old.any():
+                num_new += 1
+                np.testing.assert_allclose(completion.logprobs, by_new, atol=1e-4, rtol=0)
+    assert num_new > 0
 
 
 def test_a_failed_step_fails_every_call_with_its_cause(tmp_path):
@@ -142,3 +166,55 @@ def test_a_folder_without_weights_is_refused_before_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"weights file .*/assets/model.safetensors is missing"):
         asyncio.run(engine.start())
     assert engine_threads() == []
+
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def test_a_sleeping_engine_holds_no_cache_and_no_weights_and_serves_when_awake(tmp_path):
+    spec = small_spec()
+    model = random_model(spec, seed=0)
+    # 300 MiB of cache, of which what is used becomes resident: 64 MiB of it are written.
+    engine = engine_of(
+        spec, config_folder(tmp_path / "assets", spec), can_sleep=True, cpu_kv_cache_gib=0.3, max_num_seqs=300
+    )
+    sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1)
+    many = prompts_of([250] * 300)
+
+    async def life():
+        await engine.start()
+        await engine.update_weights(writer(model), version=1)
+        await engine.generate(many, sampling=SamplingParams(max_tokens=1))
+        running = asyncio.create_task(engine.generate(PROMPTS, sampling=sampling))
+        await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=2))
+        used = resident_mib()
+        await engine.sleep()
+        freed = used - resident_mib()
+        assert sum(p.untyped_storage().nbytes() for p in engine.model_state_dict().values()) == 0
+        with pytest.raises(GeneratorError, match="the generator sleeps: wake must be called"):
+            await engine.generate(PROMPTS, sampling=sampling)
+        with pytest.raises(GeneratorError, match="wake must be called before version 2 is taken"):
+            await engine.update_weights(writer(model), version=2)
+        await engine.sleep()
+        await engine.wake()
+        with pytest.raises(GeneratorError, match="no weights"):
+            await engine.generate(PROMPTS, sampling=sampling)
+        await engine.update_weights(writer(model), version=2)
+        again = await engine.generate(PROMPTS, sampling=sampling)
+        await engine.sleep()
+        await engine.close()
+        return await running, again, freed
+
+    before, again, freed = asyncio.run(life())
+    expected = tokens_of(generate(model, PROMPTS, sampling=sampling))
+    assert tokens_of(before) == tokens_of(again) == expected
+    assert {c.policy_versions[0] for of in again for c in of} == {2}
+    assert freed > 60
+
+
+def test_an_engine_that_was_not_started_for_it_refuses_to_sleep(tmp_path):
+    spec = small_spec()
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec))
+    with pytest.raises(ValueError, match=r"generator\.can_sleep=False: must be True"):
+        asyncio.run(engine.sleep())

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from rl.models.generate import generate
+from tests.actors import in_flight_ranks
 from tests.actors.generator_ranks import PROMPTS, SAMPLING, SPEC, live
 from tests.support.distributed import run_ranks
-from tests.support.policies import random_model, recomputed_logprobs, tokens_of
+from tests.support.policies import random_model, recomputed_logprobs, sequence_logprobs, tokens_of
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
@@ -68,3 +69,48 @@ def test_an_update_that_fails_on_one_rank_counts_on_none(ranks):
 
 def test_a_closed_generator_leaves_no_thread(ranks):
     assert [rank.threads_left for rank in ranks] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def in_flight(tmp_path_factory):
+    return run_ranks(in_flight_ranks.live, 2, str(tmp_path_factory.mktemp("in_flight")), timeout_s=200)
+
+
+both = pytest.mark.parametrize("on_update", ["keep", "recompute"])
+
+
+@pytest.mark.slow
+@both
+def test_ranks_stay_in_step_when_weights_change_in_flight(in_flight, on_update):
+    first, second = (rank[on_update] for rank in in_flight)
+    prompts, sampling = in_flight_ranks.PROMPTS, in_flight_ranks.SAMPLING
+    assert versions_of(first.across) == {1, 2}
+    largest = 0.0
+    for prompt, of_prompt in zip(prompts, first.across, strict=True):
+        for completion in of_prompt:
+            num_old = completion.policy_versions.tolist().count(1)
+            assert completion.policy_versions.tolist() == [1] * num_old + [2] * (60 - num_old)
+            by_old, by_new = (recomputed_logprobs(m, prompt, completion, sampling) for m in (OLD, NEW))
+            np.testing.assert_allclose(completion.logprobs[:num_old], by_old[:num_old], atol=1e-4, rtol=0)
+            largest = max(largest, np.abs(completion.logprobs - by_new)[num_old:].max())
+    assert largest <= 1e-4 if on_update == "recompute" else largest > 0.1
+    assert second.across == second.scored == []
+
+
+@pytest.mark.slow
+@both
+def test_ranks_score_given_sequences(in_flight, on_update):
+    first = in_flight[0][on_update]
+    for tokens, logprobs in zip(in_flight_ranks.SEQUENCES, first.scored, strict=True):
+        np.testing.assert_allclose(logprobs, sequence_logprobs(NEW, tokens), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@both
+def test_ranks_end_and_continue_completions_together(in_flight, on_update):
+    first, second = (rank[on_update] for rank in in_flight)
+    reasons = [c.finish_reason for of_prompt in first.aborted for c in of_prompt]
+    assert first.num_aborted == reasons.count("abort") == 21
+    assert second.num_aborted == 0
+    expected = generate(NEW, in_flight_ranks.PROMPTS, sampling=in_flight_ranks.SAMPLING)
+    assert tokens_of(first.continued) == tokens_of(expected)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from actors.checks import check_layout, check_memory
-from actors.fleet import assign_gpus
 from configs import sum_digits
 from rl.config.cli import parse_cli
 from rl.config.registry import ResolvedRun, registry_functions
@@ -28,7 +27,13 @@ def test_all_promised_sizes_have_a_config():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layout_lengths_and_heads_of_every_config_are_valid(name):
     config = getattr(sum_digits, name)()
-    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
+
+
+def test_tiny_runs_are_batch_invariant_where_they_can_be():
+    on = {name for name in CONFIGS if getattr(sum_digits, name)().batch_invariant}
+    assert on == {"tiny", "tiny_async", "tiny_fsdp2", "tiny_ddp2", "tiny_noise"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -95,17 +100,6 @@ def test_a_compiled_model_that_may_be_too_large_is_warned_of(caplog):
     assert (record.levelname, record.name) == ("WARNING", "rl.training.memory")
     assert "qwen3 8B needs" in record.getMessage()
     assert "this machine has 1 GB and no GPU" in record.getMessage()
-
-
-def test_gpus_go_to_the_trainer_first_then_to_the_generator():
-    assert assign_gpus(num_available=0, num_trainer=2, num_generator=1) == (None, None)
-    trainer, generator = assign_gpus(num_available=4, num_trainer=2, num_generator=1)
-    assert (list(trainer or ()), list(generator or ())) == ([0, 1], [2])
-
-
-def test_too_few_gpus_are_refused_with_the_counts():
-    with pytest.raises(ValueError, match=r"need 3 GPUs, this machine has 2"):
-        assign_gpus(num_available=2, num_trainer=2, num_generator=1)
 
 
 def test_experts_that_cannot_be_shared_out_are_refused_by_degree_and_number():

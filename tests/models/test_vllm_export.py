@@ -51,7 +51,7 @@ def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
     return torch.from_numpy(engine.compute_logprobs([sample])[0][1:])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_vllms_own_models_open_our_folders_with_equal_logprobs(tmp_path):
     dense, mixture = qwen3.model_registry("tiny"), qwen3_moe.model_registry("tiny")

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from rl.rollouts.packing import pack, plan_micro_batches
+from rl.rollouts.packing import OPTIONAL_LOGPROBS, pack, plan_micro_batches
 from rl.types import TrainingSample
 
 
@@ -44,6 +46,20 @@ def test_padding_is_a_sequence_of_its_own_under_no_mask():
     assert batch.sequences.offsets.tolist() == [0, 2, 4]
     assert torch.isnan(batch.generator_logprobs[2:]).all()
     assert batch.temperatures.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", OPTIONAL_LOGPROBS)
+def test_logprobs_of_another_policy_are_packed_where_samples_bring_them(name):
+    ids = [np.asarray([1, 2, 3]), np.asarray([4, 5, 6, 8])]
+    samples = [replace(make_sample(i), **{name: (-i / 100).astype(np.float32)}) for i in ids]
+    (batch,) = pack(samples, max_tokens=9, pad_multiple=3)
+    assert getattr(batch, name).tolist() == pytest.approx([-0.05, -0.06, -0.08, -0.02, -0.03, 0.0])
+    (empty,) = pack(samples[:1], max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)
+    assert getattr(empty, name).tolist() == [0.0, 0.0]
+    others = set(OPTIONAL_LOGPROBS) - {name}
+    assert {getattr(batch, other) for other in others} == {None}
+    with pytest.raises(ValueError, match=f"{name} must be there in all .* or in none: sample 1 has none"):
+        pack([samples[0], make_sample([4, 5])], max_tokens=9)
 
 
 def test_rank_without_samples_gets_padding_alone():

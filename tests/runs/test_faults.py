@@ -38,6 +38,7 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     check_sizes(run.folder / "checkpoints" / "step-1")
 
 
+@pytest.mark.slow
 def test_a_broken_sync_is_seen_as_a_growing_difference(tmp_path):
     run = run_to_the_end(tmp_path, "sync", *FAULTY, "broken_sync", limit_s=150)
     assert run.status == 0, run.output
@@ -65,7 +66,14 @@ def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
     bound = ("--loop.max_logprob_diff", "1e-5")
     run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)
     assert run.status == 1
-    assert "step 2: policy version 1: the logprobs of trainer and generator differ" in run.output
+    assert "step 2: the logprobs of trainer and generator differ" in run.output
+
+
+def test_the_canary_sees_a_broken_sync_before_anything_is_drawn(tmp_path):
+    run = run_to_the_end(tmp_path, "canary", *FAULTY, "broken_sync", "--canary.enable", "True", limit_s=150)
+    assert run.status == 1
+    assert "step 1: weight canary: with policy version 1 generator differs from the trainer by" in run.output
+    assert run.steps == []
 
 
 def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_path):
@@ -98,8 +106,11 @@ def test_a_killed_actor_stops_the_run_with_its_role_rank_and_step(tmp_path, role
 
 @pytest.mark.parametrize(
     ("signal_number", "status", "line"),
-    [(signal.SIGINT, 130, "reward"), (signal.SIGTERM, 143, "reward"), (signal.SIGINT, 130, "starting")],
-    ids=["ctrl-c in a step", "sigterm in a step", "ctrl-c while starting"],
+    [
+        pytest.param(signal.SIGINT, 130, "reward", id="ctrl-c in a step"),
+        pytest.param(signal.SIGTERM, 143, "reward", id="sigterm in a step", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, "starting", id="ctrl-c while starting"),
+    ],
 )
 def test_an_interrupted_run_ends_and_leaves_nothing(tmp_path, signal_number, status, line):
     before = list_shared_memory()

@@ -16,10 +16,10 @@ from rl.types import (
     LoopPosition,
     OptimParams,
     OptimStepResult,
-    PublishResult,
     Rollout,
     SamplingParams,
     Score,
+    ServeResult,
     TrainingSample,
 )
 
@@ -60,7 +60,7 @@ class FakePolicy:
     """Position, `model_only` and `wait` of each save."""
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
         self.calls.append("generate")
         self.sampled.append(sampling)
@@ -117,10 +117,14 @@ class FakePolicy:
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
         return self.version
 
-    async def publish(self) -> PublishResult:
-        self.calls.append("publish")
-        self.served_version = self.version
-        return PublishResult(policy_version=self.version, push_s=0.0, pull_s=0.0)
+    async def push(self) -> int:
+        self.calls.append("push")
+        return self.version
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        self.calls.append("serve")
+        self.served_version = policy_version
+        return ServeResult()
 
 
 @dataclass(kw_only=True)

@@ -102,6 +102,7 @@ def broken_sync() -> Controller.Config:
     config.task.reward = "noise"
     config.loop.num_steps = 6
     config.loop.max_logprob_diff = math.inf
+    config.canary.enable = False
     config.trainer.lr_scheduler.warmup_steps = 0
     shared = {f.name: getattr(config.trainer, f.name) for f in fields(config.trainer)}
     config.trainer = FrozenPushTrainer.Config(**shared)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from monarch.actor import ProcMesh, endpoint
+from torch import Tensor
 
 from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
@@ -23,8 +25,9 @@ class AskedTrainer(PolicyTrainer):
         pass
 
     @endpoint
-    async def num_compute_threads(self) -> int:
-        return torch.get_num_threads()
+    async def num_compute_threads(self) -> tuple[int, int]:
+        """Of the engine's thread, and of the actor's."""
+        return await self._compute(torch.get_num_threads), torch.get_num_threads()
 
 
 class AskedGenerator(VLLMGenerator):
@@ -35,6 +38,27 @@ class AskedGenerator(VLLMGenerator):
     @endpoint
     async def num_compute_threads(self) -> int:
         return torch.get_num_threads()
+
+    @endpoint
+    async def misuse_next_pull(self, how: str) -> None:
+        """stale: pull the version before; aside: pull into tensors that the engine does not use."""
+        self.store = _Misused(self, how)  # type: ignore[assignment]
+
+
+class _Misused:
+    """Takes the store's place for one pull."""
+
+    def __init__(self, generator: VLLMGenerator, how: str) -> None:
+        self.generator = generator
+        self.store = generator.store
+        self.how = how
+
+    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Any:
+        self.generator.store = self.store
+        if self.how == "stale":
+            return await self.store.pull(version=version - 1, state_dict=state_dict)
+        aside = {name: tensor.clone() for name, tensor in state_dict.items()}
+        return await self.store.pull(version=version, state_dict=aside)
 
 
 class AskedVolume(BatchVolume):

@@ -148,5 +148,11 @@ def recomputed_logprobs(
     return logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
 
 
+def sequence_logprobs(model: Qwen3, tokens: np.ndarray) -> np.ndarray:
+    """[T] nats of each token given those before it, by one forward; entry 0 is 0."""
+    logprobs = full_logits(model, tokens).log_softmax(-1).numpy()
+    return np.concatenate([[0.0], logprobs[np.arange(len(tokens) - 1), tokens[1:]]])
+
+
 def tokens_of(completions: list[list[Completion]]) -> list[list[list[int]]]:
     return [[c.token_ids.tolist() for c in of_prompt] for of_prompt in completions]

@@ -21,8 +21,10 @@ from rl.distributed.sharding import ShardingOptions
 from rl.models import qwen3, qwen3_moe
 from rl.models.buffers import persistent_buffers
 from rl.models.qwen3.model import Qwen3
+from rl.types import BoxSum
+from rl.weights.box_sums import sums_of
 from rl.weights.monarch_compat import torchstore
-from rl.weights.store import WeightStore
+from rl.weights.store import Transfer, WeightStore
 
 Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
 
@@ -147,7 +149,7 @@ class WeightActor(Actor):
         version: int,
         dying_ranks: Sequence[int] = (),
         buffers: Collection[str] = BUFFERS,
-    ) -> int:
+    ) -> Transfer:
         if dist.get_rank() in dying_ranks:
             os._exit(3)
         return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
@@ -158,8 +160,19 @@ class WeightActor(Actor):
         return await torchstore.get(key, store_name=store_name)
 
     @endpoint
-    async def pull(self, store: WeightStore, version: int) -> int:
+    async def pull(self, store: WeightStore, version: int) -> Transfer:
         return await store.pull(version=version, state_dict=self._state_dict)
+
+    @endpoint
+    async def sums(self) -> tuple[BoxSum, ...]:
+        """Of the tensors as they are now."""
+        return sums_of(self._state_dict)
+
+    @endpoint
+    async def keep_old(self, name: str, seed: int) -> None:
+        """One tensor falls back to what `build` makes of the seed, on two ranks of tensor parallel."""
+        dtype = self._state_dict["embed.weight"].dtype
+        self._state_dict[name] = build("tp", seed=seed, dtype=dtype)[name]
 
     @endpoint
     async def full(self) -> dict[str, Tensor]:
@@ -170,7 +183,7 @@ class WeightActor(Actor):
         }
 
     @endpoint
-    async def pull_wrong_shape(self, store: WeightStore, version: int) -> int:
+    async def pull_wrong_shape(self, store: WeightStore, version: int) -> Transfer:
         """Pull into an embedding of 12 rows."""
         state_dict = dict(self._state_dict)
         pair = _pair()

@@ -20,7 +20,7 @@ from tests.training.layouts import LAYOUTS
 from tests.training.parts import write_assets
 from tests.training.test_layouts import assert_near, assert_same_result
 
-SLOW = ("hsdp2x2", "cp2")
+SLOW = ("hsdp2x2", "cp2", "fsdp2_tp2")
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -9,7 +9,7 @@ import torch
 from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.distributed.mesh import ParallelismConfig
-from rl.loop import Seams, SyncLoop
+from rl.loop import Loop, Seams
 from rl.rollouts.renderer import ChatRenderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.tasks.sum_digits import SumDigits, make_problem
@@ -184,7 +184,7 @@ def test_loop_reports_the_kl_which_grows_from_zero(assets):
     policy = InProcess(reply=lambda prompt, i: "[ANSWER] 10" if i % 2 else "no", engine=engine)
     sink = ListSink()
     problem = make_problem([12, 34])
-    loop = SyncLoop.Config(num_steps=3, num_prompts=1, num_samples=4, eval_every=0).build(
+    loop = Loop.Config(num_steps=3, num_prompts=1, num_samples=4, eval_every=0).build(
         seams=Seams(
             sampler=policy,
             learner=policy,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl.weights.canary import check_sums
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.weight_actors import NUM_TENSORS, WeightActor
@@ -20,12 +21,24 @@ class Cluster:
         self.generator = generator_mesh.spawn("generator", WeightActor)
         meshes.run(self.trainer.setup.call())
         meshes.run(self.generator.setup.call())
-        self.bf16 = self.start(trainer_mesh, dtype="bfloat16")
-        self.fp32 = self.start(self.volume_mesh)
+        self._stores = {
+            transport: (
+                self.start(trainer_mesh, dtype="bfloat16", transport=transport),
+                self.start(self.volume_mesh, transport=transport),
+            )
+            for transport in ("auto", "torchstore")
+        }
         self._last_version = 0
+        self.pushed = {}
+        """Checksums of all ranks, by version."""
+        self.use("auto")
 
-    def start(self, mesh, *, dtype="float32", **config):
-        store = WeightStore.Config(timeout_s=30, **config).build(dtype=dtype)
+    def use(self, transport):
+        self.transport = transport
+        self.bf16, self.fp32 = self._stores[transport]
+
+    def start(self, mesh, *, dtype="float32", transport="auto", **config):
+        store = WeightStore.Config(timeout_s=30, transport=transport, **config).build(dtype=dtype)
         self.meshes.run(store.start(mesh))
         return store
 
@@ -42,20 +55,33 @@ class Cluster:
         version = self.next_version()
         self.meshes.run(self.trainer.build.call(layout, version, torch.float32))
         sent = self.meshes.run(self.trainer_ranks(layout).push.call(store, version))
+        self.pushed[version] = [box for _, transfer in sent.items() for box in transfer.sums]
         if announce:
             assert self.meshes.run(store.announce(version)) == NUM_TENSORS
-        return version, [num for _, num in sent.items()]
+        return version, [transfer.num_bytes for _, transfer in sent.items()]
 
     def pull(self, store, layout, version, dtype):
-        """What all generator ranks together hold after a pull into a model of another seed."""
+        """What all generator ranks together hold after a pull into a model of another seed.
+
+        The checksums of both sides are compared.
+        """
         self.meshes.run(self.generator.build.call(layout, 999, dtype))
         ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
-        self.meshes.run(ranks.pull.call(store, version))
+        received = self.meshes.run(ranks.pull.call(store, version))
+        pulled = [box for _, transfer in received.items() for box in transfer.sums]
+        check_sums(version=version, pushed=self.pushed[version], pulled={"generator": pulled})
         answers = self.meshes.run(ranks.full.call())
         return [answer for _, answer in answers.items()]
 
 
 @pytest.fixture(scope="package")
-def cluster():
+def all_transports():
     with monarch_meshes() as meshes:
         yield Cluster(meshes)
+
+
+@pytest.fixture
+def cluster(all_transports):
+    """With stores whose processes share memory."""
+    all_transports.use("auto")
+    return all_transports

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl.weights.shards import batches, pack, parts_of, within_box
+from rl.weights.shards import Outgoing, batches, empty_message, parts_of, within_box
 
 WORLD_SIZE = 4
 
@@ -130,7 +130,7 @@ def test_parameters_are_cast_and_buffers_and_integers_are_not():
 
 def items(state_dict, dtypes):
     parts = zip(parts_of(state_dict), dtypes, strict=True)
-    return [(part.name, part.box, part.local, dtype) for part, dtype in parts]
+    return [Outgoing(key=part.name, box=part.box, local=part.local, dtype=dtype) for part, dtype in parts]
 
 
 def test_a_message_carries_every_dtype_and_shape_bit_for_bit():
@@ -142,17 +142,19 @@ def test_a_message_carries_every_dtype_and_shape_bit_for_bit():
         "half": torch.tensor([1.0, float("nan"), -0.0, 3e38]),
     }
     dtypes = [torch.uint8, torch.float64, torch.float32, torch.float32, torch.bfloat16]
-    message = pack(items(state_dict, dtypes))
-    received = {part.key: tensor for part, tensor in message.tensors()}
+    message = empty_message(items(state_dict, dtypes))
     assert all(part.offset % 16 == 0 for part in message.parts)
+    for part, tensor in message.tensors():
+        tensor.copy_(state_dict[part.key])
+    received = {part.key: tensor for part, tensor in message.tensors()}
     for (name, value), dtype in zip(state_dict.items(), dtypes, strict=True):
         assert received[name].dtype == dtype
         assert received[name].shape == value.shape
         torch.testing.assert_close(received[name], value.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def test_received_tensors_are_views_of_the_message():
-    message = pack(items({"w": torch.zeros(4)}, [torch.float32]))
+def test_tensors_of_a_message_are_views_of_it():
+    message = empty_message(items({"w": torch.zeros(4)}, [torch.float32]))
     ((_, tensor),) = message.tensors()
     tensor.fill_(1)
     assert message.data.view(np.float32).tolist() == [1, 1, 1, 1]
@@ -161,8 +163,20 @@ def test_received_tensors_are_views_of_the_message():
 def test_batches_stay_below_the_limit_except_for_one_large_part():
     state_dict = {name: torch.zeros(size) for name, size in {"a": 2, "b": 2, "c": 9, "d": 1, "e": 3}.items()}
     parts = items(state_dict, [torch.float32] * 5)
-    names = [[name for name, *_ in batch] for batch in batches(parts, max_bytes=16)]
+    names = [[part.key for part in batch] for batch in batches(parts, max_bytes=16)]
     assert names == [["a", "b"], ["c"], ["d", "e"]]
+
+
+def test_the_first_of_the_ranks_that_hold_a_box_sends_it():
+    def make_tensor():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return DTensor.from_local(torch.zeros(3, 5), mesh, [Replicate(), Shard(0)], run_check=False)
+
+    first = []
+    for rank in range(WORLD_SIZE):
+        with rank_of_four(rank):
+            first.append((only_part(make_tensor()).is_first, only_part(torch.zeros(2)).is_first))
+    assert first == [(True, True), (True, False), (False, False), (False, False)]
 
 
 def test_within_box_is_the_view_where_the_inner_box_lies():

@@ -113,6 +113,12 @@ class Attention(Configurable, nn.Module):
         return self.o_proj(out.flatten(1))
 
 
+def swiglu(gate_up_TK2W: Tensor) -> Tensor:
+    """[T, K * W], of each group's W gates and W ups."""
+    gate, up = gate_up_TK2W.unbind(dim=2)
+    return (F.silu(gate) * up).flatten(1)
+
+
 class FeedForward(Configurable, nn.Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -125,11 +131,11 @@ class FeedForward(Configurable, nn.Module):
         self.group_width = config.hidden_dim // num_groups
         self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=False)
         self.down_proj = nn.Linear(config.hidden_dim, dim, bias=False)
+        self.activation: Callable[[Tensor], Tensor] = swiglu
 
     def forward(self, x_TE: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x_TE).unflatten(-1, (-1, 2, self.group_width))
-        gate, up = gate_up.unbind(dim=2)
-        return self.down_proj((F.silu(gate) * up).flatten(1))
+        return self.down_proj(self.activation(gate_up))
 
 
 class TransformerBlock(Configurable, nn.Module):

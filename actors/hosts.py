@@ -1,0 +1,213 @@
+"""The hosts of a run: taken from Monarch's jobs, handed to roles by the name of their group, and ended.
+
+hosts = await start_hosts(launch, placement)
+mesh = await spawn_role("trainer", ..., host=hosts["trainer"])
+...
+await end_hosts()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from monarch.actor import HostMesh
+from monarch.config import configure, configured
+from monarch.job import ProcessJob
+
+from actors.calls import ActorCallError
+from actors.client import RUN, RUN_VARIABLE, quiet_client_start, quiet_jobs
+from actors.guard import Guard
+from actors.launch_config import LaunchConfig
+from actors.members import free_port, import_path
+from actors.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Job:
+    what: str
+    job: Any
+    guard: Guard | None = None
+
+
+DEATH_NOTICE = {
+    "supervision_watchdog_timeout": "30s",
+    "get_proc_state_max_idle": "15s",
+    "get_actor_state_max_idle": "15s",
+}
+"""How long Monarch waits for a host that says nothing, before what runs there counts as dead. With its own
+2 min, 1 min and 30 s, a process that exited on a simulated host was reported after 224 s in two of three
+runs, with these after 1 to 2 s in six of six (2026-11-21, 2 cores of an AMD EPYC)."""
+
+quiet_jobs()
+_jobs: list[_Job] = []
+
+
+async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str, HostMesh]:
+    """Ask for the hosts and wait until they are there; by the name of their group.
+
+    Empty where all roles run on this machine. `end_hosts` gives them back.
+
+    Raises:
+        ValueError: no other host reaches this one.
+        ActorCallError: there are none to be had; carries what the scheduler said.
+    """
+    groups = placement.host_groups()
+    if not groups:
+        return {}
+    hostname = socket.gethostname()
+    check_reachable(launch, hostname=hostname, address=_resolve(hostname))
+    configure(**DEATH_NOTICE)
+    state = _Job(what=f"{launch.hosts} job {launch.job_name!r}", job=make_job(launch, placement))
+    _jobs.append(state)
+    logger.info("asking for %d hosts: %s", sum(groups.values()), state.what)
+    try:
+        await _applied(state.job)
+        state.guard = Guard(job=state.job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
+        # In a thread: a queue may take hours, in which Ctrl-C has to be heard.
+        await _in_thread(state.job._prepare_client_gateway)
+        if launch.on_cluster and launch.controller_address is not None:
+            configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
+        with quiet_client_start():
+            found = state.job.state(cached_path=None)
+    except Exception as error:  # a scheduler's client raises whatever it likes
+        raise ActorCallError(f"no hosts from {state.what}: {type(error).__name__}: {error}") from error
+    return {group: getattr(found, name) for group, name in _mesh_names(launch, groups).items()}
+
+
+async def end_hosts() -> None:
+    """End every job of this process; idempotent.
+
+    What fails is logged, and left to the guard, which tries once more when this process ends.
+    """
+    while _jobs:
+        state = _jobs.pop()
+        try:
+            await _in_thread(state.job.kill)
+        except Exception as error:  # noqa: BLE001  # a scheduler's client raises whatever it likes
+            logger.warning("could not end %s: %s: %s", state.what, type(error).__name__, error)
+            continue
+        if state.guard is not None:
+            state.guard.dismiss()
+
+
+async def _applied(job: Any) -> None:
+    applying = asyncio.ensure_future(_in_thread(job.apply))
+    try:
+        await asyncio.shield(applying)
+    except asyncio.CancelledError:
+        # Only what is there can be ended.
+        await asyncio.wait({applying})
+        raise
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Unlike a thread of asyncio's, one that nobody waits for when the process ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def call() -> None:
+        error: BaseException | None = None
+        try:
+            function()
+        except BaseException as raised:  # noqa: BLE001  # it is raised where it is awaited
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=call, daemon=True, name="hosts").start()
+    await done
+
+
+def make_job(launch: LaunchConfig, placement: Placement) -> Any:
+    """Monarch's job for the hosts, not yet applied."""
+    groups = placement.host_groups()
+    if launch.hosts == "process":
+        return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
+    gpus_of = gpus_of_groups(launch, placement)
+    if launch.hosts == "slurm":
+        from actors.jobs import slurm
+
+        return slurm.make_job(launch, groups, gpus_per_host=max(gpus_of.values()))
+    return _kubernetes().make_job(launch, groups, gpus_of=gpus_of)
+
+
+def describe(launch: LaunchConfig, placement: Placement) -> str:
+    """Which process goes where, as comments, and what would be submitted."""
+    lines = [f"# {place.describe()}" for place in placement.all]
+    groups, gpus_of = placement.host_groups(), gpus_of_groups(launch, placement)
+    with configured():  # to make a job changes the process's transport
+        if launch.hosts == "slurm":
+            from actors.jobs import slurm
+
+            lines = ["#!/bin/bash", *lines]
+            script = slurm.script(launch, groups, gpus_per_host=max(gpus_of.values()))
+            lines.append(script.removeprefix("#!/bin/bash\n"))
+        elif launch.hosts == "kubernetes":
+            lines.append(_kubernetes().manifests(launch, groups, gpus_of=gpus_of))
+    return "\n".join(lines)
+
+
+def gpus_of_groups(launch: LaunchConfig, placement: Placement) -> dict[str, int]:
+    """Devices to ask for on each host of a group."""
+    needed = {group: placement.gpus_of(group) for group in placement.host_groups()}
+    if launch.gpus_per_host is None:
+        return needed
+    return {group: launch.gpus_per_host if num else 0 for group, num in needed.items()}
+
+
+def check_reachable(launch: LaunchConfig, *, hostname: str, address: str | None) -> None:
+    """Of a cluster's hosts: whether they reach this one, whose name resolves to `address`.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if not launch.on_cluster or launch.controller_address is not None:
+        return
+    if address is None or address.startswith("127."):
+        raise ValueError(
+            f"launch.controller_address=None: this host's name {hostname!r} resolves to "
+            f"{address or 'nothing'}, where hosts of {launch.hosts} cannot reach it: give the address at "
+            "which they can"
+        )
+
+
+def _resolve(hostname: str) -> str | None:
+    try:
+        return socket.gethostbyname(hostname)
+    except OSError:
+        return None
+
+
+def _mesh_names(launch: LaunchConfig, groups: Mapping[str, int]) -> dict[str, str]:
+    """What Monarch calls each group."""
+    if launch.hosts != "kubernetes":
+        return {group: group for group in groups}
+    return {group: _kubernetes().mesh_name(launch, group) for group in groups}
+
+
+def _kubernetes() -> ModuleType:
+    try:
+        from actors.jobs import kubernetes
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"launch.hosts='kubernetes' needs the package {error.name}: pip install 'relay-rl[kubernetes]'"
+        ) from error
+    return kubernetes

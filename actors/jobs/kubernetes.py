@@ -1,0 +1,95 @@
+"""Hosts from Kubernetes: a MonarchMesh resource a group of hosts, whose pods are the hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from kubernetes import client
+from monarch._src.job.kubernetes import (
+    _MONARCHMESH_GROUP,
+    _MONARCHMESH_VERSION,
+    ImageSpec,
+    KubeConfig,
+    KubernetesJob,
+)
+from monarch._src.job.service_identity import allocate_service_proc_ids
+
+from actors.client import RUN, quiet_jobs
+from actors.launch_config import KubernetesConfig, LaunchConfig
+from rl.weights.monarch_env import SETTINGS
+
+quiet_jobs()
+
+
+class PodsOfRun(KubernetesJob):
+    """Monarch's job; its pods are told how Monarch is set here, and have the claim with the run's folder."""
+
+    def __init__(self, *, config: KubernetesConfig, timeout_s: float) -> None:
+        kubeconfig = None if config.kubeconfig is None else KubeConfig.from_path(config.kubeconfig)
+        super().__init__(namespace=config.namespace, timeout=max(1, round(timeout_s)), kubeconfig=kubeconfig)
+        self.config = config
+
+    def _build_worker_pod_template(  # static there
+        self, image_spec: ImageSpec, port: int, service_proc_ids: list[Any]
+    ) -> client.V1PodTemplateSpec:
+        template = KubernetesJob._build_worker_pod_template(image_spec, port, service_proc_ids)
+        container = template.spec.containers[0]
+        container.env += [client.V1EnvVar(name=name, value=os.environ[name]) for name in SETTINGS]
+        claim = self.config.volume_claim
+        if claim is not None:
+            source = client.V1PersistentVolumeClaimVolumeSource(claim_name=claim)
+            volume = client.V1Volume(name="run", persistent_volume_claim=source)
+            mount = client.V1VolumeMount(name="run", mount_path=self.config.volume_path)
+            template.spec.volumes = [*(template.spec.volumes or ()), volume]
+            container.volume_mounts = [*(container.volume_mounts or ()), mount]
+        return template
+
+
+def mesh_name(launch: LaunchConfig, group: str) -> str:
+    """Of a group's resource, unlike that of any other run in the namespace."""
+    return f"{launch.job_name}{RUN[:8]}{group}"
+
+
+def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> PodsOfRun:
+    """Monarch's job for these groups of hosts, `gpus_of` each host of them; nothing is asked for yet.
+
+    It changes how this process talks to actors (TCP), so it is made before anything else of Monarch.
+    """
+    config = launch.kubernetes
+    assert config.image is not None, "refused by LaunchConfig"
+    job = PodsOfRun(config=config, timeout_s=launch.start_timeout_s)
+    for group, num_hosts in groups.items():
+        resources: dict[str, str | int] = {}
+        if gpus_of[group]:
+            resources[config.gpu_resource] = gpus_of[group]
+        if config.cpus is not None:
+            resources["cpu"] = config.cpus
+        if config.memory is not None:
+            resources["memory"] = config.memory
+        image = ImageSpec(config.image, resources=resources or None, shared_memory_size=config.shared_memory)
+        job.add_mesh(mesh_name(launch, group), num_hosts, image_spec=image, port=config.port)
+    return job
+
+
+def manifests(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> str:
+    """The resources that a run would create, as YAML documents; the hosts' identities are made up anew."""
+    job = make_job(launch, groups, gpus_of=gpus_of)
+    return yaml.safe_dump_all([_resource(job, name, mesh) for name, mesh in job._meshes.items()])
+
+
+def _resource(job: PodsOfRun, name: str, mesh: Mapping[str, Any]) -> dict[str, Any]:
+    identities = allocate_service_proc_ids(mesh["num_replicas"])
+    template = job._build_worker_pod_template(mesh["image_spec"], mesh["port"], identities)
+    return {
+        "apiVersion": f"{_MONARCHMESH_GROUP}/{_MONARCHMESH_VERSION}",
+        "kind": "MonarchMesh",
+        "metadata": {"name": name, "namespace": job._namespace},
+        "spec": {
+            "replicas": mesh["num_replicas"],
+            "port": mesh["port"],
+            "podTemplate": client.ApiClient().sanitize_for_serialization(template),
+        },
+    }

@@ -1,0 +1,139 @@
+"""What a run is going to be: everything that can be checked before anything starts or is written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from actors.canary import LogprobCanary, make_canary
+from actors.checks import (
+    check_converters,
+    check_demonstrations,
+    check_end,
+    check_layout,
+    check_load_source,
+    check_memory,
+    check_reference_weights,
+    check_task,
+)
+from actors.fleet import num_gpus
+from actors.run_config import STARTING_POINTS, RunConfig
+from actors.trainer import PolicyTrainer
+from rl.config.serialize import code_name, to_dict
+from rl.config.tree import input_paths
+from rl.rollouts.renderer import ChatRenderer
+from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
+from rl.tasks.task import Task
+from rl.training.checkpoint_config import LoadSource, find_load_source
+from rl.training.experts import ExpertBalance
+from rl.weights.files import check_unused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a run needs to start, checked."""
+
+    start: StartingPoint
+    source: LoadSource | None
+    """What the trainer loads instead of the starting point's weights."""
+    reference: Path | None
+    """What the trainer loads into the reference policy, where that is not the starting point."""
+    task: Task
+    renderer: ChatRenderer
+    canary: LogprobCanary | None
+
+    def inputs(self, config: RunConfig) -> dict[str, Path]:
+        """Files and folders that the run reads, by the field that they come from."""
+        paths = {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
+        return paths | ({} if self.reference is None else {"trainer.reference": self.reference})
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Check all that can be checked without starting or writing anything."""
+    task: Task = config.task.build()
+    source = find_load_source(config.trainer.checkpoint)
+    start = starting_point(config, task=task, source=source)
+    check_load_source(
+        source,
+        fleet=config.fleet,
+        model_spec=start.spec,
+        num_steps=config.loop.num_steps,
+        num_gpus=num_gpus(),
+    )
+    check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
+    check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
+    reference = check_reference_weights(source, start=start, fleet=config.fleet, num_gpus=num_gpus())
+    check_end(config.fleet, warms_up=config.warmup is not None)
+    check_unused(config.weights)
+    if not config.launch.on_cluster and num_gpus() == 0:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
+    tokenizer, stop_ids = start.tokenizer()
+    renderer = ChatRenderer(
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.generator.max_model_len - config.loop.sampling.max_tokens,
+        stop_token_ids=stop_ids,
+    )
+    check_task(task, renderer=renderer, seed=config.seed, time_limit_s=config.reward.time_limit_s)
+    if start.warmed_up is not None:
+        check_demonstrations(
+            task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
+        )
+    return Plan(
+        start=start,
+        source=source,
+        reference=reference,
+        task=task,
+        renderer=renderer,
+        canary=make_canary(
+            config.canary,
+            problem=task.eval_problems()[0],
+            renderer=renderer,
+            dtypes=(config.generator.dtype, config.trainer.training.param_dtype),
+            max_tokens=config.generator.max_model_len - 1,
+            batch_invariant=config.batch_invariant,
+        ),
+    )
+
+
+def starting_point(config: RunConfig, *, task: Task, source: LoadSource | None) -> StartingPoint:
+    """Where the run's weights come from, and the model with its kernels; nothing is written yet."""
+    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    if config.hf_assets_path is not None:
+        return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
+    cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
+    starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
+    if config.warmup is None or not starts_here:
+        return random_model(cache, spec=spec, seed=config.seed)
+    return warmed_up_model(
+        cache,
+        spec=spec,
+        seed=config.seed,
+        warmup=config.warmup,
+        demonstrations=task.warmup_problems(seed=config.seed),
+        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),
+    )
+
+
+def warmup_arithmetic(trainer: PolicyTrainer.Config, *, batch_invariant: bool = False) -> dict[str, Any]:
+    """What of the trainer shapes the steps of the warm-up, whose own settings bring the rest.
+
+    Of a subclass nobody here knows what its fields do, so all that it adds are part of it.
+    """
+    training = trainer.training
+    arithmetic: dict[str, Any] = {
+        "trainer": code_name(trainer.owner),
+        "optimizer": [trainer.optimizer.name, trainer.optimizer.eps],
+        "dtypes": [training.dtype, training.param_dtype, training.reduce_dtype],
+    }
+    if trainer.converters:
+        arithmetic["converters"] = to_dict(trainer)["converters"]
+    if trainer.experts != ExpertBalance.Config():
+        arithmetic["experts"] = to_dict(trainer.experts)
+    if batch_invariant:
+        arithmetic["batch_invariant"] = True
+    known = {f.name for f in fields(PolicyTrainer.Config)}
+    added = {name: value for name, value in to_dict(trainer).items() if name not in known}
+    return arithmetic | ({"added": added} if added else {})

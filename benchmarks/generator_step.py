@@ -1,0 +1,190 @@
+"""What a step of the generator costs, by part: 128 running requests of the tiny model in float32.
+
+    python -m benchmarks.generator_step [--quick]
+
+16 prompts x 8 samples go through the engine as they do in training, with 16 and with 64 new tokens.
+`ms_per_step` and `tokens_per_s` are of the whole call on the clock, the best of the repeats: other
+processes only ever add to it. The parts are CPU time of the thread that steps the engine (on one
+thread, as here, that is the model's too), without what the parts inside them take:
+
+    model      forward and output head
+    prepare    the model runner: inputs from the batch's state, and the state's update
+    sample     logprobs and draws
+    schedule   what runs in this step, and its cache blocks
+    output     vLLM's results, and ours from them
+    hand over  the rest of the process: event loop, completions
+
+`score_ms` is the time of `compute_logprobs` of one sequence of 32 tokens, alone and beside 128
+running requests; there it waits for the step that is being made. The last line is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.vllm.engine import GeneratorEngine
+from rl.models.qwen3 import model_registry
+from rl.models.starting_point import write_random_model
+from rl.types import SamplingParams
+
+NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH, SCORED_LENGTH = 16, 8, 40, 32
+PARTS = ("model", "prepare", "sample", "schedule", "output")
+
+
+class PartClock:
+    """CPU seconds of the calling thread by part, each without the parts called within it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._inner: list[float] = []
+
+    def clear(self) -> None:
+        self.seconds.clear()
+        self.calls.clear()
+
+    def watch(self, owner: Any, method: str, part: str) -> None:
+        """From now on calls of this object's method count for the part."""
+        function: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            started = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.thread_time() - started
+                self.seconds[part] += spent - self._inner.pop()
+                self.calls[f"{part}.{method}"] += 1
+                if self._inner:
+                    self._inner[-1] += spent
+
+        setattr(owner, method, timed)
+
+
+def watch_engine(engine: GeneratorEngine) -> PartClock:
+    clock = PartClock()
+    core = engine._core
+    vllm_core = core._client.engine_core
+    runner = vllm_core.model_executor.driver_worker.worker.model_runner
+    clock.watch(core, "step", "output")
+    clock.watch(vllm_core.scheduler, "schedule", "schedule")
+    clock.watch(vllm_core.scheduler, "update_from_output", "output")
+    clock.watch(runner, "execute_model", "prepare")
+    clock.watch(runner, "sample_tokens", "prepare")
+    clock.watch(runner.model, "forward", "model")
+    clock.watch(runner.model, "compute_logits", "model")
+    clock.watch(runner.sampler, "forward", "sample")
+    return clock
+
+
+async def measure(engine: GeneratorEngine, clock: PartClock, *, tokens: int, repeats: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    prompts = [
+        rng.integers(0, engine._core.vocab_size, PROMPT_LENGTH).astype(np.int32) for _ in range(NUM_PROMPTS)
+    ]
+    rows = []
+    for repeat in range(repeats + 1):
+        sampling = SamplingParams(max_tokens=tokens, num_samples=NUM_SAMPLES, seed=repeat)
+        clock.clear()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        await engine.generate(prompts, sampling=sampling)
+        wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+        steps = clock.calls["schedule.schedule"]
+        row = {part: clock.seconds[part] / steps * 1e3 for part in PARTS}
+        row["hand over"] = cpu_s / steps * 1e3 - sum(row.values())
+        rows.append({"wall": wall_s / steps * 1e3, "steps": steps, "cpu": cpu_s / steps * 1e3} | row)
+    rows = rows[1:]  # The first allocates.
+    parts = {name: statistics.median(row[name] for row in rows) for name in (*PARTS, "hand over")}
+    wall_ms = min(row["wall"] for row in rows)
+    cpu_ms = sum(parts.values())
+    return {
+        "ms_per_step": round(wall_ms, 2),
+        "cpu_ms_per_step": round(cpu_ms, 2),
+        "tokens_per_s": round(NUM_PROMPTS * NUM_SAMPLES * tokens / (wall_ms * rows[0]["steps"]) * 1e3),
+        "steps": rows[0]["steps"],
+        "parts_ms": {name: round(ms, 2) for name, ms in parts.items()},
+        "share": {name: round(ms / cpu_ms, 3) for name, ms in parts.items()},
+    }
+
+
+async def measure_scoring(engine: GeneratorEngine, *, repeats: int) -> dict[str, float]:
+    sequence = np.arange(SCORED_LENGTH, dtype=np.int32) % engine._core.vocab_size
+
+    async def timed() -> float:
+        started = time.perf_counter()
+        await engine.compute_logprobs([sequence])
+        return (time.perf_counter() - started) * 1e3
+
+    first_ms = await timed()
+    alone = [await timed() for _ in range(repeats)]
+    prompts = [sequence[:PROMPT_LENGTH]] * NUM_PROMPTS
+    sampling = SamplingParams(max_tokens=6 * repeats + 10, num_samples=NUM_SAMPLES)
+    running = asyncio.create_task(engine.generate(prompts, sampling=sampling, call_id="running"))
+    await engine.generate(prompts[:1], sampling=SamplingParams(max_tokens=2))
+    beside = [await timed() for _ in range(repeats)]
+    await engine.abort(["running"])
+    await running
+    figures = {"first": first_ms, "alone": statistics.median(alone), "beside_128": statistics.median(beside)}
+    return {name: round(ms, 2) for name, ms in figures.items()}
+
+
+async def benchmark(assets: str, *, token_limits: list[int], repeats: int, threads: int) -> dict[str, Any]:
+    config = GeneratorEngine.Config(
+        dtype="float32",
+        max_model_len=256,
+        # One place more, so that a scored sequence does not wait for a completion's end.
+        max_num_seqs=NUM_PROMPTS * NUM_SAMPLES + 1,
+        cpu_kv_cache_gib=0.25,
+        initial_weights="folder",
+        num_threads=threads,
+    )
+    engine = GeneratorEngine(config=config, model_spec=model_registry("tiny"), hf_assets_path=assets)
+    await engine.start()
+    scoring = await measure_scoring(engine, repeats=repeats)
+    clock = watch_engine(engine)
+    figures = {
+        str(tokens): await measure(engine, clock, tokens=tokens, repeats=repeats) for tokens in token_limits
+    }
+    await engine.close()
+    return {
+        "benchmark": "generator_step",
+        "requests": NUM_PROMPTS * NUM_SAMPLES,
+        "threads": threads,
+        "repeats": repeats,
+        "new_tokens": figures,
+        "score_ms": scoring,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="new tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        assets = write_random_model(Path(folder) / "model", spec=model_registry("tiny"), seed=0)
+        repeats = 3 if args.quick else 15
+        figures = asyncio.run(
+            benchmark(str(assets), token_limits=args.tokens, repeats=repeats, threads=args.threads)
+        )
+    for tokens, row in figures["new_tokens"].items():
+        parts = ", ".join(f"{name} {ms} ms" for name, ms in row["parts_ms"].items())
+        print(f"{tokens} new tokens: {row['ms_per_step']} ms a step, {row['tokens_per_s']} tokens/s; {parts}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""GB/s of weights from trainer ranks to generator ranks on one machine, and of what it is to beat.
+
+    python -m benchmarks.weight_sync [--quick]
+
+Tensors are the layers of Qwen3 0.6B in bfloat16: 28 layers are 308 tensors and 0.88 GB. Measured
+are whole calls as the controller sees them, from the first message to the last answer, on all ranks;
+checksums are included and compared after each pull. The first versions, which touch their memory for
+the first time, are not measured. Each figure is the median of several repeats. In the same run:
+
+    layouts      one process to one, FSDP2 on two to one, TP on two to TP on two
+    float32      one to one, from float32 weights: cast while they are written
+    torchstore   its own `put` and `get`, a key after the other, over Monarch's messages
+    memory_copy  the same tensors copied within a process
+
+`--rounds` pushes and pulls of a small model, each under a deadline, say whether any hangs. The last
+line is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass
+from datetime import date
+from typing import Any, TypeVar
+
+import torch
+from monarch.actor import ProcMesh
+
+from actors import launch
+from benchmarks.weight_sync_actors import Plan, SyncRank
+from rl.types import BoxSum
+from rl.weights.canary import check_sums
+from rl.weights.monarch_compat import torchstore
+from rl.weights.store import WeightStore
+
+T = TypeVar("T")
+
+FULL = 28
+"""Layers."""
+NUM_WARM_UP = 3
+"""Versions after which every segment has been used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    name: str
+    source: Plan
+    target: Plan
+    num_writers: int
+    num_readers: int
+    num_layers: int = FULL
+    dtype: str = "bfloat16"
+    """Of the writers' tensors; bfloat16 is sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    name: str
+    gb: float
+    push_gb_per_s: float
+    pull_gb_per_s: float
+
+
+def main() -> None:
+    args = parser().parse_args()
+    warnings.filterwarnings("ignore", message="is_rdma_available", category=DeprecationWarning)
+    print(json.dumps(launch.run(measure(args))))
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="few layers, few repeats")
+    options.add_argument("--layers", type=int, help=f"of the large model; {FULL}")
+    options.add_argument("--repeats", type=int, help="of each figure; 7")
+    options.add_argument("--rounds", type=int, help="pushes and pulls of the small model; 100")
+    options.add_argument("--threads", type=int, default=2, help="that each process copies with; 2")
+    return options
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    num_layers = args.layers or (4 if args.quick else FULL)
+    repeats = args.repeats or (3 if args.quick else 7)
+    rounds = args.rounds if args.rounds is not None else (10 if args.quick else 100)
+    load = os.getloadavg()[0]
+    one = Case(name="one_to_one", source="whole", target="whole", num_writers=1, num_readers=1)
+    cases = [
+        Case(**asdict(one) | {"num_layers": num_layers}),
+        *(
+            Case(**asdict(one) | {"name": f"one_to_one_{n}_layers", "num_layers": n})
+            for n in (1, num_layers // 4)
+            if 0 < n < num_layers
+        ),
+        Case(**asdict(one) | {"name": "one_to_one_float32", "num_layers": num_layers, "dtype": "float32"}),
+        Case(
+            name="fsdp2_to_tp1",
+            source="fsdp",
+            target="whole",
+            num_writers=2,
+            num_readers=1,
+            num_layers=num_layers,
+        ),
+        Case(
+            name="tp2_to_tp2", source="tp", target="tp", num_writers=2, num_readers=2, num_layers=num_layers
+        ),
+    ]
+    figures = [await measure_case(case, repeats=repeats, threads=args.threads) for case in cases]
+    plain, copies = await measure_peers(cases[0], repeats=min(repeats, 3), threads=args.threads)
+    slowest = await run_rounds(cases[1], rounds=rounds, threads=args.threads)
+    ours = figures[0]
+    return {
+        "benchmark": "weight_sync",
+        "date": date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "load_before": round(load, 2),
+        "threads": args.threads,
+        "repeats": repeats,
+        "cases": [rounded(figure) for figure in figures],
+        "torchstore": rounded(plain),
+        "memory_copy_gb_per_s": {name: round(value, 2) for name, value in copies.items()},
+        "rounds": {"count": rounds, "slowest_s": round(slowest, 4)},
+        "ratio": {
+            "push_vs_torchstore": round(ours.push_gb_per_s / plain.push_gb_per_s, 1),
+            "pull_vs_torchstore": round(ours.pull_gb_per_s / plain.pull_gb_per_s, 1),
+            "push_vs_memory_copy": round(ours.push_gb_per_s / copies["one_thread"], 2),
+            "pull_vs_memory_copy": round(ours.pull_gb_per_s / copies["one_thread"], 2),
+        },
+    }
+
+
+def rounded(figures: Figures) -> dict[str, Any]:
+    return {name: round(v, 3) if isinstance(v, float) else v for name, v in asdict(figures).items()}
+
+
+class Ranks:
+    """The writers and readers of a case, on meshes of their own."""
+
+    def __init__(self, case: Case, *, threads: int) -> None:
+        self.case = case
+        self.threads = threads
+        self.meshes: list[ProcMesh] = []
+
+    async def __aenter__(self) -> Ranks:
+        case = self.case
+        for role, num in (("writers", case.num_writers), ("readers", case.num_readers)):
+            mesh = await launch.spawn_role(role, num_procs=num, threads=self.threads)
+            self.meshes.append(mesh)
+            await launch.setup_process_group_env(mesh)
+        self.writers, self.readers = (mesh.spawn("ranks", SyncRank, self.threads) for mesh in self.meshes)
+        for ranks in (self.writers, self.readers):
+            await ranks.setup.call()
+        dtype = getattr(torch, case.dtype)
+        await self.writers.build.call(case.source, case.num_layers, dtype, 0)
+        sizes = await self.readers.build.call(case.target, case.num_layers, torch.bfloat16, 1)
+        self.num_bytes = next(size for _, size in sizes.items())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for mesh in self.meshes:
+            await launch.stop(mesh)
+
+
+async def measure_case(case: Case, *, repeats: int, threads: int) -> Figures:
+    async with Ranks(case, threads=threads) as ranks:
+        store = WeightStore.Config(num_threads=threads).build(dtype="bfloat16")
+        await store.start(ranks.meshes[0])
+        push_s, pull_s = [], []
+        for version in range(NUM_WARM_UP + repeats):
+            pushed, took_push = await timed(push(ranks, store, version))
+            pulled, took_pull = await timed(ranks.readers.pull.call(store, version))
+            readers = {f"reader {rank}": sums for rank, (_, sums) in enumerate(pulled.items())}
+            check_sums(
+                version=version, pushed=pushed, pulled={"readers": [s for r in readers.values() for s in r]}
+            )
+            await store.prune()
+            push_s.append(took_push)
+            pull_s.append(took_pull)
+        if case.target == "whole":
+            assert (
+                await ranks.readers.equals.call_one(case.num_layers, getattr(torch, case.dtype), 0)
+                or case.dtype != "bfloat16"
+            )
+        await store.stop()
+    figures = Figures(
+        name=case.name,
+        gb=ranks.num_bytes / 1e9,
+        push_gb_per_s=ranks.num_bytes / 1e9 / statistics.median(push_s[NUM_WARM_UP:]),
+        pull_gb_per_s=ranks.num_bytes / 1e9 / statistics.median(pull_s[NUM_WARM_UP:]),
+    )
+    print(f"{figures}; first push {push_s[0]:.2f} s", flush=True)
+    return figures
+
+
+async def push(ranks: Ranks, store: WeightStore, version: int) -> list[BoxSum]:
+    """All ranks', and the announcement."""
+    answers = await ranks.writers.push.call(store, version)
+    await store.announce(version)
+    return [box for _, sums in answers.items() for box in sums]
+
+
+async def timed(answer: Awaitable[T]) -> tuple[T, float]:
+    """And how many seconds it took; Monarch sends a call when it is made, microseconds before."""
+    started = time.perf_counter()
+    return await answer, time.perf_counter() - started
+
+
+async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[Figures, dict[str, float]]:
+    """Plain torchstore, and copies within a process by one thread and by all."""
+    async with Ranks(case, threads=threads) as ranks:
+        name = "plain"
+        # As its own default, one volume in a process of its own.
+        volume = await launch.spawn_role("volume", num_procs=1, threads=threads)
+        ranks.meshes.append(volume)
+        await torchstore.initialize(mesh=volume, store_name=name)
+        push_s, pull_s = [], []
+        for version in range(repeats):
+            _, took = await timed(ranks.writers.put_by_torchstore.call(name, version))
+            push_s.append(took)
+            _, took = await timed(ranks.readers.get_by_torchstore.call(name, version))
+            pull_s.append(took)
+            await ranks.readers.delete_by_torchstore.call(name, version)
+        assert await ranks.readers.equals.call_one(case.num_layers, torch.bfloat16, 0)
+        await torchstore.shutdown(name)
+        all_threads = await ranks.readers.copy_memory.call_one(repeats)
+    async with Ranks(case, threads=1) as ranks:
+        one_thread = await ranks.readers.copy_memory.call_one(repeats)
+    gb = ranks.num_bytes / 1e9
+    figures = Figures(
+        name="torchstore",
+        gb=gb,
+        push_gb_per_s=gb / statistics.median(push_s),
+        pull_gb_per_s=gb / statistics.median(pull_s),
+    )
+    print(figures, flush=True)
+    return figures, {"one_thread": gb / one_thread, f"{threads}_threads": gb / all_threads}
+
+
+async def run_rounds(case: Case, *, rounds: int, threads: int) -> float:
+    """The slowest of so many pushes and pulls, in seconds; an error if one takes longer than 30."""
+    slowest = 0.0
+    async with Ranks(case, threads=threads) as ranks:
+        store = WeightStore.Config(num_threads=threads, timeout_s=30.0).build(dtype="bfloat16")
+        await store.start(ranks.meshes[0])
+        for version in range(rounds):
+            _, took_push = await timed(push(ranks, store, version))
+            _, took_pull = await timed(ranks.readers.pull.call(store, version))
+            await store.prune()
+            slowest = max(slowest, took_push, took_pull)
+        await store.stop()
+    return slowest
+
+
+if __name__ == "__main__":
+    main()

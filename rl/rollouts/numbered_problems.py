@@ -1,0 +1,36 @@
+"""Training problems with their numbers, and where a loop stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from rl.types import LoopPosition, Problem
+
+
+class NumberedProblems:
+    """Gives each problem with its place in the task's order, counted from 0.
+
+    Continued from a position, it first gives those that were outstanding there, then the next ones.
+    """
+
+    def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
+        self.num_drawn = 0 if position is None else position.num_problems
+        """Of the task, outstanding ones included."""
+        self._again = () if position is None else position.outstanding
+        self._numbered = self._unseen(enumerate(problems))
+
+    def __iter__(self) -> Iterator[tuple[int, Problem]]:
+        return self
+
+    def __next__(self) -> tuple[int, Problem]:
+        number, problem = next(self._numbered)
+        self.num_drawn = max(self.num_drawn, number + 1)
+        return number, problem
+
+    def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
+        """After `step`, with these numbers drawn and not used."""
+        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=tuple(sorted(outstanding)))
+
+    def _unseen(self, numbered: Iterator[tuple[int, Problem]]) -> Iterator[tuple[int, Problem]]:
+        num_seen, again = self.num_drawn, set(self._again)
+        return ((number, p) for number, p in numbered if number >= num_seen or number in again)

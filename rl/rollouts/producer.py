@@ -1,0 +1,190 @@
+"""Groups of rollouts, made ahead of the steps that train on them.
+
+    problems -> start (as the age bound allows) -> worker -> drop or keep -> next_batch
+
+`RolloutProducer` starts a task for each group as soon as there is a place for it, in the task's order.
+It is unblocked by `serve` (newer weights), by `next_batch` (places of a taken batch), and by a group that
+is dropped. Whoever awaits `next_batch` is unblocked by finished groups, or by an error of any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.errors import RunError
+from rl.rollouts.age_bound import AgeBound
+from rl.rollouts.grading import teaches_nothing
+from rl.rollouts.group import Group
+from rl.types import Problem
+
+DropReason = Literal["failed", "equal", "oversize"]
+
+
+class NothingToLearnError(RunError):
+    """Too many steps, or groups, in a row from which there is nothing to learn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFilter:
+    """Which finished groups are not trained on."""
+
+    drop_equal: bool
+    """Those without policy gradient."""
+    max_sample_tokens: int | None
+    """Those with a longer sample, prompt included; None: no limit."""
+
+    def reason_to_drop(self, group: Group) -> DropReason | None:
+        if not group.graded:
+            return "failed"
+        longest = max(len(r.prompt.token_ids) + len(r.completion.token_ids) for r in group.rollouts)
+        if self.max_sample_tokens is not None and longest > self.max_sample_tokens:
+            return "oversize"
+        return "equal" if self.drop_equal and teaches_nothing(group.graded) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """What one step consumes."""
+
+    groups: list[Group]
+    """[P], in the order they were started."""
+    dropped: list[tuple[DropReason, Group]]
+    """Since the batch before."""
+
+
+class RolloutProducer:
+    """Runs groups concurrently, as many as the bound has places for."""
+
+    def __init__(
+        self,
+        *,
+        bound: AgeBound,
+        worker: Callable[[int, Problem], Awaitable[Group]],
+        problems: Iterator[tuple[int, Problem]],
+        group_filter: GroupFilter,
+        max_failed_rewards: int,
+        max_dropped: int,
+    ) -> None:
+        """
+        Args:
+            problems: with their numbers in the task's order.
+            max_failed_rewards: between two batches; one more stops the run.
+            max_dropped: groups in a row that may be dropped; one more stops the run.
+        """
+        self.bound = bound
+        self._worker = worker
+        self._problems = problems
+        self._filter = group_filter
+        self._max_failed_rewards = max_failed_rewards
+        self._max_dropped = max_dropped
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finished: dict[int, Group] = {}
+        self._dropped: list[tuple[DropReason, Group]] = []
+        self._dropped_in_row: Counter[DropReason] = Counter()
+        self._failures: list[str] = []
+        self._used_up = False
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def serve(self, step: int) -> None:
+        """Every generator has the weights after `step`: more groups may start."""
+        self.bound.serve(step)
+        self._start_groups()
+
+    def fail(self, error: BaseException) -> None:
+        """Let `next_batch` raise this: something that it waits for will not come."""
+        self._error = self._error or error
+        self._changed.set()
+
+    async def next_batch(self) -> Batch:
+        """The groups of the next step; waits until there are enough of them.
+
+        Raises:
+            RunError: the problems are used up, or too many rewards failed.
+            NothingToLearnError: too many groups in a row were dropped.
+            Exception: what a worker raised.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            self._start_groups()
+            numbers = self.bound.take(self._finished.keys())
+            if numbers is not None:
+                break
+            self._check_used_up()
+            self._changed.clear()
+            await self._changed.wait()
+        batch = Batch(groups=[self._finished.pop(n) for n in numbers], dropped=self._dropped)
+        self._dropped, self._failures = [], []
+        self._start_groups()
+        return batch
+
+    async def close(self) -> None:
+        """End what is under way. Idempotent."""
+        self._error = self._error or asyncio.CancelledError()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_groups(self) -> None:
+        while self._error is None and not self._used_up and self.bound.may_start():
+            numbered = next(self._problems, None)
+            if numbered is None:
+                self._used_up = True
+                self._changed.set()
+                return
+            number, problem = numbered
+            self.bound.start(number)
+            task = asyncio.create_task(self._run(number, problem), name=f"rollouts of {problem.id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, number: int, problem: Problem) -> None:
+        try:
+            group = await self._worker(number, problem)
+            self._settle(group)
+        except Exception as error:  # noqa: BLE001  (raised where the loop waits)
+            self.fail(error)
+
+    def _settle(self, group: Group) -> None:
+        """A group is finished: keep or drop it."""
+        self._failures += [s.failure for s in group.scores if s.failure is not None]
+        if len(self._failures) > self._max_failed_rewards:
+            raise RunError(
+                f"{len(self._failures)} rewards of one step failed, where loop.max_failed_rewards allows "
+                f"{self._max_failed_rewards}; the first: {self._failures[0]}"
+            )
+        reason = self._filter.reason_to_drop(group)
+        if reason is None:
+            self._finished[group.number] = group
+            self._dropped_in_row.clear()
+        else:
+            self._dropped.append((reason, group))
+            self._dropped_in_row[reason] += 1
+            self.bound.release(group.number)
+            self._stop_if_all_are_dropped()
+            self._start_groups()
+        self._changed.set()
+
+    def _stop_if_all_are_dropped(self) -> None:
+        count = self._dropped_in_row.total()
+        if count > self._max_dropped:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self._dropped_in_row.items())
+            raise NothingToLearnError(
+                f"{count} groups in a row could not be trained on ({reasons}), more than the "
+                f"{self._max_dropped} of loop.max_empty_steps times loop.num_prompts: the task is solved or "
+                "out of reach, or its replies do not fit"
+            )
+
+    def _check_used_up(self) -> None:
+        num_left, needed = len(self.bound.outstanding), self.bound.num_prompts
+        if self._used_up and num_left < needed:
+            raise RunError(
+                f"the task's training problems are used up: {num_left} are left, of loop.num_prompts="
+                f"{needed} that a step takes; let `train_problems` repeat them, or lower loop.num_steps"
+            )

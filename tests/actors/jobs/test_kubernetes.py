@@ -1,0 +1,141 @@
+"""What a run asks Kubernetes for: the resources shown beforehand, and those that Monarch then creates."""
+
+import asyncio
+import dataclasses
+import json
+import os
+
+import pytest
+import yaml
+from monarch.config import configured
+
+from actors.calls import ActorCallError
+from actors.hosts import describe, end_hosts, make_job, start_hosts
+from actors.launch_config import KubernetesConfig, LaunchConfig
+from actors.placement import Processes, place
+from rl.weights.monarch_env import SETTINGS
+from tests.support.fake_kubernetes import cluster
+
+POD = KubernetesConfig(
+    namespace="rl",
+    image="registry/relay:1",
+    cpus="16",
+    memory="64Gi",
+    volume_claim="runs",
+    volume_path="/runs",
+)
+LAUNCH = LaunchConfig(hosts="kubernetes", trainer_hosts=2, reward_hosts=1, job_name="mine", kubernetes=POD)
+ROLES = Processes(
+    trainer=8, trainer_threads=1, num_replicas=2, tensor_parallel_degree=2, generator_threads=1, reward=4
+)
+IDENTITIES = "MONARCH_SERVICE_PROC_IDS"
+
+
+def shown(launch):
+    return list(yaml.safe_load_all(describe(launch, place(launch, ROLES, num_gpus=0))))
+
+
+def test_every_group_of_hosts_is_a_resource_with_its_pods_and_devices():
+    resources = shown(LAUNCH)
+    assert {(r["kind"], r["apiVersion"]) for r in resources} == {
+        ("MonarchMesh", "monarch.pytorch.org/v1alpha1")
+    }
+    assert {r["metadata"]["namespace"] for r in resources} == {"rl"}
+    names = [r["metadata"]["name"] for r in resources]
+    # The run's own part lets several runs share a namespace.
+    assert [name[:4] for name in names] == ["mine"] * 4
+    assert [name[12:] for name in names] == ["trainer", "generator0", "generator1", "reward"]
+    assert [r["spec"]["replicas"] for r in resources] == [2, 1, 1, 1]
+    limits = [container(r)["resources"]["limits"] for r in resources]
+    others = {"cpu": "16", "memory": "64Gi"}
+    assert limits == [
+        {"nvidia.com/gpu": "4"} | others, {"nvidia.com/gpu": "2"} | others,
+        {"nvidia.com/gpu": "2"} | others, others,
+    ]  # fmt: skip
+
+
+def container(resource):
+    (only,) = resource["spec"]["podTemplate"]["spec"]["containers"]
+    return only
+
+
+def test_pods_have_the_image_shared_memory_and_the_runs_folder():
+    resource = shown(LAUNCH)[0]
+    assert container(resource)["image"] == "registry/relay:1"
+    assert container(resource)["volumeMounts"] == [
+        {"mountPath": "/dev/shm", "name": "dev-shm"}, {"mountPath": "/runs", "name": "run"},
+    ]  # fmt: skip
+    assert resource["spec"]["podTemplate"]["spec"]["volumes"] == [
+        {"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
+        {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}},
+    ]
+    env = {variable["name"]: variable.get("value") for variable in container(resource)["env"]}
+    assert env["MONARCH_PORT"] == "26600"
+    assert {name: env[name] for name in SETTINGS} == {name: os.environ[name] for name in SETTINGS}
+    # Each pod finds its own identity by its number.
+    assert len(set(json.loads(env[IDENTITIES]))) == 2
+    assert "volumes" in shown(LAUNCH)[0]["spec"]["podTemplate"]["spec"]
+
+
+def test_without_gpus_and_limits_nothing_is_asked_for():
+    bare = KubernetesConfig(image="relay")
+    resource = shown(dataclasses.replace(LAUNCH, gpus_per_host=0, kubernetes=bare))[0]
+    assert "resources" not in container(resource)
+    assert [mount["name"] for mount in container(resource)["volumeMounts"]] == ["dev-shm"]
+
+
+def test_monarch_creates_what_was_shown_and_deletes_it(tmp_path):
+    with cluster() as server, configured():
+        launch = dataclasses.replace(
+            LAUNCH, kubernetes=dataclasses.replace(POD, kubeconfig=str(server.kubeconfig(tmp_path)))
+        )
+        placement = place(launch, ROLES, num_gpus=0)
+        job = make_job(launch, placement)
+        job.apply()
+        path = "/apis/monarch.pytorch.org/v1alpha1/namespaces/rl/monarchmeshes"
+        created = list(server.resources.values())
+        assert without_identities(created) == without_identities(shown(launch))
+        assert list(server.resources) == [f"{path}/{r['metadata']['name']}" for r in created]
+        job.kill()
+        assert server.resources == {}
+        assert server.requests[-1][0] == "DELETE"
+
+
+def without_identities(resources):
+    for resource in resources:
+        for variable in container(resource)["env"]:
+            if variable["name"] == IDENTITIES:
+                del variable["value"]
+    return resources
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_that_says_so(tmp_path):
+    with cluster() as gone:
+        kubeconfig = str(gone.kubeconfig(tmp_path))
+    launch = dataclasses.replace(
+        LAUNCH, controller_address="127.0.0.1", kubernetes=dataclasses.replace(POD, kubeconfig=kubeconfig)
+    )
+
+    async def start():
+        try:
+            await start_hosts(launch, place(launch, ROLES, num_gpus=0))
+        finally:
+            await end_hosts()
+
+    with configured(), pytest.raises(ActorCallError, match=r"no hosts from kubernetes job 'mine': .*refused"):
+        asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"namespace": "My_Space"}, "namespace='My_Space': must be a name of lowercase letters"),
+        ({"memory": "64 GB"}, "memory='64 GB': must be a quantity such as 16, 500m or 64Gi"),
+        ({"shared_memory": "all"}, "shared_memory='all': must be a quantity"),
+        ({"port": 80}, "port=80: must be between 1024 and 65535"),
+        ({"volume_path": "runs"}, "volume_path='runs': must be an absolute path"),
+    ],
+)
+def test_values_that_kubernetes_would_refuse_are_refused_by_field(fields, says):
+    with pytest.raises(ValueError, match=says):
+        KubernetesConfig(**fields)

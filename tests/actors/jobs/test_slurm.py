@@ -1,0 +1,176 @@
+"""What a run asks SLURM for, and a run whose hosts come from SLURM's commands, which are played here."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from monarch.config import configured, get_global_config
+
+from actors.calls import ActorCallError
+from actors.hosts import check_reachable, describe, end_hosts, start_hosts
+from actors.launch_config import LaunchConfig, SlurmConfig
+from actors.placement import Processes, place
+from tests.actors.test_hosts import check_environments
+from tests.actors.test_launch import ROOT, wait_until_gone
+from tests.support.fake_slurm import write_commands
+from tests.support.runs import hear_ctrl_c
+
+ROLES = Processes(
+    trainer=8, trainer_threads=1, num_replicas=2, tensor_parallel_degree=2, generator_threads=1, reward=1
+)
+
+
+def shown(**fields):
+    launch = LaunchConfig(hosts="slurm", **fields)
+    return describe(launch, place(launch, ROLES, num_gpus=0))
+
+
+def directives(script):
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def test_one_job_has_the_nodes_of_all_roles(tmp_path):
+    slurm = SlurmConfig(
+        partition="gpu", account="me", qos="high", time_limit="2-00:00", cpus_per_host=32,
+        memory_per_host="512G", sbatch_args=("--constraint=h200",), log_folder=str(tmp_path / "logs"),
+    )  # fmt: skip
+    script = shown(trainer_hosts=2, reward_hosts=1, job_name="mine", slurm=slurm)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    name = f"mine_{os.getpid()}"
+    assert directives(script) == {
+        "job-name": name, "ntasks-per-node": "1", "nodes": "5", "gpus-per-node": "4", "exclusive": "",
+        "partition": "gpu", "account": "me", "qos": "high", "time": "2-00:00", "cpus-per-task": "32",
+        "mem": "512G", "constraint": "h200",
+        "output": f"{tmp_path}/logs/slurm_%j_{name}.out", "error": f"{tmp_path}/logs/slurm_%j_{name}.err",
+    }  # fmt: skip
+    assert not (tmp_path / "logs").exists()
+    assert "# generator_1: hosts 'generator1', 1 x 2 processes of 1 threads, GPUs 0, 1" in script
+
+
+def test_each_node_gets_an_identity_and_starts_a_host():
+    script = shown(python="/opt/bin/python", slurm=SlurmConfig(port=23456))
+    (identities,) = (line for line in script.splitlines() if line.startswith("export MONARCH_SERVICE"))
+    assert len(set(json.loads(shlex.split(identities)[1].partition("=")[2]))) == 3
+    (srun,) = (line for line in script.splitlines() if line.startswith("srun"))
+    command, python, option, code = shlex.split(srun)
+    assert (command, python, option) == ("srun", "/opt/bin/python", "-c")
+    compile(code, "host", "exec")
+    assert "run_worker_loop_forever" in code
+    assert "{socket.gethostname()}:23456" in code
+
+
+def test_devices_are_counted_by_the_largest_role_or_said():
+    assert directives(shown())["gpus-per-node"] == "8"
+    assert directives(shown(gpus_per_host=16))["gpus-per-node"] == "16"
+    assert "gpus-per-node" not in directives(shown(gpus_per_host=0))
+    assert "exclusive" not in directives(shown(gpus_per_host=0, slurm=SlurmConfig(exclusive=False)))
+
+
+def test_a_look_at_the_script_leaves_path_and_transport_as_they_were():
+    path, transport = os.environ["PATH"], str(get_global_config()["default_transport"])
+    shown()
+    assert (os.environ["PATH"], str(get_global_config()["default_transport"])) == (path, transport)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"time_limit": "2 days"}, "time_limit='2 days': must be such as 90, 12:00:00 or 2-00:00"),
+        ({"memory_per_host": "512GB"}, "memory_per_host='512GB': must be such as 512G or 64000M"),
+        ({"partition": "a b"}, "partition='a b': must be a name without spaces, or None"),
+        ({"account": ""}, "account='': must be a name without spaces, or None"),
+        ({"cpus_per_host": 0}, "cpus_per_host=0: must be at least 1, or None"),
+        ({"sbatch_args": ("constraint=x",)}, "sbatch_args has 'constraint=x': each must be one option"),
+        ({"port": 70000}, "port=70000: must be between 1024 and 65535"),
+    ],
+)
+def test_values_that_sbatch_would_refuse_are_refused_by_field(fields, says):
+    with pytest.raises(ValueError, match=says):
+        SlurmConfig(**fields)
+
+
+async def start_and_end(launch):
+    try:
+        await start_hosts(launch, place(launch, ROLES, num_gpus=0))
+    finally:
+        await end_hosts()
+
+
+def test_a_machine_without_slurm_is_an_error_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    slurm = SlurmConfig(log_folder=str(tmp_path))
+    launch = LaunchConfig(hosts="slurm", controller_address="127.0.0.1", slurm=slurm)
+    with configured(), pytest.raises(ActorCallError, match=r"no hosts from slurm job 'relay': .*'sbatch'"):
+        asyncio.run(start_and_end(launch))
+
+
+@pytest.mark.parametrize(("address", "to"), [("127.0.1.1", r"127\.0\.1\.1"), (None, "nothing")])
+def test_a_controller_that_no_node_reaches_is_refused(address, to):
+    launch = LaunchConfig(hosts="slurm")
+    with pytest.raises(
+        ValueError, match=rf"controller_address=None: .* 'login' resolves to {to}, where hosts"
+    ):
+        check_reachable(launch, hostname="login", address=address)
+    check_reachable(launch, hostname="login", address="10.0.0.7")
+    check_reachable(LaunchConfig(), hostname="login", address=address)
+    given = LaunchConfig(hosts="slurm", controller_address="10.0.0.7")
+    check_reachable(given, hostname="login", address=address)
+
+
+def start_controller(tmp_path, **env):
+    commands = write_commands(tmp_path / "bin")
+    path = f"{commands}:{os.environ['PATH']}"
+    controller = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.hosts_controller", "wait", "slurm"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path, "LOG_FOLDER": str(tmp_path)} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_ctrl_c,
+    )
+    return controller, commands
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_a_run_that_is_ended_while_it_waits_in_the_queue_leaves_no_job(tmp_path):
+    controller, commands = start_controller(tmp_path, FAKE_SLURM_STATE="PENDING")
+    deadline = time.monotonic() + 60
+    while not (commands / "asked").exists():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    controller.send_signal(signal.SIGTERM)
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == 143, errors
+    assert (commands / "cancelled").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_roles_run_on_slurms_nodes_and_the_job_is_cancelled_in_the_end(tmp_path, signal_number):
+    """By the controller, and where that was killed by its guard."""
+    controller, commands = start_controller(tmp_path)
+    assert controller.stdout is not None
+    run = json.loads(controller.stdout.readline())
+    check_environments(run["environments"])
+    assert directives((commands / "script").read_text())["nodes"] == "3"
+    assert not (commands / "cancelled").exists()
+    controller.send_signal(signal_number)
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == (143 if signal_number == signal.SIGTERM else -signal.SIGKILL), errors
+    assert wait_until_gone(run["actors"]) == []
+    assert (commands / "cancelled").exists()
+    for file in run["files"] if signal_number == signal.SIGKILL else ():
+        Path(file).unlink()
+    assert [file for file in run["files"] if Path(file).exists()] == []

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from actors.canary import CanaryConfig, CanaryError, LogprobCanary, make_canary
+from rl.tasks.sum_digits import make_problem
+from tests.support.loops import RENDERER
+
+EXPECTED = np.array([0.0, -1.0, -2.0, -0.5], dtype=np.float32)
+
+
+def canary(max_diff: float) -> LogprobCanary:
+    return LogprobCanary(token_ids=np.array([5, 6, 7, 8], dtype=np.int32), max_diff=max_diff)
+
+
+def check(found: dict[str, np.ndarray], max_diff: float = 1e-3) -> float:
+    return canary(max_diff).check(policy_version=7, expected_T=EXPECTED, found=found)
+
+
+def test_the_first_token_does_not_count_and_the_worst_generator_is_reported():
+    near = EXPECTED + np.array([9.0, 3e-4, 0.0, 0.0], dtype=np.float32)
+    assert check({"generator_0": EXPECTED, "generator_1": near}) == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_a_generator_that_differs_is_named_with_version_and_token():
+    far = EXPECTED + np.array([0.0, 0.0, 0.25, 0.0], dtype=np.float32)
+    says = r"version 7 generator_1 differs .* by 0\.0833 nats .* than 0\.001 .* token 2: -1\.75.* says -2\.0"
+    with pytest.raises(CanaryError, match=says):
+        check({"generator_0": EXPECTED, "generator_1": far})
+
+
+def test_a_logprob_that_is_no_number_is_a_difference():
+    with pytest.raises(CanaryError, match="nan"):
+        check({"generator": np.array([0.0, np.nan, -2.0, -0.5], dtype=np.float32)}, max_diff=1e9)
+
+
+def test_a_bound_of_0_asks_for_the_same_bits():
+    assert check({"generator": EXPECTED}, max_diff=0.0) == 0.0
+    with pytest.raises(CanaryError):
+        check({"generator": np.nextafter(EXPECTED, 1, dtype=np.float32)}, max_diff=0.0)
+
+
+def test_the_text_is_the_end_of_a_prompt_with_its_answer_and_the_bound_the_coarser_dtypes():
+    problem = make_problem([12, 34])
+    made = make_canary(
+        CanaryConfig(num_tokens=4),
+        problem=problem,
+        renderer=RENDERER,
+        dtypes=("float32", "bfloat16"),
+        max_tokens=64,
+    )
+    assert made is not None
+    text = f"<{problem.question}>{problem.demonstration or problem.answer}"
+    assert bytes(made.token_ids.tolist()).decode() == text[-4:]
+    assert made.max_diff == 0.1
+    assert made.sample.token_ids.tolist() == made.token_ids.tolist()
+
+
+def test_it_can_be_switched_off_and_its_settings_are_checked():
+    off = CanaryConfig(enable=False)
+    problem = make_problem([12, 34])
+    assert make_canary(off, problem=problem, renderer=RENDERER, dtypes=("float32",), max_tokens=64) is None
+    with pytest.raises(ValueError, match="num_tokens=1"):
+        CanaryConfig(num_tokens=1)
+    with pytest.raises(ValueError, match="max_logprob_diff=-1"):
+        CanaryConfig(max_logprob_diff=-1)

@@ -1,0 +1,98 @@
+"""Several hosts simulated here by Monarch's ProcessJob: what runs on them, and that nothing stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.actors.test_launch import ROOT, wait_until_gone
+from tests.support.runs import hear_ctrl_c
+
+NUM_HOSTS, NUM_ACTORS, NUM_CHILDREN, NUM_GUARDS = 3, 5, 5, 1
+
+
+def start(how):
+    """The controller's process, and what it says of its run."""
+    controller = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.hosts_controller", how, "process"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_ctrl_c,
+    )
+    assert controller.stdout is not None
+    run = json.loads(controller.stdout.readline())
+    assert len(run["pids"]) == NUM_HOSTS + NUM_ACTORS + NUM_CHILDREN + NUM_GUARDS
+    return controller, run
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("how", "signal_number", "exit_code"),
+    [
+        pytest.param("wait", signal.SIGTERM, 143, marks=pytest.mark.medium),
+        pytest.param("wait", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("raise", None, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_of_simulated_hosts_is_left(how, signal_number, exit_code):
+    controller, run = start(how)
+    check_environments(run["environments"])
+    if signal_number is not None:
+        os.killpg(controller.pid, signal_number)
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == exit_code, errors
+    assert wait_until_gone(run["pids"]) == []
+    assert [file for file in run["files"] if Path(file).exists()] == []
+    # What Monarch's jobs tell is not for the console.
+    assert [line for line in errors.splitlines() if "Monarch internal" in line or "job" in line.lower()] == []
+
+
+def check_environments(environments):
+    trainers, (generator,) = environments[:4], environments[4:]
+    for rank, env in enumerate(trainers):
+        # Two processes on each of two hosts, which are one machine.
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "4")
+        assert (env["MASTER_ADDR"], env["OMP_NUM_THREADS"], env["A"]) == ("127.0.0.1", "3", "b")
+        assert env["RELAY_ROLE"] == "trainer"
+    assert (generator["RELAY_ROLE"], generator["OMP_NUM_THREADS"]) == ("generator", "2")
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+def test_simulated_hosts_and_all_on_them_die_with_a_killed_controller():
+    controller, run = start("wait")
+    try:
+        controller.kill()
+        controller.wait(timeout=60)
+        assert wait_until_gone(run["pids"]) == []
+    finally:
+        # Files of theirs do outlive a controller that was killed.
+        for file in run["files"]:
+            Path(file).unlink()
+        controller.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_process_that_dies_on_another_host_is_named_by_its_rank_and_soon():
+    """By Monarch alone, as of hosts whose processes the controller cannot look at."""
+    controller, run = start("die")
+    assert controller.stdout is not None
+    answer = controller.stdout.readline()
+    _, errors = controller.communicate(timeout=100)
+    assert controller.returncode == 0, errors
+    message, seconds = json.loads(answer)
+    assert message.startswith("trainer.exit_now failed: rank 2 of 4 is dead: ")
+    assert "exited with non-zero code 3" in message
+    assert seconds < 60
+    assert wait_until_gone(run["pids"]) == []
+    for file in run["files"]:  # whose was it that nobody could ask any more
+        Path(file).unlink(missing_ok=True)

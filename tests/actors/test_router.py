@@ -1,0 +1,114 @@
+"""The router over fakes; in virtual time, so that what runs at once is known."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.router import Router
+from rl.errors import RunError
+from rl.types import SamplingParams
+from tests.support.simulated import SimulatedPolicy
+from tests.support.virtual_time import run_in_virtual_time
+
+SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=1)
+
+
+def tokens(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+
+def named(name: str, seconds: float = 1.0, **settings: Any) -> SimulatedPolicy:
+    return SimulatedPolicy(
+        reply=lambda prompt, i: f"{name}{prompt}{i}", generate_s=lambda prompt: seconds, **settings
+    )
+
+
+def ask(router: Router, *texts: str, session: str | None = None) -> Any:
+    return router.generate([tokens(t) for t in texts], sampling=SAMPLING, session=session)
+
+
+def replies(groups: Any) -> list[list[str]]:
+    return [[bytes(c.token_ids[:-1].tolist()).decode() for c in group] for group in groups]
+
+
+def test_prompts_of_a_call_are_spread_and_come_back_in_order():
+    router = Router([named("A"), named("B")])
+    groups, _ = run_in_virtual_time(ask(router, "1", "2", "3"))
+    assert replies(groups) == [["A10", "A11"], ["B20", "B21"], ["A30", "A31"]]
+    assert router.num_running == [0, 0]
+
+
+def test_equal_prompts_of_a_call_go_to_one_replica_in_one_call():
+    replicas = [named("A"), named("B")]
+    router = Router(replicas, strategy="round_robin")
+    groups, _ = run_in_virtual_time(ask(router, "x", "y", "x"))
+    assert [group[0][0] for group in replies(groups)] == ["A", "B", "A"]
+    assert [replica.calls for replica in replicas] == [["generate"], ["generate"]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("least_loaded", "ABB"), ("round_robin", "ABA"), ("sticky", "ABB")]
+)
+def test_a_busy_replica_is_avoided_unless_they_take_turns(strategy, expected):
+    async def main() -> str:
+        router = Router([named("A", 10), named("B", 1)], strategy=strategy)
+        first, second = (asyncio.create_task(ask(router, text)) for text in "12")
+        await asyncio.sleep(5)  # B is done
+        third = await ask(router, "3")
+        return "".join(replies(groups)[0][0][0] for groups in (await first, await second, third))
+
+    assert run_in_virtual_time(main())[0] == expected
+
+
+def test_calls_of_a_session_stay_on_the_replica_of_its_first():
+    async def main() -> list[str]:
+        router = Router([named("A", 1), named("B", 1)], strategy="sticky")
+        names = []
+        for session in ("s", "t", "s", "t", "t"):
+            busy = asyncio.create_task(ask(router, "other", session=f"busy {session}"))
+            await asyncio.sleep(0.1)
+            names.append(replies(await ask(router, "1", session=session))[0][0][0])
+            await busy
+        return names
+
+    names = run_in_virtual_time(main())[0]
+    assert names[0] == names[2]
+    assert names[1] == names[3] == names[4]
+
+
+def test_an_error_of_one_replica_ends_the_calls_to_the_others():
+    class Broken(SimulatedPolicy):
+        async def generate(self, *args: Any, **settings: Any) -> Any:
+            raise RunError("generator_1 is gone")
+
+    other = named("A", 30)
+    router = Router([other, Broken(reply=lambda prompt, i: "")])
+
+    async def main() -> None:
+        with pytest.raises(RunError, match="generator_1 is gone"):
+            await ask(router, "1", "2")
+        await asyncio.sleep(0)
+
+    _, took_s = run_in_virtual_time(main())
+    assert took_s == 0
+    assert other.num_running == 0
+    assert router.num_running == [0, 0]
+
+
+def test_a_cancelled_call_ends_on_every_replica():
+    replicas = [named("A", 30), named("B", 30)]
+    router = Router(replicas)
+
+    async def main() -> None:
+        call = asyncio.create_task(ask(router, "1", "2"))
+        await asyncio.sleep(1)
+        assert [replica.num_running for replica in replicas] == [1, 1]
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    run_in_virtual_time(main())
+    assert [replica.num_running for replica in replicas] == [0, 0]
+    assert router.num_running == [0, 0]

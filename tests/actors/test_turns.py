@@ -1,0 +1,130 @@
+"""Turns over fakes, in virtual time."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from actors.backend import ActorSampler
+from actors.calls import Timeouts
+from actors.turns import Turns
+from rl.errors import RunError
+from rl.types import SamplingParams
+from tests.support.virtual_time import run_in_virtual_time
+
+
+@dataclass
+class Group:
+    """Each call takes a second; only one side may be awake when it is called."""
+
+    name: str
+    log: list[str]
+    awake: bool
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    weights: int | None = None
+
+    async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
+        self.log.append(f"{self.name}.{endpoint}{''.join(f' {a}' for a in args)}")
+        if endpoint in ("sleep", "wake"):
+            assert self.awake == (endpoint == "sleep")
+            self.awake = endpoint == "wake"
+            self.weights = None
+        elif endpoint == "pull_model_state_dict":
+            self.weights = args[0]
+        elif endpoint == "fail":
+            raise RunError("no")
+        elif endpoint != "abort":
+            assert self.awake, f"{self.name} sleeps"
+            assert endpoint != "generate" or self.weights is not None
+        await asyncio.sleep(1)
+        return [self.weights]
+
+
+def make(num_generators: int = 1) -> tuple[Turns, list[str]]:
+    log: list[str] = []
+    generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators)]
+    return Turns(trainer=Group("t", log, awake=True), generators=generators), log
+
+
+def run(coroutine: Any) -> Any:
+    return run_in_virtual_time(coroutine)
+
+
+def test_the_devices_change_hands_once_for_each_phase():
+    async def main() -> list[str]:
+        turns, log = make()
+        (generator,) = turns.generators
+        for step in (1, 2):
+            await turns.trainer.call("push_model_state_dict", limit="sync_s")
+            await generator.call("pull_model_state_dict", step, limit="sync_s")
+            await generator.call("generate", limit="generate_s")
+            await turns.trainer.call("forward_backward", limit="train_s")
+            await turns.trainer.call("optim_step", limit="train_s")
+        return log
+
+    to_generators, to_trainer = ["t.sleep", "g0.wake"], ["g0.sleep", "t.wake"]
+    assert run(main())[0] == [
+        "t.push_model_state_dict", *to_generators, "g0.pull_model_state_dict 1", "g0.generate",
+        *to_trainer, "t.forward_backward", "t.optim_step",
+        "t.push_model_state_dict", *to_generators, "g0.pull_model_state_dict 2", "g0.generate",
+        *to_trainer, "t.forward_backward", "t.optim_step",
+    ]  # fmt: skip
+
+
+def test_generators_that_slept_since_their_pull_pull_the_same_version_again():
+    async def main() -> Any:
+        turns, log = make(num_generators=2)
+        first, second = turns.generators
+        await asyncio.gather(*(g.call("pull_model_state_dict", 7, limit="sync_s") for g in (first, second)))
+        await turns.trainer.call("save_checkpoint", limit="checkpoint_s")
+        log.clear()
+        assert await first.call("generate", limit="generate_s") == [7]
+        return log
+
+    assert run(main())[0] == [
+        "t.sleep", "g0.wake", "g1.wake",
+        "g0.pull_model_state_dict 7", "g1.pull_model_state_dict 7", "g0.generate",
+    ]  # fmt: skip
+
+
+def test_calls_of_one_side_overlap_and_those_of_the_other_wait_for_all_of_them():
+    async def main() -> list[str]:
+        turns, log = make()
+        (generator,) = turns.generators
+        await generator.call("pull_model_state_dict", 1, limit="sync_s")
+        log.clear()
+        calls = [generator.call("generate", limit="generate_s") for _ in range(3)]
+        await asyncio.gather(*calls, turns.trainer.call("forward_backward", limit="train_s"))
+        return log
+
+    log, took_s = run(main())
+    assert log == ["g0.generate"] * 3 + ["g0.sleep", "t.wake", "t.forward_backward"]
+    assert took_s == 2 + 1 + 1 + 2 + 1  # to the generators, a pull, three at once, back, a gradient
+
+
+def test_a_call_that_fails_gives_the_devices_free():
+    async def main() -> list[Any]:
+        turns, _ = make()
+        with pytest.raises(RunError):
+            await turns.trainer.call("fail", limit="train_s")
+        return await turns.generators[0].call("pull_model_state_dict", 3, limit="sync_s")
+
+    assert run(main())[0] == [3]
+
+
+def test_a_cancelled_completion_is_ended_while_the_trainer_has_the_devices():
+    async def main() -> list[str]:
+        turns, log = make()
+        (generator,) = turns.generators
+        await generator.call("pull_model_state_dict", 1, limit="sync_s")
+        sampler = ActorSampler(generator)
+        drawing = asyncio.create_task(sampler.generate([], sampling=SamplingParams(max_tokens=1)))
+        await asyncio.sleep(0.5)
+        log.clear()
+        drawing.cancel()
+        await asyncio.gather(drawing, return_exceptions=True)
+        await turns.trainer.call("forward_backward", limit="train_s")
+        return [call.split(" ")[0] for call in log]
+
+    assert "g0.abort" in run(main())[0]

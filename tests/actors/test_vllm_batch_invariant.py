@@ -1,0 +1,135 @@
+"""The batch-invariant mode in a real engine with little room, beside a real training engine.
+
+Prompts are read in parts (64 tokens a step), requests wait for each other, and prompts that were
+served before come from the prefix cache.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.vllm.engine import GeneratorEngine
+from rl.distributed.process_group import World
+from rl.models.generate import generate as generate_plainly
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.types import SamplingParams, TrainingSample
+from tests.support.policies import config_folder, prompts_of, random_model, small_spec, writer
+
+pytestmark = pytest.mark.medium
+
+SPEC = replace(small_spec(), batch_invariant=True)
+MODEL = random_model(SPEC, seed=0)
+PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
+CALL_TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def generate(tmp_path_factory):
+    config = GeneratorEngine.Config(
+        dtype="float32", max_model_len=256, max_num_seqs=64, max_num_batched_tokens=64, cpu_kv_cache_gib=0.05
+    )
+    folder = config_folder(tmp_path_factory.mktemp("engine") / "assets", SPEC)
+    with asyncio.Runner() as runner:
+        engine = GeneratorEngine(config=config, model_spec=SPEC, hf_assets_path=folder)
+        runner.run(engine.start())
+        runner.run(engine.update_weights(writer(MODEL), version=1))
+
+        def generate(prompts, **sampling):
+            call = engine.generate(prompts, sampling=SamplingParams(max_tokens=20, seed=1, **sampling))
+            return runner.run(asyncio.wait_for(call, CALL_TIMEOUT_S))
+
+        yield generate
+        runner.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    config = TrainingEngine.Config(training=TrainingConfig(max_tokens_per_microbatch=512))
+    engine = TrainingEngine(config=config, model_spec=SPEC, hf_assets_path=None, world=World(), device="cpu")
+    engine.policy.model.load_state_dict(MODEL.state_dict())
+    return engine
+
+
+def as_sample(prompt, completion, *, temperature):
+    token_ids = np.concatenate([prompt, completion.token_ids])
+    is_new = np.arange(len(token_ids)) >= len(prompt)
+    logprobs = np.full(len(token_ids), np.nan, dtype=np.float32)
+    logprobs[is_new] = completion.logprobs
+    return TrainingSample(
+        token_ids=token_ids,
+        mask=is_new,
+        generator_logprobs=logprobs,
+        policy_versions=np.zeros(len(token_ids), dtype=np.int32),
+        advantages=np.where(np.arange(len(token_ids)) % 2, 1.0, -1.0).astype(np.float32),
+        temperature=temperature,
+    )
+
+
+def same(some, others):
+    """Token for token and bit for bit."""
+    pairs = [(a, b) for x, y in zip(some, others, strict=True) for a, b in zip(x, y, strict=True)]
+    assert pairs
+    return all(
+        np.array_equal(a.token_ids, b.token_ids) and a.logprobs.tobytes() == b.logprobs.tobytes()
+        for a, b in pairs
+    )
+
+
+def test_a_request_gets_the_same_bits_alone_in_a_crowd_in_parts_and_from_the_cache(generate):
+    crowd = prompts_of(range(2, 60), seed=3)
+    together = generate([*PROMPTS, *crowd])[: len(PROMPTS)]
+    # The second time whole blocks of the longer prompts are cached; the first of all are read in parts.
+    alone = [generate([prompt])[0] for prompt in PROMPTS]
+    again = [generate([prompt])[0] for prompt in reversed(PROMPTS)][::-1]
+    assert same(together, alone)
+    assert same(together, again)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainers_logprobs_are_the_generators_bit_for_bit_however_packed(generate, trainer, temperature):
+    completions = generate(PROMPTS, num_samples=4, temperature=temperature)
+    samples = [
+        as_sample(prompt, completion, temperature=temperature)
+        for prompt, of_prompt in zip(PROMPTS, completions, strict=True)
+        for completion in of_prompt
+    ]
+    result = trainer.forward_backward(samples)
+    assert (result.logprobs_identical, result.logprob_diff_max) == (True, 0.0)
+    packed = trainer.compute_logprobs(samples)
+    backwards = trainer.compute_logprobs(samples[::-1])[::-1]
+    alone = [trainer.compute_logprobs([sample])[0] for sample in samples]
+    for sample, *ways in zip(samples, packed, backwards, alone, strict=True):
+        for logprobs in ways:
+            assert logprobs[sample.mask].tobytes() == sample.generator_logprobs[sample.mask].tobytes()
+        assert ways[0].tobytes() == ways[1].tobytes() == ways[2].tobytes()
+
+
+def test_without_the_mode_the_same_samples_differ(generate, trainer):
+    samples = [as_sample(p, c, temperature=1.0) for p, (c,) in zip(PROMPTS, generate(PROMPTS), strict=True)]
+    plain = TrainingEngine(
+        config=TrainingEngine.Config(),
+        model_spec=small_spec(),
+        hf_assets_path=None,
+        world=World(),
+        device="cpu",
+    )
+    plain.policy.model.load_state_dict(MODEL.state_dict())
+    result = plain.forward_backward(samples)
+    assert not result.logprobs_identical
+    assert 0 < result.logprob_diff_max < 1e-4
+    gradients = [p.grad for p in plain.policy.parameters.values()]
+    trainer._drop_gradient()
+    trainer.forward_backward(samples)
+    for gradient, p in zip(gradients, trainer.policy.parameters.values(), strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 0.0}], ids=str)
+def test_our_own_sampler_gives_the_engines_tokens_and_bits(generate, trainer, settings):
+    sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1, **settings)
+    ours = generate_plainly(trainer.policy.model, PROMPTS, sampling=sampling)
+    assert same(generate(PROMPTS, num_samples=2, **settings), ours)

@@ -1,0 +1,49 @@
+"""The benchmark's parts are disjoint and make up the whole."""
+
+import json
+import time
+
+import pytest
+
+from benchmarks.generator_step import PARTS, PartClock, main
+
+
+class Work:
+    """Each method takes at least so much CPU time by itself."""
+
+    def outer(self):
+        spin(0.02)
+        return self.inner(3) + self.inner(4)
+
+    def inner(self, value):
+        spin(0.01)
+        return value
+
+
+def spin(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_a_part_is_what_it_takes_without_the_parts_in_it():
+    clock, work = PartClock(), Work()
+    clock.watch(work, "outer", "a")
+    clock.watch(work, "inner", "b")
+    assert work.outer() == 7
+    assert clock.calls == {"a.outer": 1, "b.inner": 2}
+    assert 0.02 <= clock.seconds["a"] < 0.03
+    assert 0.02 <= clock.seconds["b"] < 0.03
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_step_make_up_its_cpu_time(capsys):
+    main(["--quick", "--tokens", "5"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    row = figures["new_tokens"]["5"]
+    assert row["steps"] == 5
+    assert row["tokens_per_s"] == pytest.approx(128 * 5 / (5 * row["ms_per_step"] / 1e3), rel=0.01)
+    assert sum(row["parts_ms"].values()) == pytest.approx(row["cpu_ms_per_step"], abs=0.1)
+    assert sum(row["share"].values()) == pytest.approx(1, abs=0.01)
+    assert all(row["parts_ms"][part] > 0 for part in PARTS)
+    assert figures["score_ms"]["alone"] < figures["score_ms"]["beside_128"]

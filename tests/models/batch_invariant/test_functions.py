@@ -1,0 +1,139 @@
+"""The kernels against plain PyTorch, and their bits in different company.
+
+Medium, because numba compiles them for a machine that runs them for the first time.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl.distributed.threads import use_threads
+from rl.models.attention import PackedAttention, SequenceLayout
+from rl.models.batch_invariant.functions import (
+    attend,
+    attend_to_cache,
+    offsets,
+    share,
+    store_in_cache,
+    swiglu,
+)
+
+pytestmark = pytest.mark.medium
+
+SHAPES = [(8, 4, 32), (6, 2, 16), (4, 4, 64), (3, 1, 8)]
+"""Query heads, key-value heads, head size."""
+LENGTHS = [46, 1, 3, 77, 64, 130]
+BLOCK = 32
+
+
+def random_qkv(num_tokens, shape, dtype=torch.float32, seed=0):
+    num_heads, num_kv_heads, head_dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    return [torch.randn(num_tokens, n, head_dim, generator=generator).to(dtype) for n in heads]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_and_its_gradients_are_the_plain_ones_to_rounding(shape):
+    q, k, v = (x.requires_grad_() for x in random_qkv(sum(LENGTHS), shape))
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    out = attend(q, k, v, offsets(LENGTHS), offsets(LENGTHS))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = PackedAttention()(*exact, SequenceLayout.from_lengths(LENGTHS))
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for grad, right in zip(grads, torch.autograd.grad(expected, exact, dout.double()), strict=True):
+        torch.testing.assert_close(grad.double(), right, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_sequences_bits_depend_neither_on_the_others_nor_on_their_order_nor_on_threads(num_threads):
+    use_threads(num_threads)
+    try:
+        q, k, v = random_qkv(sum(LENGTHS), SHAPES[0])
+        together = attend(q, k, v, offsets(LENGTHS), offsets(LENGTHS)).split(LENGTHS)
+        parts = list(zip(q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS), strict=True))
+        for (q, k, v), expected in zip(parts, together, strict=True):
+            alone = offsets([len(expected)])
+            assert torch.equal(attend(q, k, v, alone, alone), expected)
+        turned = offsets(LENGTHS[::-1])
+        q, k, v = (torch.cat(x) for x in zip(*parts[::-1], strict=True))
+        backwards = attend(q, k, v, turned, turned)
+        assert torch.equal(torch.cat(backwards.split(LENGTHS[::-1])[::-1]), torch.cat(together))
+    finally:
+        use_threads(1)
+
+
+def test_the_last_queries_of_a_sequence_have_the_bits_they_have_in_the_whole_of_it():
+    q, k, v = random_qkv(150, SHAPES[0])
+    whole = attend(q, k, v, offsets([150]), offsets([150]))
+    for first in (1, 37, 149):
+        part = attend(q[first:], k, v, offsets([150 - first]), offsets([150]))
+        assert torch.equal(part, whole[first:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=str)
+def test_over_a_paged_cache_the_bits_are_those_of_the_packed_sequences(dtype, shape):
+    lengths = [46, 5, 150, 33]
+    q, k, v = random_qkv(sum(lengths), shape, dtype)
+    whole = attend(q, k, v, offsets(lengths), offsets(lengths)).split(lengths)
+    padded_dim = -(-shape[2] // 32) * 32
+    # Not a number where nothing was written, and blocks in any order.
+    cache = torch.full((16, shape[1], BLOCK, 2 * padded_dim), torch.nan, dtype=dtype)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(2)).int()
+    tables = torch.stack([order[4 * i : 4 * i + 4] for i in (0, 1, 2, 3)])
+    tables = torch.cat((tables, tables[:, :1]), dim=1)
+    tables[2] = torch.tensor([*order[8:12], order[6]])  # its fifth block lies among the second's
+    places = [torch.arange(n) for n in lengths]
+    slots = [tables[i][p // BLOCK].long() * BLOCK + p % BLOCK for i, p in enumerate(places)]
+    parts = [list(x.split(lengths)) for x in (q, k, v)]
+    for first, last in ((0.0, 0.4), (0.4, 0.9), (0.9, 1.0)):
+        # A step: some more tokens of every sequence.
+        begins, ends = ([round(n * x) for n in lengths] for x in (first, last))
+        some = [torch.cat([x[b:e] for x, b, e in zip(p, begins, ends, strict=True)]) for p in parts]
+        now = torch.cat([x[b:e] for x, b, e in zip(slots, begins, ends, strict=True)])
+        store_in_cache(some[1], some[2], cache, slots_T=now, block_size=BLOCK)
+        counts = [e - b for b, e in zip(begins, ends, strict=True)]
+        out = attend_to_cache(
+            some[0],
+            cache,
+            queries_S=torch.from_numpy(offsets(counts)),
+            lengths_S=torch.tensor(ends, dtype=torch.int32),
+            tables=tables.contiguous(),
+            block_size=BLOCK,
+        )
+        expected = torch.cat([x[b:e] for x, b, e in zip(whole, begins, ends, strict=True)])
+        assert torch.equal(out, expected)
+
+
+def test_swiglu_and_its_gradient_are_the_plain_ones_and_rows_stay_the_same_in_any_company():
+    x = torch.randn(37, 4, 2, 23, generator=torch.Generator().manual_seed(0)).mul_(4).requires_grad_()
+    dout = torch.randn(37, 92, generator=torch.Generator().manual_seed(1))
+    out = swiglu(x)
+    gate, up = x.unbind(2)
+    expected = (F.silu(gate) * up).flatten(1)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    (grad,) = torch.autograd.grad(out, x, dout)
+    torch.testing.assert_close(grad, *torch.autograd.grad(expected, x, dout), rtol=1e-5, atol=1e-5)
+    for row in (0, 17, 36):
+        assert torch.equal(swiglu(x[row : row + 1]), out[row : row + 1])
+    extreme = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4]).view(1, 1, 1, 5).repeat(1, 1, 2, 1)
+    extreme[:, :, 1] = 1.0
+    torch.testing.assert_close(swiglu(extreme), F.silu(extreme[:, :, 0]).flatten(1), atol=1e-30, rtol=1e-6)
+
+
+def test_every_task_is_run_once_however_many_threads():
+    use_threads(3)
+    try:
+        for num_tasks in (1, 2, 3, 100):
+            done = np.zeros(num_tasks, dtype=np.int64)
+
+            def run(begin, end, done=done):
+                done[begin:end] += 1
+
+            share(run, np.arange(num_tasks + 1) ** 2 * 1_000_000)
+            assert done.tolist() == [1] * num_tasks
+    finally:
+        use_threads(1)

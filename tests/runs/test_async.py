@@ -1,0 +1,33 @@
+"""A whole run in which generation is ahead of training, as a user starts it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import run_to_the_end
+
+SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_hosts_train_while_two_others_generate_at_most_a_step_ahead(tmp_path: Path) -> None:
+    """Hosts are simulated on this machine: FSDP over two, and two generators on one each."""
+    run = run_to_the_end(
+        tmp_path, "ahead", *SHORT, "--loop.num_steps", "6", "--loop.max_policy_age", "1",
+        "--loop.eval_every", "3", "--launch.hosts", "process", "--launch.trainer_hosts", "2",
+        "--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
+        "--generator.num_replicas", "2", "--generator.on_update", "keep",
+        limit_s=300,
+    )  # fmt: skip
+    assert run.status == 0, run.output
+    steps = run.steps
+    assert [step["step"] for step in steps] == list(range(1, 7))
+    assert [step["policy_version"] for step in steps] == list(range(1, 7))
+    ages = [step["age/max"] for step in steps]
+    assert ages[0] == 0
+    assert max(ages) == 1
+    assert {step: e["policy_version"] for step, e in run.evaluations.items()} == {0: 0, 3: 3, 6: 6}
+    assert all(step["canary/logprob_diff"] <= 1e-5 for step in steps)
+    logs = {path.name for path in (run.folder / "logs").iterdir()}
+    assert {"trainer-0.log", "trainer-1.log", "generator_0-0.log", "generator_1-0.log"} <= logs

@@ -1,0 +1,65 @@
+"""A generator engine and its event loop, which stands still between calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from actors.vllm.engine import GeneratorEngine
+from rl.models.qwen3.model import Qwen3
+from rl.models.spec import ModelSpec
+from rl.types import Completion, SamplingParams
+from tests.support.policies import config_folder, writer
+
+CALL_TIMEOUT_S = 60
+T = TypeVar("T")
+
+
+class Served:
+    def __init__(self, runner: asyncio.Runner, engine: GeneratorEngine) -> None:
+        self._runner = runner
+        self.engine = engine
+        self._version = 0
+
+    def run(self, awaitable: Awaitable[T]) -> T:
+        async def within_the_limit() -> T:
+            return await asyncio.wait_for(awaitable, CALL_TIMEOUT_S)
+
+        return self._runner.run(within_the_limit())
+
+    def generate(self, prompts: list[np.ndarray], **sampling: Any) -> list[list[Completion]]:
+        return self.run(self.engine.generate(prompts, sampling=SamplingParams(**sampling)))
+
+    def load(self, model: Qwen3) -> int:
+        """Returns the version that these weights get."""
+        return self.run(self.update(model))
+
+    async def update(self, model: Qwen3) -> int:
+        self._version += 1
+        await self.engine.update_weights(writer(model), version=self._version)
+        return self._version
+
+
+@contextmanager
+def served_engine(folder: Path, spec: ModelSpec, **settings: Any) -> Iterator[Served]:
+    """Float32, with little room: prompts are read in parts and requests wait for each other."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 64,
+        "cpu_kv_cache_gib": 0.05,
+    }
+    config = GeneratorEngine.Config(**defaults | settings)
+    with asyncio.Runner() as runner:
+        engine = GeneratorEngine(
+            config=config, model_spec=spec, hf_assets_path=config_folder(folder / "assets", spec)
+        )
+        runner.run(engine.start())
+        yield Served(runner, engine)
+        runner.run(engine.close())

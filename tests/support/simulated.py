@@ -1,0 +1,99 @@
+"""A made-up policy whose calls take virtual time, and which notes when weights drew and trained what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from losses.types import Loss
+from rl.types import (
+    Completion,
+    ForwardBackwardResult,
+    OptimParams,
+    OptimStepResult,
+    SamplingParams,
+    ServeResult,
+    TrainingSample,
+)
+from tests.support.fakes import FakePolicy, completion
+from tests.support.virtual_time import now_s
+
+
+@dataclass(kw_only=True)
+class SimulatedPolicy(FakePolicy):
+    """As `FakePolicy`, in virtual seconds; a completion's first token is of the weights that are served when
+    it starts, its others of those that are served when it ends."""
+
+    generate_s: Callable[[str], float] = lambda prompt: 1.0
+    train_s: float = 1.0
+    push_s: float = 0.1
+    serve_s: float = 0.1
+    events: list[tuple[float, str]] = field(default_factory=list)
+    """Virtual time and what began or ended then."""
+    age_of_tokens: list[int] = field(default_factory=list)
+    """Of every trained token: versions by which the trainer was ahead, as this policy itself knows."""
+    num_running: int = 0
+    most_running: int = 0
+    num_pushing: int = 0
+
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+    ) -> list[list[Completion]]:
+        started_at = self.served_version
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.sleep(max(self.generate_s(bytes(p.tolist()).decode()) for p in prompts))
+        finally:
+            self.num_running -= 1
+        groups = await super().generate(prompts, sampling=sampling, session=session)
+        return [[_begun_at(made, started_at) for made in group] for group in groups]
+
+    async def forward_backward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+    ) -> ForwardBackwardResult:
+        self.events.append((now_s(), "forward_backward"))
+        versions = np.concatenate([s.policy_versions[s.mask] for s in samples])
+        self.age_of_tokens += (self.version - versions).tolist()
+        await asyncio.sleep(self.train_s)
+        return await super().forward_backward(samples, loss=loss)
+
+    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        assert self.num_pushing == 0, "the weights change while they are pushed"
+        self.events.append((now_s(), "optim_step"))
+        return await super().optim_step(params)
+
+    async def push(self) -> int:
+        self.events.append((now_s(), "push"))
+        self.num_pushing += 1
+        version = await super().push()
+        await asyncio.sleep(self.push_s)
+        self.num_pushing -= 1
+        return version
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        await asyncio.sleep(self.serve_s)
+        self.events.append((now_s(), f"serve {policy_version}"))
+        return await super().serve(policy_version)
+
+
+def _begun_at(made: Completion, version: int) -> Completion:
+    versions = made.policy_versions.copy()
+    versions[0] = version
+    return completion_with(made, versions)
+
+
+def completion_with(made: Completion, policy_versions: np.ndarray) -> Completion:
+    """The same tokens, of these versions."""
+    return Completion(
+        token_ids=made.token_ids,
+        logprobs=made.logprobs,
+        policy_versions=policy_versions,
+        finish_reason=made.finish_reason,
+    )
+
+
+__all__ = ["SimulatedPolicy", "completion", "completion_with"]

@@ -1,0 +1,147 @@
+"""The trainer's side of the batch-invariant mode: what is refused, and the bits of layouts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.distributed.process_group import World
+from rl.models import qwen3_moe
+from rl.models.batch_invariant.model import make_batch_invariant
+from rl.models.converters.float8 import Float8
+from rl.models.converters.lora import LoRA
+from rl.models.generate import generate
+from rl.training.batch_invariant import check_batch_invariant
+from rl.types import SamplingParams
+from tests.support.distributed import run_ranks
+from tests.test_architecture import ROOT, import_with_blocked
+from tests.training.batch_invariant_ranks import (
+    SPEC,
+    both_sides_of_tensor_parallelism,
+    engine,
+    trained_logprobs,
+)
+from tests.training.layouts import LAYOUTS
+from tests.training.parts import engine_config, make_sample, make_samples, small_spec, write_assets
+
+RANKS_TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+@pytest.fixture(scope="module")
+def one_device(assets):
+    """[samples] of [T], each sample's logprobs when it is alone."""
+    made = engine(assets, LAYOUTS["one"][1])
+    return [made.compute_logprobs([sample])[0] for sample in make_samples()]
+
+
+def same_bits(some, others):
+    return [a.tobytes() for a in some] == [b.tobytes() for b in others]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda c: setattr(c.compile, "enable", True), "compile.enable=True: must be False with"),
+        (
+            lambda c: setattr(c.parallelism, "tensor_parallel_degree", 4),
+            "parallelism.tensor_parallel_degree=4: must be at most 2 with batch_invariant=True",
+        ),
+        (
+            lambda c: setattr(c.parallelism, "tensor_parallel_degree", 2),
+            "parallelism.loss_parallel=True: must be False with batch_invariant=True and tensor",
+        ),
+        (
+            lambda c: setattr(c.training, "logits_chunk_tokens", 48),
+            "training.logits_chunk_tokens=48: must be a multiple of 32 with batch_invariant=True",
+        ),
+        (lambda c: setattr(c, "converters", (LoRA.Config(),)), "converters.0=LoRA: must not be there"),
+        (lambda c: setattr(c, "converters", (Float8.Config(),)), "converters.0=Float8: must not be there"),
+    ],
+    ids=["compile", "tp4", "loss_parallel", "chunks", "lora", "float8"],
+)
+def test_what_cannot_give_the_generators_bits_is_refused_by_field_and_value(edit, says):
+    config = engine_config()
+    edit(config)
+    with pytest.raises(ValueError, match=says):
+        check_batch_invariant(config, SPEC)
+    check_batch_invariant(config, small_spec())
+
+
+def test_a_mixture_of_experts_is_refused():
+    spec = qwen3_moe.model_registry("tiny")
+    check_batch_invariant(engine_config(), spec)
+    with pytest.raises(ValueError, match="batch_invariant=True: must be False for a mixture of experts"):
+        check_batch_invariant(engine_config(), replace(spec, batch_invariant=True))
+
+
+@pytest.mark.medium
+def test_the_engine_needs_no_numba_without_the_mode():
+    assert (
+        import_with_blocked(ROOT, ["rl.training.engine", "rl.models.generate"], ("numba", "llvmlite")) == ""
+    )
+
+
+@pytest.mark.medium
+def test_a_samples_logprobs_are_the_same_bits_in_every_micro_batch(assets, one_device):
+    samples = make_samples()
+    made = engine(assets, LAYOUTS["one"][1])
+    assert same_bits(made.compute_logprobs(samples), one_device)
+    assert same_bits(made.compute_logprobs(samples[::-1])[::-1], one_device)
+    chunked = engine_config(logits_chunk_tokens=32, max_tokens_per_microbatch=200)
+    other = chunked.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
+    assert same_bits(other.compute_logprobs(samples), one_device)
+    plain = engine_config().build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    assert not same_bits(plain.compute_logprobs(samples), one_device)
+
+
+@pytest.mark.medium
+def test_recomputed_activations_give_the_same_gradients(assets):
+    gradients = []
+    for checkpointed in (False, True):
+        made = engine(assets, LAYOUTS["one"][1], checkpointed=checkpointed)
+        made.forward_backward(make_samples())
+        gradients.append([p.grad.numpy() for p in made.policy.parameters.values() if p.grad is not None])
+    assert len(gradients[0]) == len(made.policy.parameters)
+    assert same_bits(*gradients)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "cp2"])
+def test_data_and_context_parallel_ranks_compute_the_bits_of_one_device(assets, one_device, layout):
+    for logprobs in run_ranks(trained_logprobs, 2, assets, layout, timeout_s=RANKS_TIMEOUT_S):
+        assert same_bits(logprobs, one_device)
+
+
+@pytest.mark.medium
+def test_two_tensor_parallel_ranks_of_trainer_and_generator_compute_the_same_bits(assets, one_device):
+    ranks = run_ranks(both_sides_of_tensor_parallelism, 2, assets, timeout_s=RANKS_TIMEOUT_S)
+    for ours, theirs in ranks:
+        assert same_bits(ours, theirs)
+        # Of two parts, which round otherwise than the whole.
+        assert not same_bits(ours, one_device)
+        for some, whole in zip(ours, one_device, strict=True):
+            np.testing.assert_allclose(some, whole, atol=1e-4)
+
+
+@pytest.mark.medium
+def test_bfloat16_has_the_samplers_bits_too(assets):
+    config = engine_config(param_dtype="bfloat16")
+    made = config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
+    model = SPEC.model.build()
+    model.load_state_dict(made.policy.model.state_dict())
+    model = model.to(torch.bfloat16)
+    make_batch_invariant(model, spec=SPEC, device=torch.device("cpu"))
+    prompts = [s.token_ids for s in make_samples(4)]
+    sampling = SamplingParams(max_tokens=12, num_samples=3, seed=1)
+    for prompt, completions in zip(prompts, generate(model, prompts, sampling=sampling), strict=True):
+        for completion in completions:
+            token_ids = np.concatenate([prompt, completion.token_ids])
+            sample = replace(make_sample(length=len(token_ids), seed=0), token_ids=token_ids)
+            (logprobs,) = made.compute_logprobs([sample])
+            assert logprobs[len(prompt) :].tobytes() == completion.logprobs.tobytes()

@@ -1,0 +1,174 @@
+"""A trainer that slept: every bit is back; meanwhile its tensors hold no memory.
+
+On a CPU what moves is moved from one piece of the host's memory to another, by the code that moves it from
+a GPU; page-locked memory and what a GPU's allocator gives back are not tested here.
+"""
+
+import numpy as np
+import pytest
+
+from losses.grpo import GRPOLoss
+from rl.distributed.shards import local_tensor
+from rl.training.memory import MemoryEstimate
+from rl.training.sleep import CONTEXT_BYTES, TrainerSleep, check_shared_device
+from tests.support.distributed import run_ranks
+from tests.training.layouts import LAYOUTS
+from tests.training.parts import engine_config, make_samples, small_spec, write_assets
+
+SAMPLES = make_samples()
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+def make(assets, *, layout="one", name="AdamW"):
+    """With a reference policy, so that all there is to move is there."""
+    config = engine_config(parallelism=LAYOUTS[layout][1])
+    config.optimizer.name = name
+    config.loss = GRPOLoss(kl_coef=0.1)
+    config.reference.enable = True
+    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+
+
+def tensors(engine):
+    """Of this rank, by name: weights, state of the optimizer, reference policy."""
+    found = {f"weights {name}": p.data for name, p in engine.policy.parameters.items()}
+    for number, state in enumerate(engine.optimizer.state_tensors().values()):
+        found |= {f"state {number} {name}": tensor for name, tensor in state.items()}
+    return found | {f"reference {n}": p.data for n, p in engine.reference.policy.parameters.items()}
+
+
+def held(engine):
+    """Bytes behind the tensors, and the bits in them."""
+    locals_ = {name: local_tensor(tensor) for name, tensor in tensors(engine).items()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_.values()}
+    return sum(storages.values()), {name: t.clone().numpy() for name, t in locals_.items()}
+
+
+def step(engine):
+    loss = engine.forward_backward(SAMPLES).loss_sum
+    return loss, engine.optim_step().grad_norm
+
+
+def train(engine, *, sleeps):
+    """Three steps with their numbers, and all bits after them; slept before each, or never."""
+    sleep = TrainerSleep(engine)
+    numbers = []
+    for _ in range(3):
+        if sleeps:
+            there, before = held(engine)
+            assert sleep.sleep() == there > 0
+            assert sleep.asleep
+            assert {local_tensor(t).untyped_storage().nbytes() for t in tensors(engine).values()} == {0}
+            assert sleep.sleep() == 0
+            assert sleep.wake() == there
+            assert sleep.wake() == 0
+            assert not sleep.asleep
+            after = held(engine)[1]
+            assert all(np.array_equal(after[name], bits) for name, bits in before.items())
+        numbers.append(step(engine))
+    logprobs = engine.compute_logprobs(SAMPLES)
+    bits = held(engine)[1]
+    return numbers, [logprob.tolist() for logprob in logprobs], {n: b.tolist() for n, b in bits.items()}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_steps_around_a_sleep_have_the_bits_of_steps_without(assets, name):
+    slept, awake = (train(make(assets, name=name), sleeps=sleeps) for sleeps in (True, False))
+    assert slept == awake
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("fsdp2", marks=pytest.mark.medium), pytest.param("tp2", marks=pytest.mark.slow)],
+)
+def test_shards_come_back_to_each_rank(assets, layout):
+    both = run_ranks(with_and_without, 2, assets, layout, timeout_s=100)
+    for slept, awake in both:
+        assert slept == awake
+    assert both[0][0][0] == both[1][0][0]
+
+
+def with_and_without(assets, layout):
+    first, second = make(assets, layout=layout), make(assets, layout=layout)
+    both = train(first, sleeps=True), train(second, sleeps=False)
+    first.close()
+    return both
+
+
+def test_weights_stay_where_they_are_if_they_are_to(assets):
+    engine = make(assets)
+    step(engine)
+    sleep = TrainerSleep(engine)
+    freed = sleep.sleep(keep_weights=True)
+    sizes = {
+        name.split()[0]: local_tensor(t).untyped_storage().nbytes() for name, t in tensors(engine).items()
+    }
+    assert sizes["weights"] > 0
+    assert sizes["state"] == sizes["reference"] == 0
+    weights = sum(p.nbytes for p in engine.policy.parameters.values())
+    assert (freed, sleep.wake()) == (held(engine)[0] - weights, freed)
+
+
+def test_a_sleep_that_would_lose_a_gradient_is_refused(assets):
+    engine = make(assets)
+    engine.forward_backward(SAMPLES)
+    sleep = TrainerSleep(engine)
+    with pytest.raises(ValueError, match="sleep with a gradient accumulated: call optim_step first"):
+        sleep.sleep()
+    assert not sleep.asleep
+    engine.optim_step()
+    assert sleep.sleep() > 0
+
+
+def test_state_that_a_loaded_checkpoint_replaced_moves_too(assets, tmp_path):
+    engine = make(assets)
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "one"))
+    sleep = TrainerSleep(engine)
+    sleep.sleep()
+    sleep.wake()
+    step(engine)
+    engine.load_checkpoint(str(tmp_path / "one"))
+    before = held(engine)
+    assert sleep.sleep() == before[0]
+    sleep.wake()
+    assert all(np.array_equal(held(engine)[1][name], bits) for name, bits in before[1].items())
+
+
+GB = 10**9
+
+
+def estimate(*, parameters, activations):
+    fields = dict.fromkeys(MemoryEstimate.__slots__, 0)
+    return MemoryEstimate(**fields | {"parameters": parameters * GB, "activations": activations * GB})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "activations", "fraction", "ranks_per_host", "says"),
+    [
+        (60, 30, 0.5, 1, "the trainer's turn needs 90 GB, and .* the device has 80 GB: lower trainer"),
+        (10, 10, 0.97, 1, r"the generator's turn needs 77\.6 GB.* lower generator\.gpu_memory_utilization"),
+        (60, 10, 0.9, 4, "4 sleeping ranks of the trainer need 240 GB of the host, which has 200 GB"),
+    ],
+)
+def test_what_does_not_fit_by_turns_is_refused_with_what_is_needed(
+    parameters, activations, fraction, ranks_per_host, says
+):
+    need = estimate(parameters=parameters, activations=activations)
+
+    def check(*, device, host):
+        check_shared_device(
+            need,
+            generator_fraction=fraction,
+            device_bytes=device * GB,
+            host_bytes=host * GB,
+            ranks_per_host=ranks_per_host,
+        )
+
+    with pytest.raises(ValueError, match=f"share_gpus=True: .*{says}"):
+        check(device=80, host=200)
+    check(device=200, host=300)
+    assert CONTEXT_BYTES > 0
