@@ -127,14 +127,17 @@ class ActorPublisher:
         self._pushed: _Pushed | None = None
 
     async def push(self) -> int:
-        # The trainer computes the canary's logprobs before whatever it is asked for next.
-        pushes, expected = await asyncio.gather(
-            self.trainer.call("push_model_state_dict", limit="sync_s"), self._expected()
-        )
+        # Both are sent here and now, so that they come before whatever the trainer is asked for next.
+        calls = [self.trainer.call("push_model_state_dict", limit="sync_s")]
+        if self.canary is not None:
+            calls.append(self.trainer.call("compute_logprobs", [self.canary.sample], limit="train_s"))
+        pushes, *answers = await asyncio.gather(*calls)
         version = pushes[0].policy_version
         await self.store.announce(version)
         self._pushed = _Pushed(
-            version=version, sums=[s for push in pushes for s in push.sums], logprobs_T=expected
+            version=version,
+            sums=[s for push in pushes for s in push.sums],
+            logprobs_T=answers[0][0][0] if answers else None,
         )
         return version
 
@@ -153,12 +156,6 @@ class ActorPublisher:
         diff = await self._compare(pushed)
         await self.store.prune()
         return ServeResult(canary_diff=diff)
-
-    async def _expected(self) -> np.ndarray | None:
-        if self.canary is None:
-            return None
-        (logprobs_T,) = await ActorLearner(self.trainer).compute_logprobs([self.canary.sample])
-        return logprobs_T
 
     async def _compare(self, pushed: _Pushed) -> float | None:
         if self.canary is None or pushed.logprobs_T is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -64,7 +64,7 @@ class Group(Protocol):
     @property
     def timeouts(self) -> Timeouts: ...
 
-    async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
+    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
         """As `ActorGroup.call`."""
         ...
 
@@ -79,8 +79,10 @@ class ActorGroup:
     processes: Mapping[int, ProcessId] = field(default_factory=dict)
     """Those of this host, by rank."""
 
-    async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
+    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
         """Call `endpoint` on every rank; the answers in rank order. `limit` is a field of `Timeouts`.
+
+        The call is sent at once, before what is returned is awaited: calls reach the actors in this order.
 
         Raises:
             ActorTimeoutError: names actor, endpoint and deadline.
@@ -88,6 +90,9 @@ class ActorGroup:
                 `RunError` of the actor comes as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
+        return self._in_rank_order(answers, endpoint=endpoint, limit=limit)
+
+    async def _in_rank_order(self, answers: Awaitable[Any], *, endpoint: str, limit: str) -> list[Any]:
         values = await self._within(answers, endpoint=endpoint, limit=limit)
         return [value for _, value in values.items()]
 

@@ -119,6 +119,8 @@ def test_with_age_1_generation_and_sync_are_hidden_behind_training():
 def test_the_push_runs_beside_the_next_gradient_and_the_update_waits_for_it():
     policy = SimulatedPolicy(reply=half_right, push_s=1.5, serve_s=0.0)
     run(policy, num_steps=4, max_policy_age=2)
+    names = [event for _, event in policy.events if event in ("push", "forward_backward")]
+    assert names == ["push", "forward_backward"] * 4 + ["push"]  # the push is always asked for first
     begun = {name: [at for at, event in policy.events if event == name] for _, name in policy.events}
     pushes, gradients, updates = begun["push"][1:], begun["forward_backward"], begun["optim_step"]
     for push, gradient, update in zip(pushes, gradients[1:], updates[1:], strict=False):

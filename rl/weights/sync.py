@@ -37,6 +37,9 @@ class WeightSync:
             await self.served()
         self._push = asyncio.create_task(self._timed_push(), name="push of weights")
         self._serve = asyncio.create_task(self._timed_serve(self._push, on_served), name="pull of weights")
+        # The push is sent before this returns, and so before what the learner is asked for next: after that
+        # it would be late by as long as that takes.
+        await asyncio.sleep(0)
 
     async def pushed(self) -> None:
         """Until the learner may change its weights."""
