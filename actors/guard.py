@@ -19,6 +19,7 @@ from actors.processes import carrying_environment, kill
 
 DONE = b"done\n"
 GRACE_S = 10.0
+END_LIMIT_S = 120
 
 
 class Guard:
@@ -57,6 +58,7 @@ def main(run_variable: str, run: str) -> None:
     # First what is on this machine: the kernel needs nobody else for that.
     for process in carrying_environment(run_variable, run):
         kill(process)
+    signal.alarm(END_LIMIT_S)  # ends this process: a scheduler that does not answer is not waited for
     pickle.loads(base64.b64decode(job)).kill()
 
 

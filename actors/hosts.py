@@ -9,10 +9,8 @@ await end_hosts()
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,6 +26,7 @@ from actors.guard import Guard
 from actors.launch_config import LaunchConfig
 from actors.members import free_port, import_path
 from actors.placement import Placement
+from rl.worker_thread import WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,9 @@ DEATH_NOTICE = {
 """How long Monarch waits for a host that says nothing, before what runs there counts as dead. With its own
 2 min, 1 min and 30 s, a process that exited on a simulated host was reported after 224 s in two of three
 runs, with these after 1 to 2 s in six of six (2026-11-21, 2 cores of an AMD EPYC)."""
+
+END_TIMEOUT_S = 60.0
+"""For a scheduler to end a job; what takes longer is left to the guard."""
 
 quiet_jobs()
 _jobs: list[_Job] = []
@@ -71,14 +73,19 @@ async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str
     _jobs.append(state)
     logger.info("asking for %d hosts: %s", sum(groups.values()), state.what)
     try:
-        await _applied(state.job)
-        state.guard = Guard(job=state.job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
-        # In a thread: a queue may take hours, in which Ctrl-C has to be heard.
-        await _in_thread(state.job._prepare_client_gateway)
+        async with asyncio.timeout(launch.start_timeout_s):
+            await _applied(state.job)
+            state.guard = Guard(job=state.job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
+            # In a thread: a queue may take hours, in which Ctrl-C has to be heard.
+            await _in_thread(state.job._prepare_client_gateway)
         if launch.on_cluster and launch.controller_address is not None:
             configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
         with quiet_client_start():
             found = state.job.state(cached_path=None)
+    except TimeoutError as error:
+        raise ActorCallError(
+            f"no hosts from {state.what} within launch.start_timeout_s={launch.start_timeout_s:g}: {error}"
+        ) from error
     except Exception as error:  # a scheduler's client raises whatever it likes
         raise ActorCallError(f"no hosts from {state.what}: {type(error).__name__}: {error}") from error
     return {group: getattr(found, name) for group, name in _mesh_names(launch, groups).items()}
@@ -92,7 +99,8 @@ async def end_hosts() -> None:
     while _jobs:
         state = _jobs.pop()
         try:
-            await _in_thread(state.job.kill)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await _in_thread(state.job.kill)
         except Exception as error:  # noqa: BLE001  # a scheduler's client raises whatever it likes
             logger.warning("could not end %s: %s: %s", state.what, type(error).__name__, error)
             continue
@@ -106,34 +114,17 @@ async def _applied(job: Any) -> None:
         await asyncio.shield(applying)
     except asyncio.CancelledError:
         # Only what is there can be ended.
-        await asyncio.wait({applying})
+        await asyncio.wait({applying}, timeout=END_TIMEOUT_S)
         raise
 
 
 async def _in_thread(function: Callable[[], None]) -> None:
     """Unlike a thread of asyncio's, one that nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def call() -> None:
-        error: BaseException | None = None
-        try:
-            function()
-        except BaseException as raised:  # noqa: BLE001  # it is raised where it is awaited
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-            loop.call_soon_threadsafe(settle, error)
-
-    threading.Thread(target=call, daemon=True, name="hosts").start()
-    await done
+    thread = WorkerThread("hosts")
+    try:
+        await thread.run(function)
+    finally:
+        thread.stop(timeout_s=0.0)
 
 
 def make_job(launch: LaunchConfig, placement: Placement) -> Any:

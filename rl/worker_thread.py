@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -43,9 +44,13 @@ class WorkerThread:
             try:
                 result = function(*args)
             except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
-                loop.call_soon_threadsafe(fail, error)
+                settle(fail, error)
             else:
-                loop.call_soon_threadsafe(succeed, result)
+                settle(succeed, result)
+
+        def settle(how: Callable[[Any], None], what: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(how, what)
 
         self._jobs.put(job)
         return await future

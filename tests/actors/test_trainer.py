@@ -18,6 +18,7 @@ from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.policies import VOCAB_SIZE, model_folder, random_model, small_spec
 
+SPEC = small_spec()
 SAMPLE = TrainingSample(
     token_ids=np.arange(12, dtype=np.int32) % VOCAB_SIZE,
     mask=np.arange(12) > 3,
@@ -27,82 +28,93 @@ SAMPLE = TrainingSample(
 )
 
 
+@pytest.fixture(scope="module")
+def meshes():
+    with monarch_meshes() as meshes:
+        yield meshes
+
+
+@pytest.fixture
+def assets(tmp_path):
+    """A Hugging Face folder, and its tensors by the trainer's names."""
+    model = random_model(SPEC, seed=0)
+    folder = model_folder(tmp_path / "hf", SPEC, model)
+    build_byte_tokenizer(folder)
+    return folder, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def spawn_trainer(meshes, mesh, *, store, folder, assets):
+    """A trainer of one rank, set up."""
+    trainer = mesh.spawn(
+        "policy_trainer",
+        PolicyTrainer,
+        config=PolicyTrainer.Config(),
+        model_spec=SPEC,
+        store=store,
+        failure_folder=str(folder),
+    )
+    meshes.run(trainer.setup.call(assets))
+    return trainer
+
+
+def are_old(meshes, store, before, *, version):
+    """Of each tensor of the version, which is announced here, whether it is the one from before."""
+    received = {name: torch.zeros_like(p) for name, p in before.items()}
+    meshes.run(store.announce(version))
+    meshes.run(store.pull(version=version, state_dict=received))
+    return [torch.equal(received[name], old) for name, old in before.items()]
+
+
+async def push_while_the_store_stands_still(trainer, store_pid):
+    push = asyncio.ensure_future(_call(trainer.push_model_state_dict.call_one()))
+    gradient = await _call(trainer.forward_backward.call_one([SAMPLE], CrossEntropyLoss()))
+    assert gradient.num_samples == 1
+    logprobs = await _call(trainer.compute_logprobs.call_one([SAMPLE]))
+    assert logprobs[0].shape == (12,)
+    step = asyncio.ensure_future(_call(trainer.optim_step.call_one()))
+    after = asyncio.ensure_future(_call(trainer.compute_logprobs.call_one([SAMPLE])))
+    done, _ = await asyncio.wait({push, step, after}, timeout=1.0)
+    assert not done, "the step was made, or the push was over, while the store stood still"
+    os.kill(store_pid, signal.SIGCONT)
+    assert (await push).policy_version == 0
+    assert (await step).policy_version == 1
+    assert not np.array_equal((await after)[0], logprobs[0])
+
+
 @pytest.mark.medium
 @pytest.mark.timeout(180)
-def test_a_push_overlaps_gradients_and_delivers_the_version_from_before_the_step(tmp_path):
+def test_a_push_overlaps_gradients_and_delivers_the_version_from_before_the_step(meshes, assets, tmp_path):
     """The index of the store stands still while the push asks it; so the push lasts until it goes on."""
-    spec = small_spec()
-    model = random_model(spec, seed=0)
-    assets = model_folder(tmp_path / "hf", spec, model)
-    build_byte_tokenizer(assets)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    folder, before = assets
+    trainer_mesh, store_mesh = meshes.spawn_mesh(1), meshes.spawn_mesh(1, process_group=False)
+    store = WeightStore.Config(timeout_s=60).build(dtype="float32")
+    meshes.run(store.start(store_mesh))
+    trainer = spawn_trainer(meshes, trainer_mesh, store=store, folder=tmp_path, assets=folder)
+    (pid,) = meshes.pids(store_mesh)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    try:
+        meshes.run(push_while_the_store_stands_still(trainer, pid))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    meshes.run(trainer.push_model_state_dict.call())
+    assert all(are_old(meshes, store, before, version=0))
+    assert not any(are_old(meshes, store, before, version=1))
+    meshes.run(trainer.close.call())
 
-    async def main(meshes_trainer, store_pid):
-        trainer = meshes_trainer
-        push = asyncio.ensure_future(_call(trainer.push_model_state_dict.call_one()))
-        gradient = await _call(trainer.forward_backward.call_one([SAMPLE], CrossEntropyLoss()))
-        assert gradient.num_samples == 1
-        logprobs = await _call(trainer.compute_logprobs.call_one([SAMPLE]))
-        assert logprobs[0].shape == (12,)
-        step = asyncio.ensure_future(_call(trainer.optim_step.call_one()))
-        after = asyncio.ensure_future(_call(trainer.compute_logprobs.call_one([SAMPLE])))
-        done, _ = await asyncio.wait({push, step, after}, timeout=1.0)
-        assert not done, "the step was made, or the push was over, while the store stood still"
-        os.kill(store_pid, signal.SIGCONT)
-        assert (await push).policy_version == 0
-        assert (await step).policy_version == 1
-        assert not np.array_equal((await after)[0], logprobs[0])
 
-    with monarch_meshes() as meshes:
-        run = meshes.run
-        trainer_mesh, store_mesh = meshes.spawn_mesh(1), meshes.spawn_mesh(1, process_group=False)
-        store = WeightStore.Config(timeout_s=60).build(dtype="float32")
-        run(store.start(store_mesh))
-        trainer = trainer_mesh.spawn(
-            "policy_trainer",
-            PolicyTrainer,
-            config=PolicyTrainer.Config(),
-            model_spec=spec,
-            store=store,
-            failure_folder=str(tmp_path),
-        )
-        run(trainer.setup.call(assets))
-        (pid,) = meshes.pids(store_mesh)
-        os.kill(pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-        try:
-            run(main(trainer, pid))
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        run(trainer.push_model_state_dict.call())
-        received = {name: torch.zeros_like(p) for name, p in before.items()}
-        for version in (0, 1):
-            run(store.announce(version))
-            run(store.pull(version=version, state_dict=received))
-            is_old = [torch.equal(received[name], old) for name, old in before.items()]
-            assert all(is_old) if version == 0 else not any(is_old)
-        run(trainer.close.call())
-        meshes.stop(trainer_mesh)
-
-        # Through files the ranks meet in a push, so the engine's thread makes it.
-        files = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
-        trainer_mesh = meshes.spawn_mesh(1)
-        run(files.start(trainer_mesh))
-        trainer = trainer_mesh.spawn(
-            "policy_trainer",
-            PolicyTrainer,
-            config=PolicyTrainer.Config(),
-            model_spec=spec,
-            store=files,
-            failure_folder=str(tmp_path),
-        )
-        run(trainer.setup.call(assets))
-        run(trainer.push_model_state_dict.call())
-        run(files.announce(0))
-        run(files.pull(version=0, state_dict=received))
-        assert all(torch.equal(received[name], old) for name, old in before.items())
-        run(trainer.close.call())
-        run(files.stop())
+@pytest.mark.medium
+@pytest.mark.timeout(180)
+def test_through_files_where_ranks_meet_in_a_push_the_engines_thread_makes_it(meshes, assets, tmp_path):
+    folder, before = assets
+    store = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
+    mesh = meshes.spawn_mesh(1)
+    meshes.run(store.start(mesh))
+    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
+    meshes.run(trainer.push_model_state_dict.call())
+    assert all(are_old(meshes, store, before, version=0))
+    meshes.run(trainer.close.call())
+    meshes.run(store.stop())
 
 
 async def _call(awaitable):

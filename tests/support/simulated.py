@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from rl.types import (
     ServeResult,
     TrainingSample,
 )
-from tests.support.fakes import FakePolicy, completion
+from tests.support.fakes import FakePolicy
 from tests.support.virtual_time import now_s
 
 
@@ -83,17 +83,4 @@ class SimulatedPolicy(FakePolicy):
 def _begun_at(made: Completion, version: int) -> Completion:
     versions = made.policy_versions.copy()
     versions[0] = version
-    return completion_with(made, versions)
-
-
-def completion_with(made: Completion, policy_versions: np.ndarray) -> Completion:
-    """The same tokens, of these versions."""
-    return Completion(
-        token_ids=made.token_ids,
-        logprobs=made.logprobs,
-        policy_versions=policy_versions,
-        finish_reason=made.finish_reason,
-    )
-
-
-__all__ = ["SimulatedPolicy", "completion", "completion_with"]
+    return replace(made, policy_versions=versions)

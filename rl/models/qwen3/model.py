@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,6 @@ from rl.config.configurable import Configurable
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.converters.low_rank import LowRank
-
-
-class CoreAttention(Protocol):
-    """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D], or flat [T, H*D]."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceLayout | None, /) -> Tensor: ...
 
 
 class RoPE(Configurable, nn.Module):
