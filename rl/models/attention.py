@@ -1,15 +1,16 @@
 """Causal attention over packed sequences that do not see each other.
 
 Shape legend: T packed tokens, S sequences, L longest sequence, H query heads,
-K key-value heads, D head size. Under context parallelism: t tokens of this rank, N keys that
-they see, segment by segment; a segment is a run of its tokens within one sequence.
+K key-value heads, D head size. Where tokens see keys that do not lie beside them (a prompt that
+sequences share, or the tokens of other context-parallel ranks): t tokens of this rank, N keys
+that they see, segment by segment; a segment is a run of its tokens within one sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from rl.distributed.collectives import GatherToUse
 from rl.distributed.context_parallel import ContextParallel, joined_ranges
+
+Layout = TypeVar("Layout", bound="SequenceLayout | Segments")
 
 SIMILAR = 0.9
 """Lengths that share a padded grid: padding costs no more than the calls that more grids would."""
@@ -78,8 +81,8 @@ def _runs(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceShare:
-    """Which keys the tokens of one context-parallel rank see; made once a batch, used by every layer."""
+class Segments:
+    """Which keys each run of tokens sees, where they do not lie beside it; made once a batch."""
 
     query_offsets: Tensor
     """[S+1] int32, first token of each segment, then t."""
@@ -87,7 +90,7 @@ class SequenceShare:
     """[S+1] int32, first key of each segment, then N. Its last query sees all of them, the one before
     all but the last, and so on."""
     key_rows: Tensor
-    """[N] int64, row of each key in the tokens of all ranks one after another."""
+    """[N] int64, row of each key in the packed tokens, those of all ranks one after another."""
     query_slots: Tensor
     """[t] int64, place of each query in the padded [S * max_queries] grid."""
     key_slots: Tensor
@@ -95,6 +98,26 @@ class SequenceShare:
     max_queries: int
     max_keys: int
     """Of one segment."""
+
+    @classmethod
+    def after_prefixes(cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> Segments:
+        """Segments that fill the packed axis without gaps.
+
+        Args:
+            lengths: own tokens of each.
+            prefixes: begin and end of the packed tokens that each sees before its own.
+        """
+        ends = np.cumsum(lengths)
+        owns = [(int(end) - length, int(end)) for length, end in zip(lengths, ends, strict=True)]
+        keys = [part for prefix, own in zip(prefixes, owns, strict=True) for part in (prefix, own)]
+        num_keys = [end - begin + length for length, (begin, end) in zip(lengths, prefixes, strict=True)]
+        return cls(**_grids(lengths, num_keys), key_rows=joined_ranges(keys))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceShare(Segments):
+    """Which keys the tokens of one context-parallel rank see; made once a batch, used by every layer."""
+
     num_ranks: int
     group: str
     """Name of the ranks' process group."""
@@ -116,18 +139,32 @@ class SequenceShare:
                 segment_end = min(end, int(ends[sequence]))
                 queries.append(segment_end - max(start, sequence_start))
                 keys.append((sequence_start, segment_end))
-        num_keys = [end - start for start, end in keys]
-        return cls(
-            query_offsets=_offsets(queries).to(device),
-            key_offsets=_offsets(num_keys).to(device),
-            key_rows=context.places(num_tokens)[joined_ranges(keys)].to(device),
-            query_slots=_slots(queries).to(device),
-            key_slots=_slots(num_keys).to(device),
-            max_queries=max(queries),
-            max_keys=max(num_keys),
+        share = cls(
+            **_grids(queries, [end - start for start, end in keys]),
+            key_rows=context.places(num_tokens)[joined_ranges(keys)],
             num_ranks=context.num_ranks,
             group=context.group,
         )
+        return on_device(share, device)
+
+
+def on_device(layout: Layout, device: torch.device | str) -> Layout:
+    """The same with its tensors there."""
+    values = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    moved: Any = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+    return replace(layout, **moved)
+
+
+def _grids(queries: Sequence[int], keys: Sequence[int]) -> dict[str, Any]:
+    """Fields of `Segments` that follow from how many queries and keys each has."""
+    return {
+        "query_offsets": _offsets(queries),
+        "key_offsets": _offsets(keys),
+        "query_slots": _slots(queries),
+        "key_slots": _slots(keys),
+        "max_queries": max(queries),
+        "max_keys": max(keys),
+    }
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:
@@ -155,11 +192,12 @@ class PackedAttention(nn.Module):
         self.num_splits = num_splits
 
     def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | SequenceShare
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | Segments
     ) -> Tensor:
         """Returns [T, H, D]; with a `SequenceShare` all are of this rank's tokens alone."""
-        if isinstance(sequences, SequenceShare):
-            return _attend_over_ranks(q_THD, k_TKD, v_TKD, sequences, self.num_splits)
+        if isinstance(sequences, Segments):
+            k_NKD, v_NKD = gather_keys_and_values(k_TKD, v_TKD, sequences)
+            return attend_in_segments(q_THD, k_NKD, v_NKD, sequences, num_splits=self.num_splits)
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return _varlen_attention(q_THD, k_TKD, v_TKD, sequences, self.num_splits)
         runs, slots = sequences.runs, sequences.run_slots
@@ -182,52 +220,42 @@ def _grid_attention(
     return torch.cat(outs).index_select(0, slots)
 
 
-def _attend_over_ranks(
-    q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare, num_splits: int | None
-) -> Tensor:
-    """[t, H, D], of this rank's queries and all ranks' keys."""
-    k_TKD, v_TKD = _of_all_ranks(k_tKD, v_tKD, share)
-    return attend_to_share(q_tHD, k_TKD, v_TKD, share, num_splits=num_splits)
-
-
-def gather_keys_and_values(k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> tuple[Tensor, Tensor]:
+def gather_keys_and_values(k_tKD: Tensor, v_tKD: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Each [N, K, D], of all that this rank's tokens see, segment by segment."""
-    k_TKD, v_TKD = _of_all_ranks(k_tKD, v_tKD, share)
-    return k_TKD.index_select(0, share.key_rows), v_TKD.index_select(0, share.key_rows)
+    if isinstance(segments, SequenceShare):
+        kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), segments.num_ranks, segments.group)
+        k_tKD, v_tKD = kv.chunk(2, dim=1)
+        return k_tKD.index_select(0, segments.key_rows), v_tKD.index_select(0, segments.key_rows)
+    # A shared key's gradient is a sum over the sequences that share it: not in half precision.
+    wide = torch.promote_types(k_tKD.dtype, torch.float32)
+    k_NKD, v_NKD = (x.to(wide).index_select(0, segments.key_rows).to(x.dtype) for x in (k_tKD, v_tKD))
+    return k_NKD, v_NKD
 
 
-def _of_all_ranks(k_tKD: Tensor, v_tKD: Tensor, share: SequenceShare) -> tuple[Tensor, Tensor]:
-    """Each [T, K, D], the ranks' tokens one after another."""
-    kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), share.num_ranks, share.group)
-    k_TKD, v_TKD = kv.chunk(2, dim=1)
-    return k_TKD, v_TKD
-
-
-def attend_to_share(
-    q_tHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, share: SequenceShare, *, num_splits: int | None = None
+def attend_in_segments(
+    q_tHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, *, num_splits: int | None = None
 ) -> Tensor:
-    """[t, H, D]; keys and values are of the tokens of all ranks one after another."""
-    k_NKD, v_NKD = k_TKD.index_select(0, share.key_rows), v_TKD.index_select(0, share.key_rows)
+    """[t, H, D]; keys and values are those of `gather_keys_and_values`."""
     if q_tHD.is_cuda and q_tHD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(
-            q_tHD, k_NKD, v_NKD, share.query_offsets, share.key_offsets, share.max_queries, share.max_keys,
-            num_splits,
+            q_tHD, k_NKD, v_NKD, segments.query_offsets, segments.key_offsets,
+            segments.max_queries, segments.max_keys, num_splits,
         )  # fmt: skip
-    num_segments = share.query_offsets.numel() - 1
-    q = _scatter(q_tHD, share.query_slots, num_segments, share.max_queries)
-    k = _scatter(k_NKD, share.key_slots, num_segments, share.max_keys)
-    v = _scatter(v_NKD, share.key_slots, num_segments, share.max_keys)
+    num_segments = segments.query_offsets.numel() - 1
+    q = _scatter(q_tHD, segments.query_slots, num_segments, segments.max_queries)
+    k = _scatter(k_NKD, segments.key_slots, num_segments, segments.max_keys)
+    v = _scatter(v_NKD, segments.key_slots, num_segments, segments.max_keys)
     # Query i of a segment's m sees all but its last m - 1 - i keys. Padding sees no fewer than one, or its
     # softmax would be NaN and so would the gradient of the keys.
-    num_keys_S = share.key_offsets.diff()
-    hidden_S = num_keys_S - share.query_offsets.diff()
-    queries, keys = (torch.arange(n, device=q.device) for n in (share.max_queries, share.max_keys))
+    num_keys_S = segments.key_offsets.diff()
+    hidden_S = num_keys_S - segments.query_offsets.diff()
+    queries, keys = (torch.arange(n, device=q.device) for n in (segments.max_queries, segments.max_keys))
     seen = torch.minimum(queries + hidden_S.unsqueeze(1), num_keys_S.unsqueeze(1) - 1)
     mask = keys <= seen.unsqueeze(2)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask.unsqueeze(1), enable_gqa=q.size(1) != k.size(1)
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, share.query_slots)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, segments.query_slots)
 
 
 def _scatter(x_THD: Tensor, slots: Tensor, num_rows: int, length: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every rank gets the whole list of samples, makes the whole plan and takes its own part of
 it. All ranks get equally many micro-batches, because FSDP gathers parameters in each; a
-rank that has none left gets one of padding alone.
+rank that has none left gets one of padding alone. Samples of one prompt go together where
+they fit, and their prompt is in a micro-batch once (`shared_prompts.py`).
 
 Shape legend: T packed tokens, L tokens of one sample (its inputs: one fewer than its token
 ids), M micro-batches, R data-parallel ranks.
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.attention import SequenceLayout
+from rl.models.attention import Segments, SequenceLayout, on_device
+from rl.rollouts.shared_prompts import Piece, families, pieces_of
 from rl.types import TrainingSample
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
@@ -31,7 +34,7 @@ class PackedBatch:
     """One micro-batch. Entry t is about input token t and its target, the next token.
 
     Padding is a sequence of its own at the end: its mask is False and its sequence id is
-    `num_sequences`.
+    `num_sequences`. A shared prompt has the mask False and the sequence id of one of its samples.
     """
 
     input_ids: Tensor
@@ -40,8 +43,8 @@ class PackedBatch:
     """[T] int64."""
     positions: Tensor
     """[T] int64, from 0 in each sequence."""
-    sequences: SequenceLayout
-    """Where each sequence lies, the padding included."""
+    sequences: SequenceLayout | Segments
+    """Where each sequence lies, the padding included; segments where prompts are shared."""
     mask: Tensor
     """[T] bool, True where the target is trained on."""
     advantages: Tensor
@@ -62,33 +65,27 @@ class PackedBatch:
     """Which samples of the packed list these are, in order."""
     lengths: tuple[int, ...]
     """L of each sample, in order."""
+    rows: tuple[tuple[slice, ...], ...]
+    """Where the inputs of each sample lie, in order."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with its tensors on `device`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
-        sequences = dataclasses.replace(
-            self.sequences,
-            offsets=self.sequences.offsets.to(device, non_blocking=True),
-            slots=self.sequences.slots.to(device, non_blocking=True),
-            run_slots=self.sequences.run_slots.to(device, non_blocking=True),
-        )
-        return PackedBatch(**(values | moved | {"sequences": sequences}))
+        return PackedBatch(**(values | moved | {"sequences": on_device(self.sequences, device)}))
 
     @property
     def all_lengths(self) -> list[int]:
-        """L of each sequence, the padding included."""
+        """L of each sequence, the padding included, of a batch in which no prompt is shared."""
         num_padding = self.input_ids.numel() - sum(self.lengths)
         return [*self.lengths, num_padding] if num_padding else list(self.lengths)
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
         """Values per token as one [L + 1] array a sample, by its index; entry 0, no target, is 0."""
-        ends = np.cumsum(self.lengths)
-        parts = np.split(values_T[: sum(self.lengths)], ends[:-1])
         pad = np.zeros(1, dtype=values_T.dtype)
         return {
-            index: np.concatenate((pad, part))
-            for index, part in zip(self.sample_indices, parts, strict=False)
+            index: np.concatenate((pad, *(values_T[part] for part in parts)))
+            for index, parts in zip(self.sample_indices, self.rows, strict=True)
         }
 
 
@@ -99,16 +96,18 @@ def pack(
     max_sequences: int | None = None,
     max_length: int | None = None,
     pad_multiple: int = 1,
+    share_prompts: bool = False,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[PackedBatch]:
     """The micro-batches of one data-parallel rank; equally many on every rank, at least one.
 
     Args:
-        max_tokens: most tokens of a micro-batch, padding not counted.
+        max_tokens: most tokens of a micro-batch, padding not counted, shared ones each time.
         max_sequences: most samples of a micro-batch.
         max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
+        share_prompts: samples of a micro-batch with the same prompt have it in common.
 
     Raises:
         ValueError: for a sample that is longer than `max_tokens` or `max_length`, has fewer than two tokens,
@@ -117,47 +116,80 @@ def pack(
     _check_optional(samples)
     lengths = [_input_length(sample, index, max_tokens, max_length) for index, sample in enumerate(samples)]
     plan = plan_micro_batches(
-        lengths, max_tokens=max_tokens, num_ranks=num_ranks, max_sequences=max_sequences
+        lengths,
+        families=families(samples) if share_prompts else None,
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+        max_sequences=max_sequences,
     )
-    return [_pack_one(samples, indices, pad_multiple=pad_multiple) for indices in plan[rank]]
+    return [
+        _pack_one(samples, indices, pad_multiple=pad_multiple, share_prompts=share_prompts)
+        for indices in plan[rank]
+    ]
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, max_sequences: int | None = None
+    lengths: Sequence[int],
+    *,
+    families: Iterable[Sequence[int]] | None = None,
+    max_tokens: int,
+    num_ranks: int,
+    max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
     """[R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in each.
 
     Ranks get samples longest first, each to the one with the fewest tokens so far. Within a
     rank, too, longer samples come first, into the first micro-batch with room; so a
-    micro-batch holds samples of similar length, which attention on a grid likes.
+    micro-batch holds samples of similar length, which attention on a grid likes. What is said
+    of samples holds of `families` of them, which are divided where they would unbalance ranks or
+    do not fit a micro-batch.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    units = [[index] for index in range(len(lengths))] if families is None else families
+    if num_ranks > 1:
+        # Pieces of a quarter of a rank's share leave its balance to the smallest of them.
+        limit = sum(lengths) // (4 * num_ranks)
+        units = [part for unit in units for part in _divided(unit, lengths, limit)]
+    sizes = [(sum(lengths[i] for i in unit), sorted(unit, key=lambda i: (-lengths[i], i))) for unit in units]
+    shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [(0, rank) for rank in range(num_ranks)]
-    for index in longest_first:
+    for size, unit in sorted(sizes, key=lambda sized: (-sized[0], sized[1])):
         tokens, rank = heapq.heappop(load)
-        shares[rank].append(index)
-        heapq.heappush(load, (tokens + lengths[index], rank))
-    plan = [_first_fit(share, lengths, max_tokens, max_sequences or len(share)) for share in shares]
+        shares[rank].append(unit)
+        heapq.heappush(load, (tokens + size, rank))
+    plan = [_first_fit(share, lengths, max_tokens, max_sequences or len(lengths)) for share in shares]
     num_micro_batches = max(1, *(len(micro_batches) for micro_batches in plan))
     for micro_batches in plan:
         micro_batches.extend([] for _ in range(num_micro_batches - len(micro_batches)))
     return plan
 
 
+def _divided(unit: Sequence[int], lengths: Sequence[int], limit: int) -> Iterable[list[int]]:
+    """Parts of at most `limit` tokens, or of one sample."""
+    ends = list(accumulate(lengths[i] for i in unit))
+    cuts = [0]
+    for place, end in enumerate(ends):
+        if place > cuts[-1] and end - (ends[cuts[-1] - 1] if cuts[-1] else 0) > limit:
+            cuts.append(place)
+    return ([*unit[begin:end]] for begin, end in pairwise([*cuts, len(unit)]))
+
+
 def _first_fit(
-    indices: list[int], lengths: Sequence[int], max_tokens: int, max_sequences: int
+    units: Iterable[Sequence[int]], lengths: Sequence[int], max_tokens: int, max_sequences: int
 ) -> list[list[int]]:
+    """Samples of a unit into one micro-batch as long as it has room."""
     micro_batches: list[list[int]] = []
     room: list[int] = []
-    for index in indices:
-        length = lengths[index]
-        place = next((m for m, free in enumerate(room) if free >= length), len(room))
-        if place == len(room):
-            micro_batches.append([])
-            room.append(max_tokens)
-        micro_batches[place].append(index)
-        room[place] = room[place] - length if len(micro_batches[place]) < max_sequences else 0
+    for unit in units:
+        place = 0
+        for index in unit:
+            length = lengths[index]
+            if place == len(room) or room[place] < length:
+                place = next((m for m, free in enumerate(room) if free >= length), len(room))
+            if place == len(room):
+                micro_batches.append([])
+                room.append(max_tokens)
+            micro_batches[place].append(index)
+            room[place] = room[place] - length if len(micro_batches[place]) < max_sequences else 0
     return micro_batches
 
 
@@ -194,41 +226,71 @@ def _input_length(sample: TrainingSample, index: int, max_tokens: int, max_lengt
     return num_tokens - 1
 
 
-def _pack_one(samples: Sequence[TrainingSample], indices: list[int], *, pad_multiple: int) -> PackedBatch:
+def _pack_one(
+    samples: Sequence[TrainingSample], indices: list[int], *, pad_multiple: int, share_prompts: bool
+) -> PackedBatch:
     chosen = [samples[i] for i in indices]
     lengths = [len(sample.token_ids) - 1 for sample in chosen]
-    num_tokens = sum(lengths)
+    pieces = pieces_of(chosen) if share_prompts else [Piece(i, 0, n) for i, n in enumerate(lengths)]
+    num_tokens = sum(map(len, pieces))
     num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
-    all_lengths = [*lengths, num_padding] if num_padding else lengths
-    lengths_S = np.asarray(all_lengths, dtype=np.int64)
-    starts_S = np.cumsum(lengths_S) - lengths_S
-    num_total = num_tokens + num_padding
+    if num_padding:
+        pieces.append(Piece(len(chosen), 0, num_padding))
+    rows = _rows(pieces)
+    lengths_P = [len(piece) for piece in pieces]
+    sequence_ids = np.repeat([piece.sample for piece in pieces], lengths_P)
 
-    def joined(arrays: list[np.ndarray], dtype: type, padding: float) -> Tensor:
-        values_T: np.ndarray = np.full(num_total, padding, dtype=dtype)
-        if arrays:
-            np.concatenate(arrays, out=values_T[:num_tokens], casting="same_kind")
+    def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
+        """Of all pieces but the padding."""
+        values_T: np.ndarray = np.full(num_tokens + num_padding, padding, dtype=dtype)
+        for piece, place in zip(pieces, rows, strict=True):
+            if piece.sample < len(chosen):
+                values = getattr(chosen[piece.sample], name)
+                values_T[place] = values[piece.begin + shift : piece.end + shift]
         return torch.from_numpy(values_T)
 
     def joined_if_there(name: str) -> Tensor | None:
-        if getattr(samples[0], name) is None:
-            return None
-        return joined([getattr(s, name)[1:] for s in chosen], np.float32, 0.0)
+        return None if getattr(samples[0], name) is None else joined(name, np.float32, 0.0)
 
-    temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0] * bool(num_padding), dtype=np.float32)
+    temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
-        input_ids=joined([s.token_ids[:-1] for s in chosen], np.int64, 0),
-        targets=joined([s.token_ids[1:] for s in chosen], np.int64, 0),
-        positions=torch.from_numpy(np.arange(num_total) - np.repeat(starts_S, lengths_S)),
-        sequences=SequenceLayout.from_lengths(all_lengths),
-        mask=joined([s.mask[1:] for s in chosen], np.bool_, False),
-        advantages=joined([s.advantages[1:] for s in chosen], np.float32, 0.0),
-        generator_logprobs=joined([s.generator_logprobs[1:] for s in chosen], np.float32, np.nan),
+        input_ids=joined("token_ids", np.int64, 0, shift=0),
+        targets=joined("token_ids", np.int64, 0),
+        positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
+        sequences=_layout(pieces, rows),
+        mask=joined("mask", np.bool_, False),
+        advantages=joined("advantages", np.float32, 0.0),
+        generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
         reference_logprobs=joined_if_there("reference_logprobs"),
         proximal_logprobs=joined_if_there("proximal_logprobs"),
-        temperatures=torch.from_numpy(np.repeat(temperatures_S, lengths_S)),
-        sequence_ids=torch.from_numpy(np.repeat(np.arange(len(all_lengths)), lengths_S)),
+        temperatures=torch.from_numpy(temperatures_S[sequence_ids]),
+        sequence_ids=torch.from_numpy(sequence_ids),
         num_sequences=len(chosen),
         sample_indices=tuple(indices),
         lengths=tuple(lengths),
+        rows=_rows_of_samples(pieces, rows, num_samples=len(chosen)),
     )
+
+
+def _rows(pieces: Sequence[Piece]) -> list[slice]:
+    """Where each lies: one after another."""
+    return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, pieces), initial=0))]
+
+
+def _rows_of_samples(
+    pieces: Sequence[Piece], rows: Sequence[slice], *, num_samples: int
+) -> tuple[tuple[slice, ...], ...]:
+    """What lies before a sample's own rows, and these; without the padding."""
+    parts: dict[int, tuple[slice, ...]] = {}
+    for piece, place in zip(pieces, rows, strict=True):
+        parts[piece.sample] = (place,) if piece.prefix is None else (rows[piece.prefix], place)
+    return tuple(parts[sample] for sample in range(num_samples))
+
+
+def _layout(pieces: Sequence[Piece], rows: Sequence[slice]) -> SequenceLayout | Segments:
+    lengths = [len(piece) for piece in pieces]
+    if all(piece.prefix is None for piece in pieces):
+        return SequenceLayout.from_lengths(lengths)
+    nothing = slice(0, 0)
+    prefixes = [nothing if piece.prefix is None else rows[piece.prefix] for piece in pieces]
+    return Segments.after_prefixes(lengths, [(prefix.start, prefix.stop) for prefix in prefixes])

@@ -18,6 +18,9 @@ class TrainingConfig:
     """Samples are packed into micro-batches of at most that many tokens."""
     max_sequences_per_microbatch: int | None = None
     """At most that many samples in a micro-batch; None: as many as fit its tokens."""
+    share_prompts: bool = True
+    """Samples of a micro-batch with the same prompt send it through the model once; not with context
+    parallelism, a compiled model or a mixture of experts, where each brings its own."""
     global_batch_size: int | None = None
     """Samples of an optimizer step; refused, because the loop decides it."""
     max_sequence_length: int | None = None

@@ -25,7 +25,7 @@ from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import barrier
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize, reshard
 from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
-from rl.models.attention import SequenceLayout, SequenceShare
+from rl.models.attention import Segments, SequenceLayout, SequenceShare
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.buffers import reset_buffers
 from rl.models.converters.converter import ModelConverters
@@ -33,6 +33,7 @@ from rl.models.converters.lora import LoRA
 from rl.models.converters.peft_folder import write_peft_folder
 from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
+from rl.models.qwen3_moe.model import Router
 from rl.models.spec import ModelSpec, StateDictAdapter
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
@@ -86,6 +87,7 @@ class Policy:
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards, frozen ones too."""
+        self._shares_prompts = training.share_prompts and _can_share_prompts(self, options)
         self._loaded_from: str | None = None
         """Hugging Face folder that the plain model's weights were read from."""
 
@@ -122,6 +124,7 @@ class Policy:
             max_sequences=self.training.max_sequences_per_microbatch,
             max_length=self.training.max_sequence_length or num_positions(self.spec),
             pad_multiple=_pad_multiple(self),
+            share_prompts=self._shares_prompts,
             rank=self.data_rank.index,
             num_ranks=self.data_rank.count,
         )
@@ -152,7 +155,7 @@ class Policy:
         positions: Tensor,
         targets: Tensor,
         temperatures: Tensor,
-        sequences: SequenceLayout | SequenceShare,
+        sequences: SequenceLayout | Segments,
     ) -> tuple[Tensor, Tensor]:
         """Of this rank's tokens."""
         head = partial(
@@ -287,6 +290,13 @@ class Policy:
             for _ in gathered:
                 pass
         barrier()
+
+
+def _can_share_prompts(policy: Policy, options: ShardingOptions) -> bool:
+    is_compiled = options.compile.enable and "model" in options.compile.components
+    # A prompt's tokens count for the balance of experts as often as there are samples of it.
+    has_experts = any(isinstance(module, Router) for module in policy.model.modules())
+    return policy.context is None and not is_compiled and not has_experts
 
 
 def _pad_multiple(policy: Policy) -> int:

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from rl.distributed.context_parallel import ContextParallel
-from rl.models.attention import PackedAttention, SequenceLayout, SequenceShare, attend_to_share
+from rl.models.attention import (
+    PackedAttention,
+    Segments,
+    SequenceLayout,
+    SequenceShare,
+    attend_in_segments,
+    gather_keys_and_values,
+)
+from rl.models.batch_invariant.model import InvariantAttention
 
 
 def textbook(inputs, lengths):
@@ -58,13 +66,11 @@ def test_attention_of_the_ranks_of_context_parallelism_is_the_textbooks(lengths,
     contexts = [ContextParallel(rank=rank, num_ranks=num_ranks, group="none") for rank in range(num_ranks)]
     indices = [context.token_indices(len(q)) for context in contexts]
     one_after_another = torch.cat(indices)
-    parts = [
-        attend_to_share(
-            q[mine], k[one_after_another], v[one_after_another],
-            SequenceShare.from_lengths(lengths, context=context),
-        )
-        for mine, context in zip(indices, contexts, strict=True)
-    ]  # fmt: skip
+    parts = []
+    for mine, context in zip(indices, contexts, strict=True):
+        share = SequenceShare.from_lengths(lengths, context=context)
+        k_NKD, v_NKD = (x[one_after_another][share.key_rows] for x in (k, v))
+        parts.append(attend_in_segments(q[mine], k_NKD, v_NKD, share))
     out = torch.cat(parts)[contexts[0].places(len(q))]
     expected = textbook((q, k, v), lengths)
     torch.testing.assert_close(out, expected)
@@ -75,6 +81,38 @@ def test_attention_of_the_ranks_of_context_parallelism_is_the_textbooks(lengths,
         strict=True,
     ):
         torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("core", ["grid", "batch-invariant"])
+def test_attention_after_a_shared_prefix_is_the_textbooks_over_whole_sequences(core):
+    random = torch.Generator().manual_seed(0)
+    # Two sequences of 7 + 5 and 7 + 1 tokens with the first 7 in common, one of 4 alone.
+    rows, lengths = [[*range(7), *range(7, 12)], [*range(7), 12], [*range(13, 17)]], [12, 8, 4]
+    segments = Segments.after_prefixes([7, 5, 1, 4], [(0, 0), (0, 7), (0, 7), (0, 0)])
+    attention = PackedAttention() if core == "grid" else InvariantAttention()
+    inputs = [torch.randn(17, heads, 16, generator=random).requires_grad_() for heads in (4, 2, 2)]
+    weights_THD = torch.randn(17, 4, 16, generator=random)
+    out = attention(*inputs, segments)
+    flat = [row for sequence in rows for row in sequence]
+    whole = textbook([x[flat] for x in inputs], lengths)
+    torch.testing.assert_close(out[flat], whole)
+    expected = whole[[flat.index(row) for row in range(17)]]
+    for actual, wanted in zip(
+        torch.autograd.grad((out * weights_THD).sum(), inputs),
+        torch.autograd.grad((expected * weights_THD).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_gradients_of_a_shared_key_are_not_summed_in_half_precision():
+    segments = Segments.after_prefixes([1, *[1] * 300], [(0, 0), *[(0, 1)] * 300])
+    keys = torch.ones(301, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    gathered, _ = gather_keys_and_values(keys, keys.detach(), segments)
+    (grad,) = torch.autograd.grad(gathered.sum(), keys)
+    # Ones added up in bfloat16 stop at 256, and of 301 the nearest that it has is 300 or 302.
+    assert grad[0].unique().item() in (300, 302)
+    assert grad[1:].eq(1).all()
 
 
 def test_neighbours_of_similar_length_share_a_grid():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.models.attention import Segments, SequenceLayout
 from rl.rollouts.packing import OPTIONAL_LOGPROBS, pack, plan_micro_batches
 from rl.types import TrainingSample
 
@@ -33,6 +34,7 @@ def test_inputs_and_targets_are_shifted_and_positions_restart():
     assert batch.temperatures.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
     assert (batch.num_sequences, batch.sample_indices, batch.lengths) == (2, (1, 0), (3, 2))
+    assert isinstance(batch.sequences, SequenceLayout)
     assert batch.sequences.offsets.tolist() == [0, 3, 5]
 
 
@@ -43,6 +45,7 @@ def test_padding_is_a_sequence_of_its_own_under_no_mask():
     assert batch.positions.tolist() == [0, 1, 0, 1]
     assert batch.sequence_ids.tolist() == [0, 0, 1, 1]
     assert batch.num_sequences == 1
+    assert isinstance(batch.sequences, SequenceLayout)
     assert batch.sequences.offsets.tolist() == [0, 2, 4]
     assert torch.isnan(batch.generator_logprobs[2:]).all()
     assert batch.temperatures.tolist() == [1.0] * 4
@@ -109,6 +112,54 @@ def test_scattered_values_line_up_with_the_samples():
     (batch,) = pack(samples, max_tokens=9, pad_multiple=4)
     parts = batch.scatter(batch.targets.numpy())
     assert {index: part.tolist() for index, part in parts.items()} == {0: [0, 2, 3], 1: [0, 5, 6, 7]}
+
+
+PROMPT = [1, 3, 5]
+GROUP = [[*PROMPT, 2, 4], [7, 8, 10], [*PROMPT, 6], [*PROMPT, 8, 2, 4]]
+"""The first, the third and the last have a prompt in common; targets that are even are trained on."""
+
+
+def test_samples_of_a_prompt_have_it_in_common_but_for_its_last_token():
+    samples = [make_sample(ids) for ids in GROUP]
+    (batch,) = pack(samples, max_tokens=20, pad_multiple=5, share_prompts=True)
+    # The prompt, what follows it in samples 3, 0 and 2, sample 1.
+    assert batch.sample_indices == (3, 0, 2, 1)
+    assert batch.input_ids.tolist() == [1, 3, 5, 8, 2, 5, 2, 5, 7, 8]
+    assert batch.targets.tolist()[:10] == [3, 5, 8, 2, 4, 2, 4, 6, 8, 10]
+    assert batch.positions.tolist()[:10] == [0, 1, 2, 3, 4, 2, 3, 2, 0, 1]
+    assert batch.mask.tolist()[:10] == [False, False, *[True] * 8]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 3, 3]
+    assert isinstance(batch.sequences, Segments)
+    assert batch.sequences.query_offsets.tolist() == [0, 2, 5, 7, 8, 10]
+    assert batch.sequences.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 0, 1, 7, 8, 9]
+    parts = batch.scatter(batch.targets.numpy())
+    assert {i: part.tolist()[1:] for i, part in parts.items()} == {i: ids[1:] for i, ids in enumerate(GROUP)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(make_sample([1, 3, 9, 4]), id="another last token"),
+        pytest.param(make_sample([1, 3, 5, 4], temperature=0.5), id="another temperature"),
+        pytest.param(make_sample([1, 3, 5, 7, 4]), id="a longer prompt"),
+    ],
+)
+def test_what_differs_is_not_shared(other):
+    samples = [make_sample([1, 3, 5, 2]), other]
+    (batch,) = pack(samples, max_tokens=20, share_prompts=True)
+    assert batch.input_ids.numel() == sum(len(sample.token_ids) - 1 for sample in samples)
+
+
+def test_samples_of_a_prompt_go_together_as_far_as_they_fit():
+    lengths, groups = [8, 5, 8, 5, 8, 5, 5], [[0, 2, 4], [1, 3, 5, 6]]
+    plan = plan_micro_batches(lengths, families=groups, max_tokens=16, num_ranks=1)
+    assert plan == [[[0, 2], [4, 1], [3, 5, 6]]]
+
+
+def test_samples_of_a_prompt_are_divided_where_ranks_would_be_unequal():
+    plan = plan_micro_batches([5] * 32, families=[list(range(32))], max_tokens=40, num_ranks=2)
+    assert [sum(map(len, rank)) for rank in plan] == [16, 16]
+    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(32))
 
 
 def test_scatter_of_padding_alone_is_empty():

@@ -58,16 +58,24 @@ def write_assets(folder: Path, *, tie: bool = True) -> str:
     return str(folder)
 
 
-def make_sample(*, length: int, seed: int, temperature: float = 1.0) -> TrainingSample:
-    """Random tokens; the first third is a prompt, and one token of the rest was not drawn."""
+def make_sample(
+    *, length: int, seed: int, temperature: float = 1.0, prompt_seed: int | None = None
+) -> TrainingSample:
+    """Random tokens; the first third is a prompt, and one token of the rest was not drawn.
+
+    Samples of one `prompt_seed` have the same prompt, if their prompts are of the same length.
+    """
     random = np.random.default_rng(seed)
     prompt = max(1, length // 3)
     drawn = np.arange(length) >= prompt
     logprobs = random.normal(-5.7, 0.3, length).astype(np.float32)
     if length > prompt + 2:
         logprobs[prompt + 1] = np.nan
+    token_ids = random.integers(0, VOCAB, length).astype(np.int32)
+    if prompt_seed is not None:
+        token_ids[:prompt] = np.random.default_rng(prompt_seed).integers(0, VOCAB, prompt)
     return TrainingSample(
-        token_ids=random.integers(0, VOCAB, length).astype(np.int32),
+        token_ids=token_ids,
         mask=drawn,
         generator_logprobs=np.where(drawn, logprobs, np.nan).astype(np.float32),
         advantages=np.where(drawn, random.normal(0.5, 1.0), 0.0).astype(np.float32),
@@ -77,9 +85,11 @@ def make_sample(*, length: int, seed: int, temperature: float = 1.0) -> Training
 
 
 def make_samples(count: int = 13) -> list[TrainingSample]:
-    """Lengths from 2 to 19, temperatures 1 and 0.7."""
+    """Lengths from 2 to 19, prompts of up to 6 tokens that others have too, temperatures 1 and 0.7."""
     return [
-        make_sample(length=2 + (7 * i) % 18, seed=100 + i, temperature=0.7 if i % 3 == 0 else 1.0)
+        make_sample(
+            length=2 + (7 * i) % 18, seed=100 + i, temperature=0.7 if i % 3 == 0 else 1.0, prompt_seed=99
+        )
         for i in range(count)
     ]
 

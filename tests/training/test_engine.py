@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from losses.types import LossOutput
+from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.attention import SequenceLayout
 from rl.models.qwen3.model import linear_head
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import read_batch
 from rl.types import OptimParams
+from tests.training.moe_layouts import moe_spec
 from tests.training.parts import (
     engine_config,
     make_engine,
@@ -253,6 +256,43 @@ def test_equal_logprobs_are_identical_with_ratio_one(assets):
     result = engine.forward_backward(on_policy)
     assert result.logprobs_identical
     assert (result.ratio_mean, result.logprob_diff_max, result.clipped_fraction) == (1.0, 0.0, 0.0)
+
+
+GROUP = [make_sample(length=18, seed=seed, prompt_seed=1) for seed in range(8)]
+"""Prompts of six tokens, of which five are shared."""
+
+
+def num_rows(engine, samples=GROUP):
+    return sum(batch.input_ids.numel() for batch in engine.policy.pack(samples))
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(), GRPOLoss(correction=ImportanceCorrection(level="sequence"))])
+def test_a_prompt_that_samples_share_changes_no_number(assets, loss):
+    shared, apart = (
+        make_engine(assets, max_tokens_per_microbatch=200, share_prompts=share) for share in (True, False)
+    )
+    assert (num_rows(shared), num_rows(apart)) == (5 + 8 * 12, 8 * 17)
+    results = [engine.forward_backward(GROUP, loss=loss) for engine in (shared, apart)]
+    measured = [dataclasses.asdict(dataclasses.replace(r, time_s=0.0, expert_load=None)) for r in results]
+    metrics = [values.pop("loss_metrics") for values in measured]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-6)
+    numbers = [{k: v for k, v in values.items() if v is not None} for values in measured]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6)
+    assert_near(gradients(shared), gradients(apart))
+    of_shared, of_apart = (np.concatenate(engine.compute_logprobs(GROUP)) for engine in (shared, apart))
+    np.testing.assert_allclose(of_shared, of_apart, atol=2e-6)
+
+
+def test_prompts_are_not_shared_where_that_would_change_a_number_or_compile_again(assets):
+    compiled = engine_config(max_tokens_per_microbatch=200)
+    compiled.compile = CompileConfig(enable=True, backend="eager")
+    mixture = engine_config(max_tokens_per_microbatch=200)
+    for config, spec in ((compiled, small_spec()), (mixture, moe_spec())):
+        engine = config.build(model_spec=spec, hf_assets_path=None, device="cpu")
+        assert num_rows(engine) == 8 * 17
+    trained_on_prompts = [dataclasses.replace(s, mask=np.ones_like(s.mask)) for s in GROUP]
+    engine = make_engine(assets, max_tokens_per_microbatch=200)
+    assert num_rows(engine, trained_on_prompts) == 8 * 17
 
 
 def test_step_without_gradient_is_an_error(assets):

@@ -91,7 +91,7 @@ def test_inductor_changes_no_number(assets, expected):
 def test_context_parallel_ranks_share_the_tokens(assets, expected):
     ranks = [rank[0].num_tokens for rank in measure("cp2", assets, [Options()])]
     num_tokens = sum(len(sample.token_ids) - 1 for sample in make_samples())
-    assert expected["float32"].num_tokens == num_tokens
+    assert expected["float32"].num_tokens < num_tokens  # one device has a prompt of several samples once
     assert ranks[0] == ranks[1]
     assert num_tokens <= sum(ranks) < num_tokens + 4 * 4  # padding of at most 3 in each micro-batch
 

@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor, nn
 
-from rl.models.attention import PackedAttention, SequenceLayout, SequenceShare, gather_keys_and_values
+from rl.models.attention import PackedAttention, Segments, SequenceLayout, gather_keys_and_values
 from rl.models.batch_invariant.rows import ROW_MULTIPLE
 from rl.models.qwen3.model import Attention, FeedForward, Qwen3
 from rl.models.spec import ModelSpec
@@ -67,12 +67,12 @@ class InvariantAttention(nn.Module):
     """Core attention on a CPU, with the kernel that the generator has over its cache."""
 
     def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | SequenceShare
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | Segments
     ) -> Tensor:
         """Returns [T, H, D]; with a `SequenceShare` all are of this rank's tokens alone."""
         from rl.models.batch_invariant.functions import attend
 
-        if isinstance(sequences, SequenceShare):
+        if isinstance(sequences, Segments):
             k_NKD, v_NKD = gather_keys_and_values(k_TKD, v_TKD, sequences)
             queries, keys = sequences.query_offsets, sequences.key_offsets
             return attend(q_THD, k_NKD, v_NKD, queries.long().numpy(), keys.long().numpy())
