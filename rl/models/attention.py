@@ -226,7 +226,7 @@ def gather_keys_and_values(k_tKD: Tensor, v_tKD: Tensor, segments: Segments) -> 
         kv: Tensor = GatherToUse.apply(torch.cat((k_tKD, v_tKD), dim=1), segments.num_ranks, segments.group)
         k_tKD, v_tKD = kv.chunk(2, dim=1)
         return k_tKD.index_select(0, segments.key_rows), v_tKD.index_select(0, segments.key_rows)
-    # A shared key's gradient is a sum over the sequences that share it: not in half precision.
+    # A shared key's gradient is a sum over the sequences that share it; a GPU would sum in half precision.
     wide = torch.promote_types(k_tKD.dtype, torch.float32)
     k_NKD, v_NKD = (x.to(wide).index_select(0, segments.key_rows).to(x.dtype) for x in (k_tKD, v_tKD))
     return k_NKD, v_NKD
