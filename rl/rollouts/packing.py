@@ -231,7 +231,7 @@ def _pack_one(
 ) -> PackedBatch:
     chosen = [samples[i] for i in indices]
     lengths = [len(sample.token_ids) - 1 for sample in chosen]
-    pieces = pieces_of(chosen) if share_prompts else [Piece(i, 0, n) for i, n in enumerate(lengths)]
+    pieces = pieces_of(chosen, share=share_prompts)
     num_tokens = sum(map(len, pieces))
     num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
     if num_padding:

@@ -15,6 +15,9 @@ import numpy as np
 
 from rl.types import TrainingSample
 
+SMALLEST_SAVING = 0.05
+"""Of a micro-batch's tokens; for less, keys are better left where they lie, beside their queries."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -50,13 +53,17 @@ def families(samples: Sequence[TrainingSample]) -> list[list[int]]:
     return [*members.values(), *alone]
 
 
-def pieces_of(samples: Sequence[TrainingSample]) -> list[Piece]:
+def pieces_of(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
     """What a micro-batch of these samples holds, in order: a shared beginning before what follows it."""
+    apart = [Piece(i, 0, len(sample.token_ids) - 1) for i, sample in enumerate(samples)]
+    if not share:
+        return apart
     pieces: list[Piece] = []
     for family in families(samples):
         shared = num_shareable(samples[family[0]]) if len(family) > 1 else 0
         prefix = len(pieces) if shared else None
         if shared:
             pieces.append(Piece(family[0], 0, shared))
-        pieces.extend(Piece(i, shared, len(samples[i].token_ids) - 1, prefix) for i in family)
-    return pieces
+        pieces.extend(Piece(i, shared, apart[i].end, prefix) for i in family)
+    saving = 1.0 - sum(map(len, pieces)) / max(1, sum(map(len, apart)))
+    return pieces if saving >= SMALLEST_SAVING else apart

@@ -150,6 +150,14 @@ def test_what_differs_is_not_shared(other):
     assert batch.input_ids.numel() == sum(len(sample.token_ids) - 1 for sample in samples)
 
 
+def test_a_prompt_that_is_hardly_anything_of_a_micro_batch_is_not_shared():
+    long = [[1, 3, 2, *[5, 4] * half] for half in (10, 9)]
+    (batch,) = pack([make_sample(ids) for ids in long], max_tokens=60, share_prompts=True)
+    assert batch.input_ids.numel() == sum(len(ids) - 1 for ids in long) == 42
+    (batch,) = pack([make_sample(ids[:9]) for ids in long], max_tokens=60, share_prompts=True)
+    assert batch.input_ids.numel() == 2 * 8 - 1
+
+
 def test_samples_of_a_prompt_go_together_as_far_as_they_fit():
     lengths, groups = [8, 5, 8, 5, 8, 5, 5], [[0, 2, 4], [1, 3, 5, 6]]
     plan = plan_micro_batches(lengths, families=groups, max_tokens=16, num_ranks=1)
