@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import ProcMesh
+from monarch.actor import HostMesh, ProcMesh
 
 from actors import launch
 from actors.calls import ActorGroup, Group, Timeouts
@@ -74,50 +74,66 @@ async def start_fleet(
     """
     placement = place_fleet(config, num_gpus=num_gpus())
     _warn_of_threads(config, placement)
-    meshes = await _spawn_meshes(config, placement, logs)
-    await store.start(meshes[placement.trainer.role])
+    hosts = await launch.start_hosts(config.launch, placement)
+    by_turns = config.launch.share_gpus
+    store_started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def group(role: str, actor: type, **arguments: Any) -> ActorGroup:
-        spawned = meshes[role].spawn(role, actor, **arguments)
-        processes = launch.local_processes(meshes[role])
-        return ActorGroup(name=role, mesh=spawned, timeouts=config.timeouts, processes=processes)
-
-    fleet = Fleet(
-        trainer=group(
-            placement.trainer.role,
-            config.trainer.owner,
+    # No role waits for another's set-up: the start takes as long as the slowest alone.
+    async def start_trainer() -> ActorGroup:
+        at, owner = placement.trainer, config.trainer.owner
+        mesh = await _spawn_mesh(at, config, hosts, logs, imports=("actors.trainer",))
+        await launch.setup_process_group_env(mesh)
+        await store.start(mesh)
+        store_started.set_result(None)
+        trainer = mesh.spawn(
+            at.role,
+            owner,
             config=config.trainer,
             model_spec=model_spec,
             store=store,
             failure_folder=str(failure_folder),
-        ),
-        generators=tuple(
-            group(
-                replica.role,
-                config.generator.owner,
-                config=config.generator,
-                model_spec=model_spec,
-                store=store,
-            )
-            for replica in placement.generators
-        ),
-        reward=group(placement.reward.role, config.reward.owner, config=config.reward, rubric=rubric),
-        store=store,
+        )
+        group = _group(at, mesh, trainer, config)
+        return group if by_turns else await _set_up(group, hf_assets_path)
+
+    async def start_generator(at: Place) -> ActorGroup:
+        imports = _engine_imports(config, batch_invariant=model_spec.batch_invariant)
+        env = generator_env(config.generator)
+        mesh = await _spawn_mesh(at, config, hosts, logs, imports=imports, env=env)
+        await launch.setup_process_group_env(mesh)
+        await store_started  # an actor gets the store as it is when it is spawned
+        generator = mesh.spawn(
+            at.role, config.generator.owner, config=config.generator, model_spec=model_spec, store=store
+        )
+        group = _group(at, mesh, generator, config)
+        return group if by_turns else await _set_up(group, hf_assets_path)
+
+    async def start_reward() -> ActorGroup:
+        at = placement.reward
+        mesh = await _spawn_mesh(at, config, hosts, logs, imports=("actors.reward",))
+        reward = mesh.spawn(at.role, config.reward.owner, config=config.reward, rubric=rubric)
+        return await _set_up(_group(at, mesh, reward, config))
+
+    trainer, reward, *generators = await asyncio.gather(
+        start_trainer(), start_reward(), *map(start_generator, placement.generators)
     )
-    if config.launch.share_gpus:
-        return await _set_up_in_turns(config, fleet, hf_assets_path)
-    groups = (fleet.trainer, *fleet.generators)
-    await asyncio.gather(
-        fleet.reward.call("setup", limit="setup_s"),
-        *(group.call("setup", hf_assets_path, limit="setup_s") for group in groups),
-    )
-    return fleet
+    fleet = Fleet(trainer=trainer, generators=tuple(generators), reward=reward, store=store)
+    return await _set_up_in_turns(config, fleet, hf_assets_path) if by_turns else fleet
+
+
+def _group(at: Place, mesh: ProcMesh, actors: Any, config: FleetConfig) -> ActorGroup:
+    processes = launch.local_processes(mesh)
+    return ActorGroup(name=at.role, mesh=actors, timeouts=config.timeouts, processes=processes)
+
+
+async def _set_up(group: ActorGroup, *args: str) -> ActorGroup:
+    await group.call("setup", *args, limit="setup_s")
+    return group
 
 
 async def _set_up_in_turns(config: FleetConfig, fleet: Fleet, hf_assets_path: str) -> Fleet:
     """Trainer and generators that share devices, each set up while the other holds nothing."""
     trainer, generators = fleet.trainer, fleet.generators
-    await fleet.reward.call("setup", limit="setup_s")
     await trainer.call("check_sharing", config.generator.gpu_memory_utilization, limit="setup_s")
     await trainer.call("setup", hf_assets_path, limit="setup_s")
     await trainer.call("sleep", limit="setup_s")
@@ -140,30 +156,38 @@ async def close_fleet(fleet: Fleet) -> None:
             logger.warning("not a clean end, its processes are killed: %s", problem)
 
 
-async def _spawn_meshes(config: FleetConfig, placement: Placement, logs: LogSettings) -> dict[str, ProcMesh]:
-    """A process mesh for each role, by its name, with its environment and its logs settled."""
-    hosts = await launch.start_hosts(config.launch, placement)
-
-    async def spawn(at: Place, env: dict[str, str]) -> ProcMesh:
-        mesh = await launch.spawn_role(
-            at.role,
-            num_procs=at.procs_per_host,
-            threads=at.threads,
-            gpus=at.gpus,
-            env=QUIET_ENVIRONMENT | env,
-            host=None if at.hosts is None else hosts[at.hosts],
-            python=None if at.hosts is None else config.launch.python,
-        )
-        await launch.setup_logs(mesh, folder=logs.folder, console_level=logs.console_level)
-        if at is not placement.reward:
-            await launch.setup_process_group_env(mesh)
-        return mesh
-
-    of_generator = generator_env(config.generator)
-    meshes = await asyncio.gather(
-        *(spawn(at, of_generator if at in placement.generators else {}) for at in placement.all)
+async def _spawn_mesh(
+    at: Place,
+    config: FleetConfig,
+    hosts: Mapping[str, HostMesh],
+    logs: LogSettings,
+    *,
+    imports: Sequence[str],
+    env: Mapping[str, str] | None = None,
+) -> ProcMesh:
+    """The processes of one role, with their environment and their logs settled."""
+    mesh = await launch.spawn_role(
+        at.role,
+        num_procs=at.procs_per_host,
+        threads=at.threads,
+        gpus=at.gpus,
+        env=QUIET_ENVIRONMENT | dict(env or {}),
+        host=None if at.hosts is None else hosts[at.hosts],
+        python=None if at.hosts is None else config.launch.python,
     )
-    return {at.role: mesh for at, mesh in zip(placement.all, meshes, strict=True)}
+    await launch.setup_logs(mesh, folder=logs.folder, console_level=logs.console_level)
+    await launch.import_modules(mesh, imports, timeout_s=config.timeouts.setup_s)
+    return mesh
+
+
+def _engine_imports(config: FleetConfig, *, batch_invariant: bool) -> tuple[str, ...]:
+    """What a generator's processes import at once: it takes longer than all else of a start.
+
+    Not vllm where the engine makes a setting of its own before it imports vllm.
+    """
+    if batch_invariant and trains_on_gpu(config.launch, num_gpus=num_gpus()):
+        return ("actors.generator",)
+    return ("actors.generator", "actors.vllm.core")
 
 
 def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:
