@@ -74,61 +74,107 @@ async def start_fleet(
     """
     placement = place_fleet(config, num_gpus=num_gpus())
     _warn_of_threads(config, placement)
-    hosts = await launch.start_hosts(config.launch, placement)
-    by_turns = config.launch.share_gpus
-    store_started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
+    start = _Start(
+        config=config,
+        hosts=await launch.start_hosts(config.launch, placement),
+        logs=logs,
+        store=store,
+        model_spec=model_spec,
+        # Who shares a device is set up by turns, when all processes are there.
+        set_up_with=None if config.launch.share_gpus else hf_assets_path,
+    )
     # No role waits for another's set-up: the start takes as long as the slowest alone.
-    async def start_trainer() -> ActorGroup:
-        at, owner = placement.trainer, config.trainer.owner
-        mesh = await _spawn_mesh(at, config, hosts, logs, imports=("actors.trainer",))
-        await launch.setup_process_group_env(mesh)
-        await store.start(mesh)
-        store_started.set_result(None)
-        trainer = mesh.spawn(
-            at.role,
-            owner,
-            config=config.trainer,
-            model_spec=model_spec,
-            store=store,
-            failure_folder=str(failure_folder),
-        )
-        group = _group(at, mesh, trainer, config)
-        return group if by_turns else await _set_up(group, hf_assets_path)
-
-    async def start_generator(at: Place) -> ActorGroup:
-        imports = _engine_imports(config, batch_invariant=model_spec.batch_invariant)
-        env = generator_env(config.generator)
-        mesh = await _spawn_mesh(at, config, hosts, logs, imports=imports, env=env)
-        await launch.setup_process_group_env(mesh)
-        await store_started  # an actor gets the store as it is when it is spawned
-        generator = mesh.spawn(
-            at.role, config.generator.owner, config=config.generator, model_spec=model_spec, store=store
-        )
-        group = _group(at, mesh, generator, config)
-        return group if by_turns else await _set_up(group, hf_assets_path)
-
-    async def start_reward() -> ActorGroup:
-        at = placement.reward
-        mesh = await _spawn_mesh(at, config, hosts, logs, imports=("actors.reward",))
-        reward = mesh.spawn(at.role, config.reward.owner, config=config.reward, rubric=rubric)
-        return await _set_up(_group(at, mesh, reward, config))
-
     trainer, reward, *generators = await asyncio.gather(
-        start_trainer(), start_reward(), *map(start_generator, placement.generators)
+        start.trainer(placement.trainer, failure_folder=failure_folder),
+        start.reward(placement.reward, rubric=rubric),
+        *map(start.generator, placement.generators),
     )
     fleet = Fleet(trainer=trainer, generators=tuple(generators), reward=reward, store=store)
-    return await _set_up_in_turns(config, fleet, hf_assets_path) if by_turns else fleet
+    if config.launch.share_gpus:
+        return await _set_up_in_turns(config, fleet, hf_assets_path)
+    return fleet
 
 
-def _group(at: Place, mesh: ProcMesh, actors: Any, config: FleetConfig) -> ActorGroup:
-    processes = launch.local_processes(mesh)
-    return ActorGroup(name=at.role, mesh=actors, timeouts=config.timeouts, processes=processes)
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Start:
+    """The start of each role, from its processes to an actor that is set up. Made within the event loop."""
 
+    config: FleetConfig
+    hosts: Mapping[str, HostMesh]
+    logs: LogSettings
+    store: WeightStore
+    model_spec: ModelSpec
+    set_up_with: str | None
+    """The folder that trainer and generators are set up with; None: not here."""
+    store_started: asyncio.Event = field(default_factory=asyncio.Event)
 
-async def _set_up(group: ActorGroup, *args: str) -> ActorGroup:
-    await group.call("setup", *args, limit="setup_s")
-    return group
+    async def trainer(self, at: Place, *, failure_folder: Path) -> ActorGroup:
+        mesh = await self._mesh(at, imports=("actors.trainer",))
+        await launch.setup_process_group_env(mesh)
+        await self.store.start(mesh)
+        self.store_started.set()
+        actors = mesh.spawn(
+            at.role,
+            self.config.trainer.owner,
+            config=self.config.trainer,
+            model_spec=self.model_spec,
+            store=self.store,
+            failure_folder=str(failure_folder),
+        )
+        return await self._set_up(self._group(at, mesh, actors))
+
+    async def generator(self, at: Place) -> ActorGroup:
+        config = self.config.generator
+        mesh = await self._mesh(at, imports=self._engine_imports(), env=generator_env(config))
+        await launch.setup_process_group_env(mesh)
+        # An actor gets the store as it is when the actor is spawned. Where the trainer fails, so does
+        # the whole start, and nothing waits here any more.
+        await self.store_started.wait()
+        actors = mesh.spawn(
+            at.role, config.owner, config=config, model_spec=self.model_spec, store=self.store
+        )
+        return await self._set_up(self._group(at, mesh, actors))
+
+    async def reward(self, at: Place, *, rubric: Rubric) -> ActorGroup:
+        mesh = await self._mesh(at, imports=("actors.reward",))
+        config = self.config.reward
+        group = self._group(at, mesh, mesh.spawn(at.role, config.owner, config=config, rubric=rubric))
+        await group.call("setup", limit="setup_s")
+        return group
+
+    async def _mesh(
+        self, at: Place, *, imports: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> ProcMesh:
+        """The processes of one role, with their environment and their logs settled."""
+        mesh = await launch.spawn_role(
+            at.role,
+            num_procs=at.procs_per_host,
+            threads=at.threads,
+            gpus=at.gpus,
+            env=QUIET_ENVIRONMENT | dict(env or {}),
+            host=None if at.hosts is None else self.hosts[at.hosts],
+            python=None if at.hosts is None else self.config.launch.python,
+        )
+        await launch.setup_logs(mesh, folder=self.logs.folder, console_level=self.logs.console_level)
+        await launch.import_modules(mesh, imports, timeout_s=self.config.timeouts.setup_s)
+        return mesh
+
+    def _engine_imports(self) -> tuple[str, ...]:
+        """What a generator's processes import at once: it takes longer than all else of a start."""
+        gpu = trains_on_gpu(self.config.launch, num_gpus=num_gpus())
+        if gpu and self.model_spec.batch_invariant:
+            # The engine makes a setting of its own before it imports vllm.
+            return ("actors.generator",)
+        return ("actors.generator", "actors.vllm.core")
+
+    def _group(self, at: Place, mesh: ProcMesh, actors: Any) -> ActorGroup:
+        processes = launch.local_processes(mesh)
+        return ActorGroup(name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=processes)
+
+    async def _set_up(self, group: ActorGroup) -> ActorGroup:
+        if self.set_up_with is not None:
+            await group.call("setup", self.set_up_with, limit="setup_s")
+        return group
 
 
 async def _set_up_in_turns(config: FleetConfig, fleet: Fleet, hf_assets_path: str) -> Fleet:
@@ -154,40 +200,6 @@ async def close_fleet(fleet: Fleet) -> None:
     for problem in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(problem, Exception):
             logger.warning("not a clean end, its processes are killed: %s", problem)
-
-
-async def _spawn_mesh(
-    at: Place,
-    config: FleetConfig,
-    hosts: Mapping[str, HostMesh],
-    logs: LogSettings,
-    *,
-    imports: Sequence[str],
-    env: Mapping[str, str] | None = None,
-) -> ProcMesh:
-    """The processes of one role, with their environment and their logs settled."""
-    mesh = await launch.spawn_role(
-        at.role,
-        num_procs=at.procs_per_host,
-        threads=at.threads,
-        gpus=at.gpus,
-        env=QUIET_ENVIRONMENT | dict(env or {}),
-        host=None if at.hosts is None else hosts[at.hosts],
-        python=None if at.hosts is None else config.launch.python,
-    )
-    await launch.setup_logs(mesh, folder=logs.folder, console_level=logs.console_level)
-    await launch.import_modules(mesh, imports, timeout_s=config.timeouts.setup_s)
-    return mesh
-
-
-def _engine_imports(config: FleetConfig, *, batch_invariant: bool) -> tuple[str, ...]:
-    """What a generator's processes import at once: it takes longer than all else of a start.
-
-    Not vllm where the engine makes a setting of its own before it imports vllm.
-    """
-    if batch_invariant and trains_on_gpu(config.launch, num_gpus=num_gpus()):
-        return ("actors.generator",)
-    return ("actors.generator", "actors.vllm.core")
 
 
 def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:
