@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 
@@ -32,6 +33,7 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
 
 
 TIME_LIMITS_S = {"slow": 1200, "medium": 300}

@@ -340,7 +340,7 @@ def estimated(case):
 
 
 def once(measuring):
-    """Like `functools.cache`, but an error is kept too: who asks again is told, and nothing is tried again."""
+    """Like `functools.cache`, but an error is kept too: who asks again is told, nothing is tried again."""
     results, errors = {}, {}
 
     @functools.wraps(measuring)
