@@ -341,7 +341,8 @@ def estimated(case):
 
 def once(measuring):
     """Like `functools.cache`, but an error is kept too: who asks again is told, nothing is tried again."""
-    results, errors = {}, {}
+    results: dict[Any, Any] = {}
+    errors: dict[Any, BaseException] = {}
 
     @functools.wraps(measuring)
     def kept(*args):
