@@ -5,6 +5,7 @@ It drives an ordinary Python loop in this process; the actors do the work in the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -156,16 +157,22 @@ class Controller(Configurable):
             )
             async with _last_save_ends(fleet, background=config.trainer.checkpoint.async_mode != "disabled"):
                 await loop.run()
-        if config.trainer.checkpoint.exports:
-            await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
-        if config.trainer.checkpoint.saves and has_lora(config.fleet):
-            await learner.save_adapter(str(folder.checkpoints / ADAPTER_FOLDER))
-        if config.loop.num_steps or config.loop.eval_every:
-            write_learning_curve(folder.metrics, folder.learning_curve)
+        await asyncio.gather(self._export(learner, folder), self._draw(folder))
         folder.mark_finished()
         run_s = time.monotonic() - started
         print(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s), flush=True)
         await close_fleet(fleet)
+
+    async def _export(self, learner: ActorLearner, folder: RunFolder) -> None:
+        if self.config.trainer.checkpoint.exports:
+            await learner.export_hf(str(folder.checkpoints / HF_FOLDER))
+        if self.config.trainer.checkpoint.saves and has_lora(self.config.fleet):
+            await learner.save_adapter(str(folder.checkpoints / ADAPTER_FOLDER))
+
+    async def _draw(self, folder: RunFolder) -> None:
+        if self.config.loop.num_steps or self.config.loop.eval_every:
+            # In a thread: to import matplotlib takes as long as to export.
+            await asyncio.to_thread(write_learning_curve, folder.metrics, folder.learning_curve)
 
     def _seams(self, fleet: Fleet, learner: ActorLearner, plan: Plan) -> Seams:
         return Seams(

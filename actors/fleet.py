@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import ProcMesh
+from monarch.actor import HostMesh, ProcMesh
 
 from actors import launch
 from actors.calls import ActorGroup, Group, Timeouts
@@ -74,50 +74,112 @@ async def start_fleet(
     """
     placement = place_fleet(config, num_gpus=num_gpus())
     _warn_of_threads(config, placement)
-    meshes = await _spawn_meshes(config, placement, logs)
-    await store.start(meshes[placement.trainer.role])
-
-    def group(role: str, actor: type, **arguments: Any) -> ActorGroup:
-        spawned = meshes[role].spawn(role, actor, **arguments)
-        processes = launch.local_processes(meshes[role])
-        return ActorGroup(name=role, mesh=spawned, timeouts=config.timeouts, processes=processes)
-
-    fleet = Fleet(
-        trainer=group(
-            placement.trainer.role,
-            config.trainer.owner,
-            config=config.trainer,
-            model_spec=model_spec,
-            store=store,
-            failure_folder=str(failure_folder),
-        ),
-        generators=tuple(
-            group(
-                replica.role,
-                config.generator.owner,
-                config=config.generator,
-                model_spec=model_spec,
-                store=store,
-            )
-            for replica in placement.generators
-        ),
-        reward=group(placement.reward.role, config.reward.owner, config=config.reward, rubric=rubric),
+    start = _Start(
+        config=config,
+        hosts=await launch.start_hosts(config.launch, placement),
+        logs=logs,
         store=store,
+        model_spec=model_spec,
+        # Who shares a device is set up by turns, when all processes are there.
+        set_up_with=None if config.launch.share_gpus else hf_assets_path,
     )
+    # No role waits for another's set-up: the start takes as long as the slowest alone.
+    trainer, reward, *generators = await asyncio.gather(
+        start.trainer(placement.trainer, failure_folder=failure_folder),
+        start.reward(placement.reward, rubric=rubric),
+        *map(start.generator, placement.generators),
+    )
+    fleet = Fleet(trainer=trainer, generators=tuple(generators), reward=reward, store=store)
     if config.launch.share_gpus:
         return await _set_up_in_turns(config, fleet, hf_assets_path)
-    groups = (fleet.trainer, *fleet.generators)
-    await asyncio.gather(
-        fleet.reward.call("setup", limit="setup_s"),
-        *(group.call("setup", hf_assets_path, limit="setup_s") for group in groups),
-    )
     return fleet
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Start:
+    """The start of each role, from its processes to an actor that is set up. Made within the event loop."""
+
+    config: FleetConfig
+    hosts: Mapping[str, HostMesh]
+    logs: LogSettings
+    store: WeightStore
+    model_spec: ModelSpec
+    set_up_with: str | None
+    """The folder that trainer and generators are set up with; None: not here."""
+    store_started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def trainer(self, at: Place, *, failure_folder: Path) -> ActorGroup:
+        mesh = await self._mesh(at, imports=("actors.trainer",))
+        await launch.setup_process_group_env(mesh)
+        await self.store.start(mesh)
+        self.store_started.set()
+        actors = mesh.spawn(
+            at.role,
+            self.config.trainer.owner,
+            config=self.config.trainer,
+            model_spec=self.model_spec,
+            store=self.store,
+            failure_folder=str(failure_folder),
+        )
+        return await self._set_up(self._group(at, mesh, actors))
+
+    async def generator(self, at: Place) -> ActorGroup:
+        config = self.config.generator
+        mesh = await self._mesh(at, imports=self._engine_imports(), env=generator_env(config))
+        await launch.setup_process_group_env(mesh)
+        # An actor gets the store as it is when the actor is spawned. Where the trainer fails, so does
+        # the whole start, and nothing waits here any more.
+        await self.store_started.wait()
+        actors = mesh.spawn(
+            at.role, config.owner, config=config, model_spec=self.model_spec, store=self.store
+        )
+        return await self._set_up(self._group(at, mesh, actors))
+
+    async def reward(self, at: Place, *, rubric: Rubric) -> ActorGroup:
+        mesh = await self._mesh(at, imports=("actors.reward",))
+        config = self.config.reward
+        group = self._group(at, mesh, mesh.spawn(at.role, config.owner, config=config, rubric=rubric))
+        await group.call("setup", limit="setup_s")
+        return group
+
+    async def _mesh(
+        self, at: Place, *, imports: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> ProcMesh:
+        """The processes of one role, with their environment and their logs settled."""
+        mesh = await launch.spawn_role(
+            at.role,
+            num_procs=at.procs_per_host,
+            threads=at.threads,
+            gpus=at.gpus,
+            env=QUIET_ENVIRONMENT | dict(env or {}),
+            host=None if at.hosts is None else self.hosts[at.hosts],
+            python=None if at.hosts is None else self.config.launch.python,
+        )
+        await launch.setup_logs(mesh, folder=self.logs.folder, console_level=self.logs.console_level)
+        await launch.import_modules(mesh, imports, timeout_s=self.config.timeouts.setup_s)
+        return mesh
+
+    def _engine_imports(self) -> tuple[str, ...]:
+        """What a generator's processes import at once: it takes longer than all else of a start."""
+        gpu = trains_on_gpu(self.config.launch, num_gpus=num_gpus())
+        if gpu and self.model_spec.batch_invariant:
+            # The engine makes a setting of its own before it imports vllm.
+            return ("actors.generator",)
+        return ("actors.generator", "actors.vllm.core")
+
+    def _group(self, at: Place, mesh: ProcMesh, actors: Any) -> ActorGroup:
+        processes = launch.local_processes(mesh)
+        return ActorGroup(name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=processes)
+
+    async def _set_up(self, group: ActorGroup) -> ActorGroup:
+        if self.set_up_with is not None:
+            await group.call("setup", self.set_up_with, limit="setup_s")
+        return group
 
 
 async def _set_up_in_turns(config: FleetConfig, fleet: Fleet, hf_assets_path: str) -> Fleet:
     """Trainer and generators that share devices, each set up while the other holds nothing."""
     trainer, generators = fleet.trainer, fleet.generators
-    await fleet.reward.call("setup", limit="setup_s")
     await trainer.call("check_sharing", config.generator.gpu_memory_utilization, limit="setup_s")
     await trainer.call("setup", hf_assets_path, limit="setup_s")
     await trainer.call("sleep", limit="setup_s")
@@ -138,32 +200,6 @@ async def close_fleet(fleet: Fleet) -> None:
     for problem in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(problem, Exception):
             logger.warning("not a clean end, its processes are killed: %s", problem)
-
-
-async def _spawn_meshes(config: FleetConfig, placement: Placement, logs: LogSettings) -> dict[str, ProcMesh]:
-    """A process mesh for each role, by its name, with its environment and its logs settled."""
-    hosts = await launch.start_hosts(config.launch, placement)
-
-    async def spawn(at: Place, env: dict[str, str]) -> ProcMesh:
-        mesh = await launch.spawn_role(
-            at.role,
-            num_procs=at.procs_per_host,
-            threads=at.threads,
-            gpus=at.gpus,
-            env=QUIET_ENVIRONMENT | env,
-            host=None if at.hosts is None else hosts[at.hosts],
-            python=None if at.hosts is None else config.launch.python,
-        )
-        await launch.setup_logs(mesh, folder=logs.folder, console_level=logs.console_level)
-        if at is not placement.reward:
-            await launch.setup_process_group_env(mesh)
-        return mesh
-
-    of_generator = generator_env(config.generator)
-    meshes = await asyncio.gather(
-        *(spawn(at, of_generator if at in placement.generators else {}) for at in placement.all)
-    )
-    return {at.role: mesh for at, mesh in zip(placement.all, meshes, strict=True)}
 
 
 def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:

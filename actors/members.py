@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from monarch.actor import Actor, current_rank, endpoint
 
 from actors.client import RUN, RUN_VARIABLE
+from rl.interpreter import without_collections
 from rl.observability.logs import setup_logging
 from rl.weights.monarch_env import SETTINGS
 
@@ -44,6 +46,13 @@ class Member(Actor):
     @endpoint
     async def set_up_logs(self, role: str, folder: Path, console_level: str) -> None:
         setup_logging(role, rank=current_rank().rank, folder=folder, console_level=console_level)
+
+    @endpoint
+    async def import_modules(self, modules: Sequence[str]) -> None:
+        # What fails here fails again where it is used, and is told there.
+        with without_collections(), contextlib.suppress(Exception):
+            for module in modules:
+                importlib.import_module(module)
 
     @endpoint
     async def set_env(self, env_of_rank: Sequence[Mapping[str, str]]) -> None:
@@ -99,7 +108,8 @@ def import_torch() -> None:
     Not in `process_main`: Monarch gives up on a process that is not up within 30 s, and on a busy
     machine or a network file system this import alone may take that long.
     """
-    import torch  # noqa: F401
+    with without_collections():
+        import torch  # noqa: F401
 
 
 def process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str, str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import signal
 
+from rl.interpreter import leave
+
 
 def main() -> None:
     # A terminal sends Ctrl-C to the whole process group, and job schedulers do so with SIGTERM. Only
@@ -19,7 +21,11 @@ def main() -> None:
     from monarch._src.actor.bootstrap_main import invoke_main
 
     config.prefix_python_logs_with_actor = False  # our lines name role and rank
-    invoke_main()
+    try:
+        invoke_main()
+    except SystemExit as end:
+        # Its actors have ended. With vllm loaded the interpreter's own end would take 2 s.
+        leave(end.code if isinstance(end.code, int) else 1)
 
 
 if __name__ == "__main__":

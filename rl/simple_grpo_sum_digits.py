@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from rl.config.entry import main
+from rl.interpreter import leave
 
 if __name__ == "__main__":
-    sys.exit(
+    leave(
         main(default_module="sum_digits", default_config="tiny", prog="python -m rl.simple_grpo_sum_digits")
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from rl.config.entry import main
+from rl.interpreter import leave
 
 if __name__ == "__main__":
-    sys.exit(main(default_module="sum_digits", default_config="tiny", prog="python -m rl.train"))
+    leave(main(default_module="sum_digits", default_config="tiny", prog="python -m rl.train"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 
 import pytest
@@ -9,12 +11,30 @@ import pytest
 import rl.weights.monarch_env  # noqa: F401  (before any test module loads Monarch)
 from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
 
-__all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish", "pytest_sessionstart"]
+__all__ = [
+    "pytest_collection_finish",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_sessionfinish",
+    "pytest_sessionstart",
+]
 
 # Before anything imports them, and inherited by the actors.
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg"
 )
+
+
+def pytest_configure() -> None:
+    # Test modules import much, of which nothing is garbage: see `rl.interpreter`.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)
+
 
 TIME_LIMITS_S = {"slow": 1200, "medium": 300}
 """By marker, for tests that name none; the others have the limit of pyproject.toml."""

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 from rl.config.cli import parse_cli
 from rl.errors import RunError
+from rl.interpreter import without_collections
 
 
 def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
     """Returns the exit status: 0 after success, 1 after a run that stopped, 2 for a config that
     cannot run, 130 after Ctrl-C."""
-    run = parse_cli(
-        sys.argv[1:] if argv is None else argv,
-        default_module=default_module,
-        default_config=default_config,
-        prog=prog,
-    )
+    with without_collections():  # the config's module imports what a run is made of
+        run = parse_cli(
+            sys.argv[1:] if argv is None else argv,
+            default_module=default_module,
+            default_config=default_config,
+            prog=prog,
+        )
     try:
         run.config.build(run=run).run()
     except ValueError as error:

@@ -339,16 +339,36 @@ def estimated(case):
     return config.estimate_memory(case.shape.spec(), degrees=degrees, on_gpu=False)
 
 
+def once(measuring):
+    """Like `functools.cache`, but an error is kept too: who asks again is told, nothing is tried again."""
+    results: dict[Any, Any] = {}
+    errors: dict[Any, BaseException] = {}
+
+    @functools.wraps(measuring)
+    def kept(*args):
+        if args in errors:
+            pytest.fail(f"not measured: {type(errors[args]).__name__}: {errors[args]}", pytrace=False)
+        if args not in results:
+            try:
+                results[args] = measuring(*args)
+            except (Exception, pytest.fail.Exception) as error:
+                errors[args] = error
+                raise
+        return results[args]
+
+    return kept
+
+
 @pytest.fixture(scope="module")
 def measured():
     """The peak of a case; all whose ranks are pretended are measured at once, slow ones apart."""
 
-    @functools.cache
+    @once
     def pretended(slow):
         shares = run_ranks(measure_pretended, NUM_PROCESSES, slow, timeout_s=280)
         return {name: peak for share in shares for name, peak in share.items()}
 
-    real = functools.cache(lambda size, slow: run_ranks(measure_real, size, size, slow, timeout_s=100)[0])
+    real = once(lambda size, slow: run_ranks(measure_real, size, size, slow, timeout_s=100)[0])
 
     def peak(name):
         case = CASES[name]
@@ -368,6 +388,24 @@ def test_estimate_is_within_15_percent_of_the_peak(measured, name):
     estimate, peak = estimated(CASES[name]), measured(name)
     assert peak > 200e6
     assert estimate.total == pytest.approx(peak, rel=BOUND), estimate.describe()
+
+
+def test_a_measuring_that_fails_is_not_tried_again_and_its_error_told_to_all():
+    tried = []
+
+    @once
+    def measuring(size):
+        tried.append(size)
+        if size > 1:
+            raise OSError("no memory")
+        return {"a": size}
+
+    with pytest.raises(OSError, match="no memory"):
+        measuring(2)
+    with pytest.raises(pytest.fail.Exception, match="not measured: OSError: no memory"):
+        measuring(2)
+    assert measuring(1) == measuring(1) == {"a": 1}
+    assert tried == [2, 1]
 
 
 def test_parameters_gradients_and_state_are_counted_exactly():
