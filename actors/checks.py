@@ -302,8 +302,8 @@ def check_replicas(fleet: FleetConfig, *, num_cores: int, memory_bytes: int) -> 
     num_procs = generator.num_replicas * generator.tensor_parallel_degree
     if generator.num_replicas > num_cores:
         raise ValueError(
-            f"generator.num_replicas={generator.num_replicas}: must be at most {num_cores}, the cores of this "
-            "machine, which has no GPU"
+            f"generator.num_replicas={generator.num_replicas}: must be at most {num_cores}, the cores of "
+            "this machine, which has no GPU"
         )
     if num_procs * generator.cpu_kv_cache_gib * 2**30 > memory_bytes:
         raise ValueError(

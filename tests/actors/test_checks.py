@@ -58,7 +58,7 @@ def test_more_generators_than_cores_are_refused_where_these_are_the_devices():
     config = tiny()
     config.generator.num_replicas = 3
     check_replicas(config.fleet, num_cores=3, memory_bytes=3 * 2**30)
-    with pytest.raises(ValueError, match=r"generator\.num_replicas=3: must be at most 2, the cores of this"):
+    with pytest.raises(ValueError, match=r"generator\.num_replicas=3: must be at most 2, the cores of"):
         check_replicas(config.fleet, num_cores=2, memory_bytes=3 * 2**30)
     with pytest.raises(
         ValueError, match=r"cpu_kv_cache_gib=1 of each of 3 generator processes is more than the 2 GiB of"
