@@ -118,12 +118,18 @@ class ActorPublisher:
         generators: Sequence[Group],
         store: WeightStore,
         canary: LogprobCanary | None,
+        drains: bool = False,
     ) -> None:
-        """`canary` None leaves it at the checksums."""
+        """
+        Args:
+            canary: None leaves it at the checksums.
+            drains: a pull waits for completions that run, as long as these may take.
+        """
         self.trainer = trainer
         self.generators = generators
         self.store = store
         self.canary = canary
+        self._pull_limit = "generate_s + sync_s" if drains else "sync_s"
         self._pushed: _Pushed | None = None
 
     async def push(self) -> int:
@@ -146,7 +152,10 @@ class ActorPublisher:
         assert pushed is not None, "nothing was pushed"
         assert pushed.version == policy_version, f"version {pushed.version} was pushed last"
         pulls = await asyncio.gather(
-            *(g.call("pull_model_state_dict", policy_version, limit="sync_s") for g in self.generators)
+            *(
+                g.call("pull_model_state_dict", policy_version, limit=self._pull_limit)
+                for g in self.generators
+            )
         )
         pulled = {
             generator.name: [s for rank in ranks for s in rank.sums]

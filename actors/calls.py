@@ -35,7 +35,8 @@ class Timeouts:
     score_s: float = 600.0
     """Scoring all rollouts of a step or of an evaluation."""
     sync_s: float = 600.0
-    """A push of the weights by all trainer ranks, or a pull by all of a generator's."""
+    """A push of the weights by all trainer ranks, or a pull by all of a generator's; where running
+    completions are finished first (generator.on_update 'drain'), after generate_s for these."""
     checkpoint_s: float = 1800.0
     """Saving or loading a checkpoint."""
     close_s: float = 20.0
@@ -80,7 +81,9 @@ class ActorGroup:
     """Those of this host, by rank."""
 
     def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
-        """Call `endpoint` on every rank; the answers in rank order. `limit` is a field of `Timeouts`.
+        """Call `endpoint` on every rank; the answers in rank order.
+
+        `limit` is a field of `Timeouts`, or several, joined by " + ".
 
         The call is sent at once, before what is returned is awaited: calls reach the actors in this order.
 
@@ -97,7 +100,7 @@ class ActorGroup:
         return [value for _, value in values.items()]
 
     async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str) -> T:
-        limit_s: float = getattr(self.timeouts, limit)
+        limit_s: float = sum(getattr(self.timeouts, name) for name in limit.split(" + "))
         try:
             return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s)
         except TimeoutError as error:

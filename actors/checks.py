@@ -33,6 +33,7 @@ from rl.training.reference import check_reference
 from rl.training.schedule import check_total_steps
 from rl.training.starting_weights import reference_folder
 from rl.types import Completion, Problem, Rollout
+from rl.weights.store import WeightStore
 
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
@@ -288,6 +289,39 @@ def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int
             f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
             f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
             compiled=trainer.compile.enable,
+        )
+
+
+def check_replicas(fleet: FleetConfig, *, num_cores: int, memory_bytes: int) -> None:
+    """On a machine without GPUs, whose devices are its cores: the generators against cores and memory.
+
+    Raises:
+        ValueError: names the field, and what there is.
+    """
+    generator = fleet.generator
+    num_procs = generator.num_replicas * generator.tensor_parallel_degree
+    if generator.num_replicas > num_cores:
+        raise ValueError(
+            f"generator.num_replicas={generator.num_replicas}: must be at most {num_cores}, the cores of "
+            "this machine, which has no GPU"
+        )
+    if num_procs * generator.cpu_kv_cache_gib * 2**30 > memory_bytes:
+        raise ValueError(
+            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} generator "
+            f"processes is more than the {memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
+        )
+
+
+def check_waits(fleet: FleetConfig, *, store: WeightStore.Config) -> None:
+    """Deadlines within deadlines, of which the inner one says more.
+
+    Raises:
+        ValueError: names both fields.
+    """
+    if store.timeout_s > fleet.timeouts.sync_s:
+        raise ValueError(
+            f"weights.timeout_s={store.timeout_s:g} is more than timeouts.sync_s={fleet.timeouts.sync_s:g}, "
+            "after which the run stops: raise that too"
         )
 
 

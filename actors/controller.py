@@ -181,7 +181,11 @@ class Controller(Configurable):
             ),
             learner=learner,
             publisher=ActorPublisher(
-                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, canary=plan.canary
+                trainer=fleet.trainer,
+                generators=fleet.generators,
+                store=fleet.store,
+                canary=plan.canary,
+                drains=self.config.loop.max_policy_age > 0 and self.config.generator.on_update == "drain",
             ),
             scorer=ActorScorer(fleet.reward, num_procs=self.config.reward.num_procs),
         )

@@ -16,7 +16,9 @@ from actors.checks import (
     check_load_source,
     check_memory,
     check_reference_weights,
+    check_replicas,
     check_task,
+    check_waits,
 )
 from actors.fleet import num_gpus
 from actors.run_config import STARTING_POINTS, RunConfig
@@ -66,10 +68,13 @@ def make_plan(config: RunConfig) -> Plan:
     check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
     reference = check_reference_weights(source, start=start, fleet=config.fleet, num_gpus=num_gpus())
     check_end(config.fleet, warms_up=config.warmup is not None)
+    check_waits(config.fleet, store=config.weights)
     check_unused(config.weights)
     if not config.launch.on_cluster and num_gpus() == 0:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
+        num_cores = len(os.sched_getaffinity(0))
+        check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
     tokenizer, stop_ids = start.tokenizer()
     renderer = ChatRenderer(
         tokenizer=tokenizer,

@@ -93,7 +93,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         Case(**asdict(one) | {"num_layers": num_layers}),
         *(
             Case(**asdict(one) | {"name": f"one_to_one_{n}_layers", "num_layers": n})
-            for n in (1, num_layers // 4)
+            for n in sorted({1, num_layers // 4})
             if 0 < n < num_layers
         ),
         Case(**asdict(one) | {"name": "one_to_one_float32", "num_layers": num_layers, "dtype": "float32"}),

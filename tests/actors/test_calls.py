@@ -46,6 +46,8 @@ def test_no_answer_names_actor_endpoint_and_deadline(called):
         ActorTimeoutError, match=r"^trainer\.never gave no answer within timeouts\.close_s=1$"
     ):
         called("never", limit="close_s")
+    with pytest.raises(ActorTimeoutError, match=r"within timeouts\.close_s \+ close_s=2$"):
+        called("never", limit="close_s + close_s")
 
 
 @pytest.mark.medium

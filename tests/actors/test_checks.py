@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.checks import check_end, check_layout
+from actors.checks import check_end, check_layout, check_replicas, check_waits
 from actors.plan import starting_point
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.tree import rebuild
@@ -52,6 +52,27 @@ def test_more_generators_than_devices_are_refused_before_the_start():
     config.launch.trainer_hosts = 2
     with pytest.raises(ValueError, match="launch: trainer_hosts=2 with hosts='this'"):
         check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=4)
+
+
+def test_more_generators_than_cores_are_refused_where_these_are_the_devices():
+    config = tiny()
+    config.generator.num_replicas = 3
+    check_replicas(config.fleet, num_cores=3, memory_bytes=3 * 2**30)
+    with pytest.raises(ValueError, match=r"generator\.num_replicas=3: must be at most 2, the cores of"):
+        check_replicas(config.fleet, num_cores=2, memory_bytes=3 * 2**30)
+    with pytest.raises(
+        ValueError, match=r"cpu_kv_cache_gib=1 of each of 3 generator processes is more than the 2 GiB of"
+    ):
+        check_replicas(config.fleet, num_cores=3, memory_bytes=2 * 2**30)
+
+
+def test_a_transfer_may_not_take_longer_than_the_run_waits_for_it():
+    config = tiny()
+    config.weights.timeout_s = config.timeouts.sync_s
+    check_waits(config.fleet, store=config.weights)
+    config.weights.timeout_s += 1
+    with pytest.raises(ValueError, match=r"weights\.timeout_s=601 is more than timeouts\.sync_s=600, after"):
+        check_waits(config.fleet, store=config.weights)
 
 
 def test_a_machine_without_gpus_may_start_a_run_that_has_them_elsewhere():

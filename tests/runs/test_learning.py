@@ -47,6 +47,13 @@ def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
     return run
 
 
+def starting_point(run: FinishedRun) -> str:
+    """Folder of the weights that its warm-up made."""
+    log = "\n".join(path.read_text() for path in (run.folder / "logs").glob("controller*.log"))
+    (start,) = re.findall(r"warmed up; starting from (\S+)", log)
+    return str(start)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed, seed):
@@ -73,10 +80,23 @@ def test_a_reward_of_noise_teaches_nothing(run_of_seed, dump_folder):
 
 
 @pytest.mark.timeout(900)
+def test_generation_a_step_ahead_reaches_nine_tenths_too(run_of_seed, dump_folder):
+    run = run_to_the_end(
+        dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path", starting_point(run_of_seed(0)),
+        "--warmup", "None", limit_s=LATER_RUN_LIMIT_S,
+    )  # fmt: skip
+    assert run.status == 0, run.output
+    assert run.evaluations[0]["eval/correct"] <= 0.5
+    assert run.evaluations[max(run.evaluations)]["eval/correct"] >= 0.9
+    ages = [step["age/max"] for step in run.steps]
+    assert set(ages) == {0, 1}
+    assert sum(ages) >= 0.8 * len(ages)  # or nothing was ahead
+
+
+@pytest.mark.timeout(900)
 def test_all_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_folder):
     """From one starting point, which a warm-up in other kernels would not be."""
-    log = "\n".join(path.read_text() for path in (run_of_seed(0).folder / "logs").glob("controller*.log"))
-    (start,) = re.findall(r"warmed up; starting from (\S+)", log)
+    start = starting_point(run_of_seed(0))
     means = {}
     for config in LAYOUTS:
         run = run_to_the_end(

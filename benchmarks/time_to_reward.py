@@ -1,0 +1,111 @@
+"""Seconds of training until nine tenths are right: the synchronous loop against the asynchronous one.
+
+    python -m benchmarks.time_to_reward [--quick] [--seeds 0 1 2]
+
+Whole runs of `tiny` and `tiny_async` on sum-digits, from the same warmed-up weights for a seed, evaluated
+every few steps on 512 held-out problems. Counted are the steps' seconds, all that passes from one
+step's end to the next but for evaluations. The sides take turns. The last line is a JSON object: medians over
+the seeds; `ratio` is synchronous over asynchronous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SIDES = {"sync": "tiny", "async": "tiny_async"}
+GOAL = 0.9
+"""Share of right answers, greedily decoded."""
+RUN_TIMEOUT_S = 900.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, evaluated less often")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    seeds, every = (args.seeds[:1], 10) if args.quick else (args.seeds, 5)
+    load = os.getloadavg()[0]
+    reached: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            start = _warmed_up(Path(folder), seed=seed)
+            for side, config in SIDES.items():
+                records = _run(
+                    Path(folder), f"{config}-{seed}", "--config", config, "--seed", str(seed),
+                    "--hf_assets_path", start, "--warmup", "None", "--loop.eval_every", str(every),
+                )  # fmt: skip
+                reached[side].append(first_reached(records, goal=GOAL))
+                print(f"seed {seed}, {side}: {reached[side][-1]}", flush=True)
+    medians = {
+        side: {key: statistics.median(values[key] for values in of_seeds) for key in of_seeds[0]}
+        for side, of_seeds in reached.items()
+    }
+    figures = {
+        "benchmark": "time_to_reward",
+        "goal": GOAL,
+        "seeds": seeds,
+        "eval_every": every,
+        "load_before": round(load, 2),
+        "reached": reached,
+        "medians": medians,
+        "ratio": {"seconds": medians["sync"]["seconds"] / medians["async"]["seconds"]},
+    }
+    print(json.dumps(figures))
+
+
+def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, float]:
+    """Step and seconds of steps up to the first evaluation at `goal`, and the oldest token trained on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    seconds = age = 0.0
+    for record in records:
+        seconds += record.get("time/step_s", 0.0)
+        age = max(age, record.get("age/max", 0.0))
+        if record.get("eval/correct", 0.0) >= goal:
+            return {"step": record["step"], "seconds": seconds, "age_max": age}
+    raise ValueError(f"no evaluation reached {goal}")
+
+
+def _warmed_up(folder: Path, *, seed: int) -> str:
+    """Folder of the weights that both sides start from."""
+    name = f"start-{seed}"
+    _run(folder, name, "--seed", str(seed), "--loop.num_steps", "0", "--loop.eval_every", "0")
+    log = "\n".join(path.read_text() for path in (folder / name / "logs").glob("controller*.log"))
+    (start,) = re.findall(r"warmed up; starting from (\S+)", log)
+    return str(start)
+
+
+def _run(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
+    """Its metrics, in order."""
+    from rl.observability.metrics import read_metrics
+
+    command = [sys.executable, "-m", "rl.simple_grpo_sum_digits", "--dump_folder", str(folder)]
+    done = subprocess.run(
+        [*command, "--name", name, *options],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    path = folder / name / "metrics.jsonl"
+    return list(read_metrics(path)) if path.exists() else []
+
+
+if __name__ == "__main__":
+    main()
