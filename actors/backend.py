@@ -6,18 +6,16 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from actors.calls import Group
-from actors.canary import LogprobCanary
+from actors.sync_check import SyncCheck
 from losses.types import Loss
 from rl.errors import RunError
 from rl.training.config import Dtype
 from rl.types import (
-    BoxSum,
     Completion,
     ForwardBackwardResult,
     LoopPosition,
@@ -29,7 +27,6 @@ from rl.types import (
     ServeResult,
     TrainingSample,
 )
-from rl.weights.canary import check_sums
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -112,81 +109,32 @@ class ActorPublisher:
     """A `WeightPublisher`: trainer ranks push, every generator pulls and is checked."""
 
     def __init__(
-        self,
-        *,
-        trainer: Group,
-        generators: Sequence[Group],
-        store: WeightStore,
-        canary: LogprobCanary | None,
-        drains: bool = False,
+        self, *, trainer: Group, generators: Sequence[Group], store: WeightStore, check: SyncCheck
     ) -> None:
-        """
-        Args:
-            canary: None leaves it at the checksums.
-            drains: a pull waits for completions that run, as long as these may take.
-        """
         self.trainer = trainer
         self.generators = generators
         self.store = store
-        self.canary = canary
-        self._pull_limit = "generate_s + sync_s" if drains else "sync_s"
-        self._pushed: _Pushed | None = None
+        self.check = check
 
     async def push(self) -> int:
         # Both are sent here and now, so that they come before whatever the trainer is asked for next.
         calls = [self.trainer.call("push_model_state_dict", limit="sync_s")]
-        if self.canary is not None:
-            calls.append(self.trainer.call("compute_logprobs", [self.canary.sample], limit="train_s"))
+        if self.check.canary is not None:
+            calls.append(self.trainer.call("compute_logprobs", [self.check.canary.sample], limit="train_s"))
         pushes, *answers = await asyncio.gather(*calls)
-        version = pushes[0].policy_version
+        version: int = pushes[0].policy_version
         await self.store.announce(version)
-        self._pushed = _Pushed(
-            version=version,
+        self.check.expect(
+            version,
             sums=[s for push in pushes for s in push.sums],
             logprobs_T=answers[0][0][0] if answers else None,
         )
         return version
 
     async def serve(self, policy_version: int) -> ServeResult:
-        pushed = self._pushed
-        assert pushed is not None, "nothing was pushed"
-        assert pushed.version == policy_version, f"version {pushed.version} was pushed last"
-        pulls = await asyncio.gather(
-            *(
-                g.call("pull_model_state_dict", policy_version, limit=self._pull_limit)
-                for g in self.generators
-            )
-        )
-        pulled = {
-            generator.name: [s for rank in ranks for s in rank.sums]
-            for generator, ranks in zip(self.generators, pulls, strict=True)
-        }
-        check_sums(version=policy_version, pushed=pushed.sums, pulled=pulled)
-        diff = await self._compare(pushed)
+        diff = await self.check.pull(policy_version, generators=self.generators)
         await self.store.prune()
         return ServeResult(canary_diff=diff)
-
-    async def _compare(self, pushed: _Pushed) -> float | None:
-        if self.canary is None or pushed.logprobs_T is None:
-            return None
-        answers = await asyncio.gather(
-            *(
-                g.call("compute_logprobs", [self.canary.token_ids], limit="generate_s")
-                for g in self.generators
-            )
-        )
-        found = {g.name: ranks[0][0] for g, ranks in zip(self.generators, answers, strict=True)}
-        return self.canary.check(policy_version=pushed.version, expected_T=pushed.logprobs_T, found=found)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pushed:
-    """What generators are compared with."""
-
-    version: int
-    sums: list[BoxSum]
-    logprobs_T: np.ndarray | None
-    """Of the canary."""
 
 
 class ActorScorer:

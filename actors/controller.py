@@ -25,6 +25,7 @@ from actors.hosts import describe
 from actors.plan import Plan, make_plan
 from actors.router import Router
 from actors.run_config import RunConfig
+from actors.sync_check import SyncCheck
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
@@ -127,6 +128,10 @@ class Controller(Configurable):
             fleet = await start_fleet(
                 config.fleet,
                 store=store,
+                check=SyncCheck(
+                    plan.canary,
+                    drains=config.loop.max_policy_age > 0 and config.generator.on_update == "drain",
+                ),
                 model_spec=start.spec,
                 hf_assets_path=str(start.folder),
                 rubric=task.rubric(seed=config.seed),
@@ -142,7 +147,7 @@ class Controller(Configurable):
             logger.info("loaded %s, policy version %d", source.path, version)
         with MetricsWriter(folder.metrics) as metrics:
             loop: Loop = config.loop.build(
-                seams=self._seams(fleet, learner, plan),
+                seams=self._seams(fleet, learner),
                 renderer=renderer,
                 train_problems=task.train_problems(seed=config.seed),
                 eval_problems=task.eval_problems(),
@@ -174,18 +179,14 @@ class Controller(Configurable):
             # In a thread: to import matplotlib takes as long as to export.
             await asyncio.to_thread(write_learning_curve, folder.metrics, folder.learning_curve)
 
-    def _seams(self, fleet: Fleet, learner: ActorLearner, plan: Plan) -> Seams:
+    def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:
         return Seams(
             sampler=Router(
                 [ActorSampler(generator) for generator in fleet.generators], strategy=self.config.router
             ),
             learner=learner,
             publisher=ActorPublisher(
-                trainer=fleet.trainer,
-                generators=fleet.generators,
-                store=fleet.store,
-                canary=plan.canary,
-                drains=self.config.loop.max_policy_age > 0 and self.config.generator.on_update == "drain",
+                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
             ),
             scorer=ActorScorer(fleet.reward, num_procs=self.config.reward.num_procs),
         )

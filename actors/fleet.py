@@ -18,6 +18,7 @@ from actors.generator import VLLMGenerator, generator_env
 from actors.launch_config import LaunchConfig
 from actors.placement import Place, Placement, Processes, place, too_many_threads
 from actors.reward import RewardActor
+from actors.sync_check import SyncCheck
 from actors.trainer import PolicyTrainer
 from actors.turns import Turns
 from rl.models.spec import ModelSpec
@@ -56,12 +57,15 @@ class Fleet:
     """One a replica."""
     reward: ActorGroup
     store: WeightStore
+    check: SyncCheck
+    """Of every pull."""
 
 
 async def start_fleet(
     config: FleetConfig,
     *,
     store: WeightStore,
+    check: SyncCheck,
     model_spec: ModelSpec,
     hf_assets_path: str,
     rubric: Rubric,
@@ -89,7 +93,9 @@ async def start_fleet(
         start.reward(placement.reward, rubric=rubric),
         *map(start.generator, placement.generators),
     )
-    fleet = Fleet(trainer=trainer, generators=tuple(generators), reward=reward, store=store)
+    fleet = Fleet(
+        trainer=trainer, generators=tuple(generators), reward=reward, store=store, check=check
+    )
     if config.launch.share_gpus:
         return await _set_up_in_turns(config, fleet, hf_assets_path)
     return fleet
@@ -186,7 +192,7 @@ async def _set_up_in_turns(config: FleetConfig, fleet: Fleet, hf_assets_path: st
     for call in (("setup", hf_assets_path), ("sleep",)):
         await asyncio.gather(*(generator.call(*call, limit="setup_s") for generator in generators))
     await trainer.call("wake", limit="setup_s")
-    turns = Turns(trainer=trainer, generators=generators)
+    turns = Turns(trainer=trainer, generators=generators, check=fleet.check)
     return replace(fleet, trainer=turns.trainer, generators=turns.generators)
 
 

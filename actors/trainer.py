@@ -224,7 +224,7 @@ class PolicyTrainer(Actor, Configurable):
         await self._compute(check, self.config, self.model_spec)
 
     @concurrent_endpoint
-    async def sleep(self, keep_weights: bool = False) -> int:
+    async def sleep(self) -> int:
         """Leave the device to somebody else; until `wake`, every other endpoint but `close` raises.
 
         Returns:
@@ -233,7 +233,7 @@ class PolicyTrainer(Actor, Configurable):
         Raises:
             ValueError: a gradient is accumulated.
         """
-        return await self._change_weights(partial(self._turns.sleep, keep_weights=keep_weights))
+        return await self._change_weights(self._turns.sleep)
 
     @concurrent_endpoint
     async def wake(self) -> int:

@@ -1,6 +1,6 @@
 """Trainer and generators that share their devices: whoever is called has them, the others sleep.
 
-    turns = Turns(trainer=fleet.trainer, generators=fleet.generators)
+    turns = Turns(trainer=fleet.trainer, generators=fleet.generators, check=fleet.check)
     learner = ActorLearner(turns.trainer)
     sampler = Router([ActorSampler(generator) for generator in turns.generators])
 
@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from actors.calls import Group
+from actors.sync_check import SyncCheck
 
 Side = Literal["trainer", "generators"]
 
@@ -25,8 +26,10 @@ _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
 class Turns:
     """Who has the devices. At first the trainer, with the generators asleep."""
 
-    def __init__(self, *, trainer: Group, generators: Sequence[Group]) -> None:
+    def __init__(self, *, trainer: Group, generators: Sequence[Group], check: SyncCheck) -> None:
+        """`check` is of every pull."""
         self._groups: dict[Side, Sequence[Group]] = {"trainer": [trainer], "generators": generators}
+        self._check = check
         self._holder: Side = "trainer"
         self._num_calls = 0
         self._changed = asyncio.Condition()
@@ -62,13 +65,13 @@ class Turns:
         self._holder = side
 
     async def _pull_again(self) -> None:
-        """What was served before they slept; before the first pull there is nothing."""
+        """What was served before they slept, checked once more; before the first pull there is nothing."""
         if self._served is not None:
-            await self._all("generators", "pull_model_state_dict", self._served)
+            await self._check.pull(self._served, generators=self._groups["generators"])
             self._have_weights = True
 
-    async def _all(self, side: Side, endpoint: str, *args: Any) -> None:
-        await asyncio.gather(*(g.call(endpoint, *args, limit="sync_s") for g in self._groups[side]))
+    async def _all(self, side: Side, endpoint: str) -> None:
+        await asyncio.gather(*(g.call(endpoint, limit="sync_s") for g in self._groups[side]))
 
 
 class TakingTurns:

@@ -53,11 +53,8 @@ class TrainerSleep:
     def asleep(self) -> bool:
         return self._asleep
 
-    def sleep(self, *, keep_weights: bool = False) -> int:
+    def sleep(self) -> int:
         """Move weights, optimizer state and reference policy to the host; idempotent.
-
-        Args:
-            keep_weights: leave the policy's own weights on the device.
 
         Returns:
             Bytes freed on the device.
@@ -76,7 +73,7 @@ class TrainerSleep:
         if engine.reference is not None:
             engine.reference.policy.release()
         barrier()
-        for storage in self._storages(keep_weights=keep_weights):
+        for storage in self._storages():
             num_bytes = storage.nbytes()
             key = storage._cdata
             if key not in self._host or self._host[key].nbytes != num_bytes:
@@ -106,20 +103,19 @@ class TrainerSleep:
         self._asleep = False
         return moved_bytes
 
-    def _storages(self, *, keep_weights: bool) -> list[torch.UntypedStorage]:
+    def _storages(self) -> list[torch.UntypedStorage]:
         """What lies on the engine's device, each memory once: tied parameters share theirs."""
         found: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors(keep_weights=keep_weights):
+        for tensor in self._tensors():
             storage = local_tensor(unwrapped(tensor)).untyped_storage()
             if storage.device.type == self.engine.device.type and storage.nbytes():
                 found.setdefault(storage._cdata, storage)
         return list(found.values())
 
-    def _tensors(self, *, keep_weights: bool) -> Iterator[Tensor]:
+    def _tensors(self) -> Iterator[Tensor]:
         engine = self.engine
-        if not keep_weights:
-            for parameter in engine.policy.parameters.values():
-                yield parameter.data
+        for parameter in engine.policy.parameters.values():
+            yield parameter.data
         for state in engine.optimizer.inner.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         if engine.optimizer.muon is not None:

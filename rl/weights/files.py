@@ -4,19 +4,21 @@
         v3/              announced: written with torch.distributed.checkpoint, parts of any layout
         v4.not-announced/
 
-The calls, their order and their errors are those of `WeightStore`.
+The calls, their order and their errors are those of `WeightStore`. What touches files does so in a thread
+of its own, so that the deadline holds whatever the file system does; a push, in which ranks meet, does so in
+the thread of their collectives, and the deadline is that of the collectives.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch import Tensor
 from rl.distributed.first_rank import on_first_rank
 from rl.distributed.process_group import awaiting
 from rl.distributed.shards import unwrapped
+from rl.distributed.threads import use_threads
 from rl.training.checkpoint import read_tensors, saved_names, write_tensors
 from rl.weights.box_sums import sums_of
 from rl.weights.errors import (
@@ -39,8 +42,10 @@ from rl.weights.plan import check_names
 from rl.weights.shards import parts_of
 from rl.weights.store import Dtype, Transfer, WeightStore
 from rl.weights.volumes import VolumeStats
+from rl.worker_thread import WorkerThread
 
 _PARTIAL = ".not-announced"
+T = TypeVar("T")
 
 
 class FileWeightStore(WeightStore):
@@ -58,6 +63,10 @@ class FileWeightStore(WeightStore):
         self._is_started = False
         self._made_parent = False
         self._group: dist.ProcessGroup | None = None
+        self._thread: WorkerThread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_thread": None}
 
     async def start(self, mesh: ProcMesh) -> None:
         """Make the folder; `mesh` has no part in it.
@@ -66,6 +75,9 @@ class FileWeightStore(WeightStore):
             WeightStoreError: it is there already: another run's, or that of one that was killed.
         """
         del mesh
+        await self._in_thread("start", self._start)
+
+    def _start(self) -> None:
         self._made_parent = not self.folder.parent.exists()
         try:
             self.folder.mkdir(parents=True)
@@ -75,7 +87,13 @@ class FileWeightStore(WeightStore):
 
     async def stop(self) -> None:
         """Remove all files. Idempotent."""
-        self.discard()
+        # What a file system that hangs does not remove stays for `discard`.
+        with suppress(WeightStoreError):
+            if self._is_started:
+                await self._in_thread("stop", self.discard)
+        if self._thread is not None:
+            self._thread.stop(timeout_s=1.0)
+            self._thread = None
 
     def discard(self) -> None:
         """Remove all files; those of another run, with which this one could not start, stay."""
@@ -112,6 +130,9 @@ class FileWeightStore(WeightStore):
 
     async def announce(self, version: int) -> int:
         """As `WeightStore.announce`: the folder gets its name."""
+        return await self._in_thread("announce", self._announce, version, version=version)
+
+    def _announce(self, version: int) -> int:
         self._check_started()
         partial = self._partial(version)
         if self._announced(version).is_dir():
@@ -128,31 +149,41 @@ class FileWeightStore(WeightStore):
 
     async def versions(self) -> list[int]:
         """The readable versions, oldest first."""
+        return await self._in_thread("versions", self._versions)
+
+    def _versions(self) -> list[int]:
         self._check_started()
         return sorted(version for version, is_announced in self._found() if is_announced)
 
     async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
         """As `WeightStore.pull`; each rank reads its own part, without the others."""
+        return await self._in_thread(
+            "pull", self._read, version, state_dict, version=version, num_tensors=len(state_dict)
+        )
+
+    def _read(self, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
         self._check_started()
         folder = self._announced(version)
-        async with self._operation("pull", version=version, num_tensors=len(state_dict)):
-            if not folder.is_dir():
-                raise VersionNotFoundError(self._what_is_there(version))
-            parts = parts_of(state_dict)
-            shapes = saved_names(folder)
-            check_names(version, stored=set(shapes), wanted=state_dict.keys())
-            for part in parts:
-                if shapes[part.name] != tuple(part.box.global_shape):
-                    raise WeightMismatchError(
-                        f"{part.name!r} has shape {shapes[part.name]} in the store "
-                        f"and {tuple(part.box.global_shape)} here"
-                    )
-            wanted: dict[str, Any] = {part.name: unwrapped(state_dict[part.name].detach()) for part in parts}
-            read_tensors(folder, wanted, group=None)
+        if not folder.is_dir():
+            raise VersionNotFoundError(self._what_is_there(version))
+        parts = parts_of(state_dict)
+        shapes = saved_names(folder)
+        check_names(version, stored=set(shapes), wanted=state_dict.keys())
+        for part in parts:
+            if shapes[part.name] != tuple(part.box.global_shape):
+                raise WeightMismatchError(
+                    f"{part.name!r} has shape {shapes[part.name]} in the store "
+                    f"and {tuple(part.box.global_shape)} here"
+                )
+        wanted: dict[str, Any] = {part.name: unwrapped(state_dict[part.name].detach()) for part in parts}
+        read_tensors(folder, wanted, group=None)
         return Transfer(num_bytes=sum(part.local.nbytes for part in parts), sums=sums_of(state_dict))
 
     async def delete(self, version: int) -> None:
         """As `WeightStore.delete`."""
+        await self._in_thread("delete", self._delete, version, version=version)
+
+    def _delete(self, version: int) -> None:
         self._check_started()
         folders = [f for f in (self._announced(version), self._partial(version)) if f.is_dir()]
         if not folders:
@@ -161,10 +192,33 @@ class FileWeightStore(WeightStore):
             shutil.rmtree(folder)
 
     async def stats(self) -> VolumeStats:
-        """Files, and their bytes."""
+        """As `WeightStore.stats`: files, and their bytes."""
+        return await self._in_thread("stats", self._stats)
+
+    def _stats(self) -> VolumeStats:
         self._check_started()
         sizes = [file.stat().st_size for file in self.folder.glob("v*/*")]
         return VolumeStats(num_boxes=len(sizes), num_bytes=sum(sizes))
+
+    async def _in_thread(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *args: Any,
+        version: int | None = None,
+        num_tensors: int = 0,
+    ) -> T:
+        """An operation's result, with the deadline of all.
+
+        Not in the loop's own thread, which a file system that hangs would hold. One at a time: a late read
+        cannot write into tensors that were read again.
+        """
+        if self._thread is None:
+            self._thread = WorkerThread("weight-files")
+        async with self._operation(name, version=version, num_tensors=num_tensors) as progress:
+            progress.waiting_for = f"files in {self.folder}"
+            await self._thread.run(use_threads, 1)
+            return await self._thread.run(function, *args)
 
     def _announced(self, version: int) -> Path:
         return self.folder / f"v{version}"

@@ -40,7 +40,7 @@ from rl.weights.copying import Copier
 from rl.weights.deadline import Progress, operation
 from rl.weights.errors import VersionNotFoundError, WeightStoreError
 from rl.weights.messages import all_of
-from rl.weights.monarch_compat import LocalClient, has_rdma
+from rl.weights.monarch_compat import has_rdma
 from rl.weights.plan import Read, plan_reads
 from rl.weights.room import Room
 from rl.weights.segments import SegmentRef, free_memory, this_host
@@ -265,18 +265,13 @@ class WeightStore(Configurable):
         return old
 
     async def stats(self) -> VolumeStats:
-        """What all volumes hold together."""
+        """What all volumes hold together; to see in tests that memory is given back."""
         _, strategy = self._started()
         async with self._operation("stats"):
             stats = [s for _, s in (await strategy.storage_volumes.stats.call()).items()]
         return VolumeStats(
             num_boxes=sum(s.num_boxes for s in stats), num_bytes=sum(s.num_bytes for s in stats)
         )
-
-    def torchstore_client(self) -> LocalClient:
-        """torchstore's own client, to look at the keys `<state_dict_key>/v<version>/<name>`."""
-        index, strategy = self._started()
-        return LocalClient(controller=index, strategy=strategy)
 
     def _key(self, version: int, name: str) -> str:
         return f"{self.config.state_dict_key}/v{version}/{name}"

@@ -17,7 +17,6 @@ PyTorch's operations, for tensors on a GPU (on a CPU it sums 1.4 GB/s).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -25,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from rl.tensor_memory import memory_of
 
 BLOCK = 4096
 """Columns; their weights stay in a core's first cache."""
@@ -41,22 +42,12 @@ def checksum(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[i
         return sum_by_torch(tensor, global_shape=global_shape, offsets=offsets)
     bits, first_column, num_blocks = _bits(tensor, global_shape, offsets)
     span = 1 + sum((size - 1) * stride for size, stride in zip(bits.shape, bits.stride(), strict=True))
-    flat = _array(bits, span)
+    flat = memory_of(bits, dtype=f"u{bits.element_size()}", num_elements=span)
     sum_rows, weights, num_columns, total = _kernel(), _column_weights(), bits.shape[-1], 0
     for start, row, num_rows, stride in _slabs(bits, global_shape, offsets):
         part = flat[start:]
         total += int(sum_rows(part, num_rows, stride, row, first_column, num_columns, num_blocks, weights))
     return total % 2**64
-
-
-def _array(tensor: Tensor, span: int) -> np.ndarray:
-    """[span] unsigned: the memory from the tensor's first element on.
-
-    Not by `tensor.numpy()`, after which PyTorch gives the storage's memory back no more: a generator that
-    sleeps would keep its weights.
-    """
-    memory = (ctypes.c_char * (span * tensor.element_size())).from_address(tensor.data_ptr())
-    return np.frombuffer(memoryview(memory), dtype=f"u{tensor.element_size()}")
 
 
 def sum_by_torch(tensor: Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from actors.calls import ActorCallError, Timeouts
 from actors.canary import CanaryError, LogprobCanary
 from actors.fleet import FleetConfig, LogSettings, close_fleet, start_fleet
 from actors.reward import RewardActor
+from actors.sync_check import SyncCheck
 from actors.turns import Turns
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
@@ -60,6 +61,7 @@ class Running:
         starting = start_fleet(
             CONFIG,
             store=AskedStore.Config().build(dtype="float32"),
+            check=SyncCheck(LogprobCanary(token_ids=CANARY, max_diff=1e-5)),
             model_spec=SPEC,
             hf_assets_path=self.assets,
             rubric=rubric(),
@@ -72,7 +74,7 @@ class Running:
             trainer=self.fleet.trainer,
             generators=self.fleet.generators,
             store=self.fleet.store,
-            canary=LogprobCanary(token_ids=CANARY, max_diff=1e-5),
+            check=self.fleet.check,
         )
         assert self.run(self.publish()) == 0
         self.samples = self.run(self.draw())
@@ -221,13 +223,13 @@ def test_trainer_and_generator_that_take_turns_serve_what_was_trained(running):
 
     async def steps():
         await fleet.generators[0].call("sleep", limit="train_s")
-        turns = Turns(trainer=fleet.trainer, generators=fleet.generators)
+        turns = Turns(trainer=fleet.trainer, generators=fleet.generators, check=fleet.check)
         learner, (generator,) = ActorLearner(turns.trainer), turns.generators
         publisher = ActorPublisher(
             trainer=turns.trainer,
             generators=turns.generators,
             store=fleet.store,
-            canary=running.publisher.canary,
+            check=fleet.check,
         )
         version = await train(running, learner)
         await publisher.serve(await publisher.push())

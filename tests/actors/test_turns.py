@@ -4,13 +4,17 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.backend import ActorSampler
 from actors.calls import Timeouts
+from actors.canary import CanaryError, LogprobCanary
+from actors.sync_check import SyncCheck
 from actors.turns import Turns
 from rl.errors import RunError
-from rl.types import SamplingParams
+from rl.types import BoxSum, PullResult, SamplingParams
+from rl.weights.errors import WeightCanaryError
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -23,6 +27,11 @@ class Group:
     awake: bool
     timeouts: Timeouts = field(default_factory=Timeouts)
     weights: int | None = None
+    corrupt_pull: int = 0
+    """Which pull, from 1 on, ends with other bits than were pushed."""
+    num_pulls: int = 0
+    logprob_error: float = 0.0
+    """Nats a token."""
 
     async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
         self.log.append(f"{self.name}.{endpoint}{''.join(f' {a}' for a in args)}")
@@ -32,19 +41,39 @@ class Group:
             self.weights = None
         elif endpoint == "pull_model_state_dict":
             self.weights = args[0]
+            self.num_pulls += 1
         elif endpoint == "fail":
             raise RunError("no")
         elif endpoint != "abort":
             assert self.awake, f"{self.name} sleeps"
             assert endpoint != "generate" or self.weights is not None
         await asyncio.sleep(1)
+        if endpoint == "compute_logprobs":
+            return [[LOGPROBS + self.logprob_error]]
+        if endpoint == "pull_model_state_dict":
+            wrong = self.num_pulls == self.corrupt_pull
+            return [PullResult(policy_version=args[0], time_s=1.0, sums=(sum_of(args[0] + wrong),))]
         return [self.weights]
 
 
-def make(num_generators: int = 1) -> tuple[Turns, list[str]]:
+LOGPROBS = np.array([0.0, -1.0], dtype=np.float32)
+
+
+def sum_of(value: int) -> BoxSum:
+    return BoxSum(name="w", dtype="float32", global_shape=(2,), offsets=(0,), shape=(2,), value=value)
+
+
+def make(
+    num_generators: int = 1, canary: LogprobCanary | None = None, **faults: Any
+) -> tuple[Turns, list[str]]:
+    """Turns over a trainer that pushed versions 1 to 7; the last generator may have faults."""
     log: list[str] = []
-    generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators)]
-    return Turns(trainer=Group("t", log, awake=True), generators=generators), log
+    generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators - 1)]
+    generators.append(Group(f"g{num_generators - 1}", log, awake=False, **faults))
+    check = SyncCheck(canary)
+    for version in range(1, 8):
+        check.expect(version, sums=[sum_of(version)], logprobs_T=LOGPROBS)
+    return Turns(trainer=Group("t", log, awake=True), generators=generators, check=check), log
 
 
 def run(coroutine: Any) -> Any:
@@ -88,6 +117,34 @@ def test_generators_that_slept_since_their_pull_pull_the_same_version_again():
     ]  # fmt: skip
 
 
+def draws_again_after_the_trainer_had_the_devices(turns: Turns) -> Any:
+    async def main() -> None:
+        first, second = turns.generators
+        await asyncio.gather(*(g.call("pull_model_state_dict", 7, limit="sync_s") for g in (first, second)))
+        await turns.trainer.call("save_checkpoint", limit="checkpoint_s")
+        await first.call("generate", limit="generate_s")
+
+    return run(main())
+
+
+def test_a_second_pull_of_other_bits_than_were_pushed_stops_with_generator_tensor_and_version():
+    turns, log = make(num_generators=2, corrupt_pull=2)
+    with pytest.raises(WeightCanaryError, match=r"version 7: generator 'g1' holds other bits in 'w'"):
+        draws_again_after_the_trainer_had_the_devices(turns)
+    assert "g0.generate" not in log
+
+
+def test_after_a_second_pull_generators_show_that_they_compute_with_it():
+    canary = LogprobCanary(token_ids=np.array([5, 6], dtype=np.int32), max_diff=0.1)
+    turns, log = make(num_generators=2, canary=canary)
+    draws_again_after_the_trainer_had_the_devices(turns)
+    assert {"g0.compute_logprobs [array([5, 6], dtype=int32)]", "g0.generate"} <= set(log)
+    turns, log = make(num_generators=2, canary=canary, logprob_error=0.5)
+    with pytest.raises(CanaryError, match=r"version 7 g1 differs from the trainer by 0\.5 nats a token"):
+        draws_again_after_the_trainer_had_the_devices(turns)
+    assert "g0.generate" not in log
+
+
 def test_calls_of_one_side_overlap_and_those_of_the_other_wait_for_all_of_them():
     async def main() -> list[str]:
         turns, log = make()
@@ -110,7 +167,7 @@ def test_a_call_that_fails_gives_the_devices_free():
             await turns.trainer.call("fail", limit="train_s")
         return await turns.generators[0].call("pull_model_state_dict", 3, limit="sync_s")
 
-    assert run(main())[0] == [3]
+    assert [pull.policy_version for pull in run(main())[0]] == [3]
 
 
 def test_a_cancelled_completion_is_ended_while_the_trainer_has_the_devices():

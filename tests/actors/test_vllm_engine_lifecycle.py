@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,9 @@ def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_a_sleeping_engine_holds_no_cache_and_no_weights_and_serves_when_awake(tmp_path):
-    spec = small_spec()
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["plain", "batch-invariant"])
+def test_a_sleeping_engine_holds_no_cache_and_no_weights_and_serves_when_awake(tmp_path, batch_invariant):
+    spec = replace(small_spec(), batch_invariant=batch_invariant)
     model = random_model(spec, seed=0)
     # 300 MiB of cache, of which what is used becomes resident: 64 MiB of it are written.
     engine = engine_of(

@@ -98,20 +98,6 @@ def with_and_without(assets, layout):
     return both
 
 
-def test_weights_stay_where_they_are_if_they_are_to(assets):
-    engine = make(assets)
-    step(engine)
-    sleep = TrainerSleep(engine)
-    freed = sleep.sleep(keep_weights=True)
-    sizes = {
-        name.split()[0]: local_tensor(t).untyped_storage().nbytes() for name, t in tensors(engine).items()
-    }
-    assert sizes["weights"] > 0
-    assert sizes["state"] == sizes["reference"] == 0
-    weights = sum(p.nbytes for p in engine.policy.parameters.values())
-    assert (freed, sleep.wake()) == (held(engine)[0] - weights, freed)
-
-
 def test_a_sleep_that_would_lose_a_gradient_is_refused(assets):
     engine = make(assets)
     engine.forward_backward(SAMPLES)

@@ -14,6 +14,7 @@ from rl.weights.errors import (
     VersionNotFoundError,
     WeightMismatchError,
     WeightStoreError,
+    WeightTimeoutError,
 )
 from rl.weights.files import FileWeightStore, check_unused, make_store
 from rl.weights.store import WeightStore
@@ -177,6 +178,44 @@ def test_a_full_disk_is_an_error_that_names_version_and_folder(tmp_path):
     partial = tmp_path / "policy" / "v1.not-announced"
     assert error.startswith(f"weight store: version 1 was not written to {partial}: ")
     assert os.strerror(27) in error  # File too large, as this full disk says
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_hang_meet_the_deadline_and_do_not_hold_the_event_loop(tmp_path):
+    store = FileWeightStore(config=FileWeightStore.Config(timeout_s=0.2), folder=tmp_path)
+    asyncio.run(store.start(None))
+    asyncio.run(store.push(version=3, state_dict={"w": torch.ones(4)}))
+    asyncio.run(store.announce(3))
+    pipe = store.folder / "v3" / "__0_0.distcp"
+    pipe.unlink()
+    os.mkfifo(pipe)  # nobody writes to it: whoever opens it waits
+
+    async def fail(operation):
+        """Its error, and how often the event loop went round meanwhile."""
+        waiting, num_rounds = asyncio.ensure_future(operation), 0
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=0.01)
+            num_rounds += 1
+        return waiting.exception(), num_rounds
+
+    async def fail_one_after_another():
+        # Those that come later wait for the first.
+        pull = store.pull(version=3, state_dict={"w": torch.zeros(4)})
+        return [
+            await fail(operation)
+            for operation in (pull, store.announce(4), store.delete(3), store.versions())
+        ]
+
+    try:
+        failures = asyncio.run(fail_one_after_another())
+    finally:
+        os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
+        asyncio.run(store.stop())
+    assert all(isinstance(error, WeightTimeoutError) for error, _ in failures)
+    operations = ["pull of version 3 (1 tensors)", "announce of version 4", "delete of version 3", "versions"]
+    late = f"on rank 0 not finished within timeout_s=0.2: waited for files in {store.folder}"
+    assert [str(error) for error, _ in failures] == [f"weight store: {what} {late}" for what in operations]
+    assert min(num_rounds for _, num_rounds in failures) > 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from monarch._src.actor.endpoint import EndpointProperty
 
-from rl.weights.monarch_compat import AsyncController, check_versions, torchstore
+from rl.weights.monarch_compat import AsyncController, LocalClient, check_versions, torchstore
 
 MADE_FOR = {"torchstore": "0.1.2", "torchmonarch": "0.7.0"}
 
@@ -74,7 +74,8 @@ def test_torchstore_itself_works_across_processes(cluster):
 def test_torchstore_reads_what_the_weight_store_pushed(cluster):
     run, store = cluster.meshes.run, cluster.fp32
     version, _ = cluster.push(store, "fsdp_tp")
-    client = store.torchstore_client()
+    index, strategy = store._started()
+    client = LocalClient(controller=index, strategy=strategy)
     weight = run(client.get(f"policy/v{version}/embed.weight"))
     (full,) = cluster.pull(store, "single", version, torch.float32)
     assert torch.equal(weight, full["embed.weight"])

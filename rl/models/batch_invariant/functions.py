@@ -18,9 +18,11 @@ from torch import Tensor
 
 from rl.models.batch_invariant import gradients, kernels
 from rl.models.batch_invariant.simd import COLUMNS
+from rl.tensor_memory import memory_of
 
 SMALLEST_SHARE = 2_000_000
 """Multiply-adds, a few tenths of a millisecond: less is not worth the wait for a second thread."""
+_NUMPY_DTYPES = {torch.float32: "f4", torch.bfloat16: "u2"}
 
 
 def attend(q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, queries_S: np.ndarray, keys_S: np.ndarray) -> Tensor:
@@ -181,8 +183,8 @@ def _columns(x_NKD: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> np.ndarray:
-    x = x.detach().contiguous().view(-1)
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    """[elements] the memory of a tensor, or of a copy where it is not contiguous; bfloat16 as its bits."""
+    return memory_of(x.detach().contiguous(), dtype=_NUMPY_DTYPES[x.dtype])
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:

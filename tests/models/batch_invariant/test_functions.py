@@ -137,3 +137,21 @@ def test_every_task_is_run_once_however_many_threads():
             assert done.tolist() == [1] * num_tasks
     finally:
         use_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_that_was_written_and_read_can_give_its_memory_back(dtype):
+    shape = (4, 2, 32)
+    q, k, v = random_qkv(3, shape, dtype)
+    cache = torch.zeros(2, 2, 2 * BLOCK * 32, dtype=dtype)
+    store_in_cache(k, v, cache, slots_T=torch.arange(3), block_size=BLOCK)
+    attend_to_cache(
+        q,
+        cache,
+        queries_S=torch.tensor([0, 3]),
+        lengths_S=torch.tensor([3]),
+        tables=torch.zeros(1, 1, dtype=torch.int32),
+        block_size=BLOCK,
+    )
+    cache.untyped_storage().resize_(0)
+    assert cache.untyped_storage().nbytes() == 0
