@@ -14,6 +14,7 @@ import numpy as np
 from actors.calls import Group
 from actors.canary import LogprobCanary
 from losses.types import Loss
+from rl.clock import now_s
 from rl.errors import RunError
 from rl.training.config import Dtype
 from rl.types import (
@@ -127,17 +128,23 @@ class ActorPublisher:
         self._pushed: _Pushed | None = None
 
     async def push(self) -> int:
-        # Both are sent here and now, so that they come before whatever the trainer is asked for next.
-        calls = [self.trainer.call("push_model_state_dict", limit="sync_s")]
+        # Both are sent here and now, so that they come before whatever the trainer is asked for next. For
+        # the canary's logprobs `serve` waits: generators pull meanwhile.
+        push = asyncio.ensure_future(self.trainer.call("push_model_state_dict", limit="sync_s"))
+        expected = None
         if self.canary is not None:
-            calls.append(self.trainer.call("compute_logprobs", [self.canary.sample], limit="train_s"))
-        pushes, *answers = await asyncio.gather(*calls)
-        version = pushes[0].policy_version
-        await self.store.announce(version)
+            answer = self.trainer.call("compute_logprobs", [self.canary.sample], limit="train_s")
+            expected = asyncio.ensure_future(answer)
+        try:
+            pushes = await push
+            version = pushes[0].policy_version
+            await self.store.announce(version)
+        except BaseException:
+            if expected is not None:
+                await _give_up(expected)
+            raise
         self._pushed = _Pushed(
-            version=version,
-            sums=[s for push in pushes for s in push.sums],
-            logprobs_T=answers[0][0][0] if answers else None,
+            version=version, sums=[s for push in pushes for s in push.sums], expected=expected
         )
         return version
 
@@ -145,21 +152,34 @@ class ActorPublisher:
         pushed = self._pushed
         assert pushed is not None, "nothing was pushed"
         assert pushed.version == policy_version, f"version {pushed.version} was pushed last"
+        try:
+            await self._pull(pushed)
+            started = now_s()
+            diff = await self._compare(pushed)
+            canary_s = now_s() - started
+        except BaseException:
+            if pushed.expected is not None:
+                await _give_up(pushed.expected)
+            raise
+        await self.store.prune()
+        return ServeResult(canary_diff=diff, canary_s=canary_s)
+
+    async def _pull(self, pushed: _Pushed) -> None:
+        """By every generator, whose checksums are compared."""
         pulls = await asyncio.gather(
-            *(g.call("pull_model_state_dict", policy_version, limit="sync_s") for g in self.generators)
+            *(g.call("pull_model_state_dict", pushed.version, limit="sync_s") for g in self.generators)
         )
         pulled = {
             generator.name: [s for rank in ranks for s in rank.sums]
             for generator, ranks in zip(self.generators, pulls, strict=True)
         }
-        check_sums(version=policy_version, pushed=pushed.sums, pulled=pulled)
-        diff = await self._compare(pushed)
-        await self.store.prune()
-        return ServeResult(canary_diff=diff)
+        check_sums(version=pushed.version, pushed=pushed.sums, pulled=pulled)
 
     async def _compare(self, pushed: _Pushed) -> float | None:
-        if self.canary is None or pushed.logprobs_T is None:
+        if self.canary is None or pushed.expected is None:
             return None
+        # The trainer's comes first, also where the two take turns.
+        logprobs_T = (await pushed.expected)[0][0]
         answers = await asyncio.gather(
             *(
                 g.call("compute_logprobs", [self.canary.token_ids], limit="generate_s")
@@ -167,7 +187,7 @@ class ActorPublisher:
             )
         )
         found = {g.name: ranks[0][0] for g, ranks in zip(self.generators, answers, strict=True)}
-        return self.canary.check(policy_version=pushed.version, expected_T=pushed.logprobs_T, found=found)
+        return self.canary.check(policy_version=pushed.version, expected_T=logprobs_T, found=found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,8 +196,14 @@ class _Pushed:
 
     version: int
     sums: list[BoxSum]
-    logprobs_T: np.ndarray | None
-    """Of the canary."""
+    expected: asyncio.Future[list[Any]] | None
+    """The trainer's logprobs of the canary, under way since the push."""
+
+
+async def _give_up(answer: asyncio.Future[list[Any]]) -> None:
+    """Nobody waits for it any more, nor for its error."""
+    answer.cancel()
+    await asyncio.gather(answer, return_exceptions=True)
 
 
 class ActorScorer:

@@ -136,7 +136,8 @@ class Loop(Configurable):
                     if self._evaluates(step):
                         await self._evaluate(step)
                     await self._save(step)
-            await self._sync.served()
+            with naming(f"after step {max(done, self.config.num_steps)}"):
+                await self._sync.served()
         finally:
             await self._producer.close()
             await self._sync.close()

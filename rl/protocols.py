@@ -79,7 +79,10 @@ class WeightPublisher(Protocol):
     """Publishing is a push and a serve; the learner may compute during both, and step after the push."""
 
     async def push(self) -> int:
-        """Copy the learner's weights to where samplers find them; returns their policy version."""
+        """Copy the learner's weights to where samplers find them; returns their policy version.
+
+        All that this asks of the learner has been sent before it waits for anything.
+        """
         ...
 
     async def serve(self, policy_version: int) -> ServeResult:

@@ -1,50 +1,28 @@
 """The loop with generation running ahead, in virtual time."""
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rl.errors import RunError
 from rl.rollouts.producer import NothingToLearnError
-from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.samples import policy_sample
-from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import CheckpointConfig
-from rl.types import Rollout, SamplingParams, ServeResult
+from rl.types import SamplingParams, ServeResult
 from tests.support.fakes import FakePolicy, RubricScorer
-from tests.support.loops import RENDERER, half_right, make_loop
+from tests.support.loops import RENDERER, half_right, make_loop, number_of, problems, run, some_right
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import DeadlockError, run_in_virtual_time
-
-
-def problems():
-    """Each with a prompt of its own: 10 1 000, 10 1 001, ..."""
-    return (make_problem([10, 1000 + i]) for i in count())
-
-
-def number_of(prompt: str) -> int:
-    return int(prompt.strip("<>").split()[-1]) - 1000
-
-
-def run(policy: FakePolicy, **settings: Any) -> tuple[list[dict], float]:
-    loop, sink = make_loop(policy, problems=problems(), **settings)
-    _, took_s = run_in_virtual_time(loop.run())
-    return sink.records, took_s
 
 
 def one_of(seed: int, *seconds: float) -> Callable[[str], float]:
     """One of these times for each prompt, drawn by its text."""
     return lambda prompt: random.Random(f"{seed} {prompt}").choice(seconds)
-
-
-def some_right(prompt: str, sample: int) -> str:
-    """Right in the first samples of each prompt, a number of them that differs by prompt."""
-    digits = sum(map(int, str(1000 + number_of(prompt)) + "10"))
-    return f"[ANSWER] {digits}" if sample <= number_of(prompt) % 3 else "no"
 
 
 def synchronous_losses_see(*, num_steps: int, num_prompts: int, num_samples: int) -> list[list[tuple]]:
@@ -210,62 +188,6 @@ def test_oversize_groups_are_dropped_and_counted():
     assert max(len(s.token_ids) for step in policy.trained for s in step) <= 30
 
 
-def failing_every(interval: int) -> tuple[Rubric, Iterator[int]]:
-    """A rubric whose reward of every so many rollouts fails, and a count whose next is how many it was asked
-    for."""
-    calls = count(1)
-
-    def has_answer(rollout: Rollout) -> float:
-        if next(calls) % interval == 0:
-            raise ValueError("no judge is there")
-        return float("ANSWER" in rollout.text)
-
-    criterion = Criterion(name="answer", function=has_answer)
-    return Rubric(criteria=(criterion,), correct=lambda rollout: True), calls
-
-
-def rarely_right(prompt: str, sample: int) -> str:
-    """Groups of unequal rewards are one in six."""
-    return some_right(prompt, sample) if number_of(prompt) % 6 == 0 else "no"
-
-
-FAILING = {"num_steps": 8, "num_prompts": 8, "num_samples": 4, "max_failed_rewards": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("reply", "settings"),
-    [
-        (some_right, {"max_policy_age": 0}),
-        (some_right, {"max_policy_age": 3}),
-        (rarely_right, {"equal_groups": "drop"}),
-        (rarely_right, {"equal_groups": "drop", "max_policy_age": 3}),
-    ],
-)
-def test_half_as_many_failed_rewards_as_may_be_stop_no_run_however_many_belong_to_a_batch(reply, settings):
-    rubric, calls = failing_every(20)
-    records, _ = run(SimulatedPolicy(reply=reply), rubric=rubric, **FAILING | settings)
-    assert len(records) == 8
-    assert next(calls) > 8 * 32
-    assert sum(record["reward/num_failed"] for record in records) >= 8 * 32 // 20
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_policy_age": 3}, {"equal_groups": "drop"}])
-def test_a_run_whose_rewards_all_fail_stops_before_a_steps_worth_of_them(settings):
-    rubric, _ = failing_every(1)
-    says = (
-        r"^step 1: 4 of 4 rewards failed since the last batch, where loop\.max_failed_rewards=0\.1 .*no judge"
-    )
-    with pytest.raises(RunError, match=says):
-        run(SimulatedPolicy(reply=some_right), rubric=rubric, **FAILING | settings)
-
-
-@pytest.mark.parametrize("settings", [{"max_policy_age": 3}, {"equal_groups": "drop"}])
-def test_twice_as_many_failed_rewards_as_may_be_stop_the_run(settings):
-    rubric, _ = failing_every(5)
-    with pytest.raises(RunError, match=r"rewards failed since the last batch"):
-        run(SimulatedPolicy(reply=rarely_right), rubric=rubric, **FAILING | settings)
-
-
 def test_an_endless_run_of_groups_that_cannot_be_trained_on_stops_with_a_message():
     policy = SimulatedPolicy(reply=lambda prompt, i: "no")
     with pytest.raises(NothingToLearnError, match=r"^step 1: 7 groups in a row .*\(7 equal\).*max_empty"):
@@ -309,6 +231,39 @@ def test_a_failing_sync_stops_the_loop_even_while_it_waits_for_rollouts(phase):
     policy = Failing(reply=half_right, generate_s=lambda prompt: 100.0 if number_of(prompt) > 3 else 1.0)
     with pytest.raises(RunError, match=r"^step 3: the store is full"):
         run(policy, num_steps=6, max_policy_age=1)
+
+
+class Checked(SimulatedPolicy):
+    """Its canary differs by its version."""
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        await super().serve(policy_version)
+        if policy_version == 4:
+            await asyncio.sleep(0.25)
+        return ServeResult(canary_diff=policy_version * 1e-6, canary_s=0.25 * (policy_version == 4))
+
+
+@pytest.mark.parametrize(("max_age", "versions"), [(0, [1, 2, 3, 4]), (2, [0, 1, 2, 3])])
+def test_records_name_the_version_whose_sync_they_tell_of_and_the_log_has_all(max_age, versions, caplog):
+    caplog.set_level(logging.INFO, logger="rl.weights.sync")
+    records, _ = run(Checked(reply=half_right), num_steps=4, max_policy_age=max_age)
+    assert [record["sync/version"] for record in records] == versions
+    assert [record["canary/logprob_diff"] for record in records] == [v * 1e-6 for v in versions]
+    assert [record["time/pull_s"] for record in records] == pytest.approx([0.1] * 4)
+    assert [record["time/canary_s"] for record in records] == [0.25 * (v == 4) for v in versions]
+    assert [m.partition(" is")[0] for m in caplog.messages] == [f"policy version {v}" for v in range(5)]
+    assert caplog.messages[-1].endswith("push 0.100 s, pull 0.100 s, canary 4e-06 nats a token in 0.250 s")
+
+
+def test_a_failing_last_pull_names_its_place():
+    class Failing(SimulatedPolicy):
+        async def serve(self, policy_version: int) -> ServeResult:
+            if policy_version == 3:
+                raise RunError("the store is full")
+            return await super().serve(policy_version)
+
+    with pytest.raises(RunError, match=r"^after step 3: the store is full"):
+        run(Failing(reply=half_right), num_steps=3, max_policy_age=1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A run's own actors, all of them: two trainer ranks, a generator, two processes that score."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -201,6 +202,39 @@ def test_a_generator_that_does_not_compute_with_what_it_pulled_does_not_serve(ru
         CanaryError, match=r"version \d generator differs from the trainer by .* nats a token"
     ):
         running.run(running.publish())
+
+
+class AnswersLater:
+    """The trainer, whose answers to `compute_logprobs` come when they are released."""
+
+    def __init__(self, group):
+        self.name, self.timeouts, self.group = group.name, group.timeouts, group
+        self.released = asyncio.Event()
+
+    async def call(self, endpoint, *args, **settings):
+        answer = await self.group.call(endpoint, *args, **settings)
+        if endpoint == "compute_logprobs":
+            await self.released.wait()
+        return answer
+
+
+def test_a_push_is_done_before_the_canarys_logprobs_are_which_its_check_waits_for(running):
+    async def publish():
+        trainer = AnswersLater(running.fleet.trainer)
+        publisher = ActorPublisher(
+            trainer=trainer,
+            generators=running.fleet.generators,
+            store=running.fleet.store,
+            canary=running.publisher.canary,
+        )
+        await train(running)
+        version = await asyncio.wait_for(publisher.push(), 30)
+        trainer.released.set()
+        return await publisher.serve(version)
+
+    checked = running.run(publish())
+    assert checked.canary_diff < 1e-5
+    assert checked.canary_s > 0
 
 
 def test_a_trainer_that_slept_says_so_and_has_its_bits_back(running):
