@@ -79,20 +79,27 @@ class ActorLearner:
 
 
 class ActorSampler:
-    """A `Sampler` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
+    """A `ResumableSampler` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
 
     def __init__(self, generator: Group) -> None:
         self.generator = generator
+        self._running: set[str] = set()
         self._endings: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """As `Sampler.generate`; a generator has one place for all sessions."""
+        """As `ResumableSampler.generate`; a generator has one place for all sessions."""
         call_id = uuid.uuid4().hex
+        self._running.add(call_id)
         try:
             answers = await self.generator.call(
-                "generate", list(prompts), sampling, call_id, limit="generate_s"
+                "generate", list(prompts), sampling, call_id, begun, limit="generate_s"
             )
         except asyncio.CancelledError:
             # Nobody waits for this either: what it cannot end goes on for nobody, until it is done.
@@ -100,7 +107,16 @@ class ActorSampler:
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
             raise
+        finally:
+            self._running.discard(call_id)
         return answers[0]
+
+    async def abort(self) -> int:
+        """As `ResumableSampler.abort`; a call that still waits for its turn (`actors.turns`) runs then."""
+        call_ids = sorted(self._running)
+        if not call_ids:
+            return 0
+        return (await self.generator.call("abort", call_ids, limit="close_s"))[0]
 
     async def _end(self, call_id: str) -> None:
         try:

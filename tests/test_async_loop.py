@@ -289,7 +289,7 @@ def test_cancelling_the_loop_ends_its_rollouts_and_its_sync(during, num_running)
 
 def test_evaluation_is_of_the_version_that_it_names():
     class Evaluated(SimulatedPolicy):
-        async def generate(self, prompts: Any, *, sampling: SamplingParams, session: Any = None) -> Any:
+        async def generate(self, prompts: Any, *, sampling: SamplingParams, **settings: Any) -> Any:
             if sampling.temperature > 0:
                 return await super().generate(prompts, sampling=sampling)
             before = self.served_version

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from actors.calls import ActorCallError, Timeouts
 from actors.canary import CanaryError, LogprobCanary
 from actors.fleet import FleetConfig, LogSettings, close_fleet, start_fleet
 from actors.reward import RewardActor
+from actors.router import Router
 from actors.turns import Turns
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
@@ -44,7 +46,7 @@ CONFIG = FleetConfig(
         training=TrainingConfig(max_tokens_per_microbatch=128),
     ),
     generator=AskedGenerator.Config(
-        dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.05, num_threads=2, can_sleep=True
+        dtype="float32", max_model_len=256, cpu_kv_cache_gib=0.05, num_threads=2, can_sleep=True
     ),
     reward=RewardActor.Config(num_procs=2),
     timeouts=Timeouts(close_s=10),
@@ -202,6 +204,39 @@ def test_a_generator_that_does_not_compute_with_what_it_pulled_does_not_serve(ru
         CanaryError, match=r"version \d generator differs from the trainer by .* nats a token"
     ):
         running.run(running.publish())
+
+
+def test_what_a_sampler_aborts_goes_on_under_the_next_version(running):
+    """As a loop of one's own does it: abort, update, continue."""
+    prompts = [p.token_ids for p in PROMPTS]
+    sampling = SamplingParams(max_tokens=200, num_samples=2, seed=7)
+
+    async def steps():
+        (generator,) = running.fleet.generators
+        sampler = Router([ActorSampler(generator)])
+        assert await sampler.abort() == 0
+        await train(running)
+        old = await running.publish()
+        drawing = asyncio.ensure_future(sampler.generate(prompts, sampling=sampling))
+        # By another's call, which begins later and is not aborted, tokens of all of them are drawn.
+        await ActorSampler(generator).generate(prompts, sampling=SamplingParams(max_tokens=3))
+        num_ended = await sampler.abort()
+        begun = await drawing
+        await train(running)
+        new = await running.publish()
+        return num_ended, begun, await sampler.generate(prompts, sampling=sampling, begun=begun), (old, new)
+
+    num_ended, begun, made, (old, new) = running.run(steps())
+    assert num_ended == 10
+    assert new == old + 1
+    for before, after in zip(chain(*begun), chain(*made), strict=True):
+        assert before.finish_reason == "abort"
+        assert after.finish_reason == "length"
+        num_old = len(before.token_ids)
+        assert 0 < num_old < 200
+        np.testing.assert_array_equal(after.token_ids[:num_old], before.token_ids)
+        np.testing.assert_array_equal(after.logprobs[:num_old], before.logprobs)
+        assert after.policy_versions.tolist() == [old] * num_old + [new] * (200 - num_old)
 
 
 class AnswersLater:

@@ -1,6 +1,7 @@
 """The router over fakes; in virtual time, so that what runs at once is known."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from rl.errors import RunError
 from rl.rollouts.evaluation import evaluate
 from rl.rollouts.group import Group, RolloutWorker
 from rl.tasks.sum_digits import SumDigits, make_problem
-from rl.types import Problem, SamplingParams
+from rl.types import Completion, Problem, SamplingParams
 from tests.support.fakes import RubricScorer
 from tests.support.loops import PROBLEM, RENDERER
 from tests.support.simulated import SimulatedPolicy
@@ -120,6 +121,34 @@ def test_groups_are_sessions_and_evaluation_is_spread():
     # A is busy when the group begins and idle when it goes on.
     assert names == [["B", "B"], ["B", "B"]]
     assert [replica.calls for replica in replicas] == [["generate"] * 3, ["generate"] * 5]
+
+
+def test_what_was_begun_goes_on_at_its_prompts_wherever_they_go():
+    replicas = [named("-"), named("-")]
+    router = Router(replicas, strategy="round_robin")
+    texts = ("1", "2", "3")
+    whole, _ = run_in_virtual_time(ask(router, *texts))
+    begun = [[ended(group[0], at=2), group[1]] for group in whole]
+    for replica in replicas:
+        replica.served_version = 5
+    prompts = [tokens(text) for text in texts]
+    made, _ = run_in_virtual_time(router.generate(prompts, sampling=SAMPLING, begun=begun))
+    assert replies(made) == replies(whole) == [["-10", "-11"], ["-20", "-21"], ["-30", "-31"]]
+    versions = [[c.policy_versions.tolist() for c in group] for group in made]
+    assert versions == [[[0, 0, 5, 5], [0, 0, 0, 0]]] * 3
+    with pytest.raises(ValueError, match="begun has completions of 2 prompts, there are 3"):
+        run_in_virtual_time(router.generate(prompts, sampling=SAMPLING, begun=begun[:2]))
+
+
+def ended(whole: Completion, *, at: int) -> Completion:
+    """As an abort leaves it."""
+    return replace(
+        whole,
+        token_ids=whole.token_ids[:at],
+        logprobs=whole.logprobs[:at],
+        policy_versions=whole.policy_versions[:at],
+        finish_reason="abort",
+    )
 
 
 def test_an_error_of_one_replica_ends_the_calls_to_the_others():
