@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import torch
 from torch import nn
 
 from actors.fleet import FleetConfig, place_fleet, trains_on_gpu
+from actors.trainer import PolicyTrainer
 from rl.loop import Loop
 from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
@@ -46,17 +51,18 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
     """
     trainer, on_gpu = fleet.trainer, trains_on_gpu(fleet.launch, num_gpus=num_gpus)
     trainer.parallelism.__post_init__()  # A field may have been edited since.
-    # First what no number of processes could mend.
-    check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
-    model_spec.check_layout(model_spec.model, trainer.parallelism)
-    layout.check_layout(
-        parallelism=trainer.parallelism,
-        activation_checkpoint=trainer.activation_checkpoint,
-        compile=trainer.compile,
-        world_size=trainer.num_procs,
-        device_type="cuda" if on_gpu else "cpu",
-    )
-    trainer.check_model(model_spec)
+    with _named_as_options(trainer):
+        # First what no number of processes could mend.
+        check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
+        model_spec.check_layout(model_spec.model, trainer.parallelism)
+        layout.check_layout(
+            parallelism=trainer.parallelism,
+            activation_checkpoint=trainer.activation_checkpoint,
+            compile=trainer.compile,
+            world_size=trainer.num_procs,
+            device_type="cuda" if on_gpu else "cpu",
+        )
+        trainer.check_model(model_spec)
     fleet.generator.check_model(model_spec.model)
     if model_spec.batch_invariant:
         check_same_arithmetic(fleet)
@@ -73,7 +79,8 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
     check_total_steps(trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches)
-    check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
+    with _named_as_options(trainer):
+        check_reference(trainer.reference, loss=trainer.loss)
     check_sequence_length(model_spec, fleet.trainer.training)
     max_length = fleet.trainer.training.max_sequence_length
     if max_length is not None and max_length < max_model_len:
@@ -85,6 +92,19 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
     place_fleet(fleet, num_gpus=num_gpus)
     if fleet.launch.share_gpus:
         check_turns(fleet, loop=loop)
+
+
+@contextmanager
+def _named_as_options(trainer: PolicyTrainer.Config) -> Iterator[None]:
+    """The engine calls its fields by their names in its config: here they are those of `trainer`."""
+    try:
+        yield
+    except ValueError as error:
+        first = re.match(r"\w*", str(error))
+        assert first is not None
+        if first[0] not in {field.name for field in fields(trainer)}:
+            raise
+        raise ValueError(f"trainer.{error}") from error
 
 
 def check_same_arithmetic(fleet: FleetConfig) -> None:
@@ -224,15 +244,13 @@ def _converted(
     degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
-    try:
+    with _named_as_options(fleet.trainer):
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
         )
         with torch.device("meta"):
             model: nn.Module = model_spec.model.build()
             converters.convert(model)
-    except ValueError as error:
-        raise ValueError(f"trainer.{error}") from error
     return model, converters
 
 
@@ -308,6 +326,26 @@ def check_task(task: Task, *, renderer: ChatRenderer, seed: int, time_limit_s: f
         score = score_within(rubric, _reply(problem, reply, renderer), time_limit_s)
         if score.failure is not None:
             raise ValueError(f"the task's rubric fails: {score.failure}")
+
+
+def check_sample_limit(loop: Loop.Config, *, task: Task, renderer: ChatRenderer, seed: int) -> None:
+    """A limit that some sample can meet, and some sample can miss.
+
+    Raises:
+        ValueError: names the field, and what is valid.
+    """
+    limit = loop.max_sample_tokens
+    if limit is None:
+        return
+    probed = islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)
+    shortest = min(len(renderer.prompt(problem).token_ids) for problem in probed)
+    longest = renderer.max_prompt_tokens + loop.sampling.max_tokens
+    if not shortest < limit < longest:
+        raise ValueError(
+            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
+            f"{shortest} tokens, to {longest - 1}, as generator.max_model_len={longest} is a limit already; "
+            "or None"
+        )
 
 
 def check_demonstrations(task: Task, *, renderer: ChatRenderer, seed: int, max_tokens: int) -> None:

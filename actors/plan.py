@@ -16,6 +16,7 @@ from actors.checks import (
     check_load_source,
     check_memory,
     check_reference_weights,
+    check_sample_limit,
     check_task,
 )
 from actors.fleet import num_gpus
@@ -77,6 +78,7 @@ def make_plan(config: RunConfig) -> Plan:
         stop_token_ids=stop_ids,
     )
     check_task(task, renderer=renderer, seed=config.seed, time_limit_s=config.reward.time_limit_s)
+    check_sample_limit(config.loop, task=task, renderer=renderer, seed=config.seed)
     if start.warmed_up is not None:
         check_demonstrations(
             task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
