@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from actors.calls import Group
-from actors.sync_check import SyncCheck
+from actors.sync_check import SyncCheck, give_up
 from losses.types import Loss
 from rl.errors import RunError
 from rl.training.config import Dtype
@@ -75,20 +75,27 @@ class ActorLearner:
 
 
 class ActorSampler:
-    """A `Sampler` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
+    """A `ResumableSampler` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
 
     def __init__(self, generator: Group) -> None:
         self.generator = generator
+        self._running: set[str] = set()
         self._endings: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """As `Sampler.generate`; a generator has one place for all sessions."""
+        """As `ResumableSampler.generate`; a generator has one place for all sessions."""
         call_id = uuid.uuid4().hex
+        self._running.add(call_id)
         try:
             answers = await self.generator.call(
-                "generate", list(prompts), sampling, call_id, limit="generate_s"
+                "generate", list(prompts), sampling, call_id, begun, limit="generate_s"
             )
         except asyncio.CancelledError:
             # Nobody waits for this either: what it cannot end goes on for nobody, until it is done.
@@ -96,7 +103,16 @@ class ActorSampler:
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
             raise
+        finally:
+            self._running.discard(call_id)
         return answers[0]
+
+    async def abort(self) -> int:
+        """As `ResumableSampler.abort`; a call that still waits for its turn (`actors.turns`) runs then."""
+        call_ids = sorted(self._running)
+        if not call_ids:
+            return 0
+        return (await self.generator.call("abort", call_ids, limit="close_s"))[0]
 
     async def _end(self, call_id: str) -> None:
         try:
@@ -117,24 +133,28 @@ class ActorPublisher:
         self.check = check
 
     async def push(self) -> int:
-        # Both are sent here and now, so that they come before whatever the trainer is asked for next.
-        calls = [self.trainer.call("push_model_state_dict", limit="sync_s")]
+        # Both are sent here and now, so that they come before whatever the trainer is asked for next. For
+        # the canary's logprobs `serve` waits: generators pull meanwhile.
+        push = asyncio.ensure_future(self.trainer.call("push_model_state_dict", limit="sync_s"))
+        expected = None
         if self.check.canary is not None:
-            calls.append(self.trainer.call("compute_logprobs", [self.check.canary.sample], limit="train_s"))
-        pushes, *answers = await asyncio.gather(*calls)
-        version: int = pushes[0].policy_version
-        await self.store.announce(version)
-        self.check.expect(
-            version,
-            sums=[s for push in pushes for s in push.sums],
-            logprobs_T=answers[0][0][0] if answers else None,
-        )
+            answer = self.trainer.call("compute_logprobs", [self.check.canary.sample], limit="train_s")
+            expected = asyncio.ensure_future(answer)
+        try:
+            pushes = await push
+            version: int = pushes[0].policy_version
+            await self.store.announce(version)
+        except BaseException:
+            if expected is not None:
+                await give_up(expected)
+            raise
+        self.check.expect(version, sums=[s for push in pushes for s in push.sums], expected=expected)
         return version
 
     async def serve(self, policy_version: int) -> ServeResult:
-        diff = await self.check.pull(policy_version, generators=self.generators)
+        served = await self.check.pull(policy_version, generators=self.generators)
         await self.store.prune()
-        return ServeResult(canary_diff=diff)
+        return served
 
 
 class ActorScorer:

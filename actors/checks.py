@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from actors.fleet import FleetConfig, place_fleet, trains_on_gpu
+from actors.trainer import PolicyTrainer
 from rl.loop import Loop
 from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.rollouts.renderer import ChatRenderer
-from rl.rollouts.rubric import Rubric
-from rl.rollouts.scoring import score_within
 from rl.starting_point import StartingPoint
-from rl.tasks.task import Task
 from rl.training import layout
 from rl.training.checkpoint import model_tensors, optimizer_tensors
 from rl.training.checkpoint_config import LoadSource
@@ -32,11 +31,7 @@ from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
 from rl.training.schedule import check_total_steps
 from rl.training.starting_weights import reference_folder
-from rl.types import Completion, Problem, Rollout
 from rl.weights.store import WeightStore
-
-NUM_PROBED_PROBLEMS = 64
-"""Training problems whose prompts are rendered before the start; the others when their turn comes."""
 
 
 def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config, num_gpus: int) -> None:
@@ -47,17 +42,18 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
     """
     trainer, on_gpu = fleet.trainer, trains_on_gpu(fleet.launch, num_gpus=num_gpus)
     trainer.parallelism.__post_init__()  # A field may have been edited since.
-    # First what no number of processes could mend.
-    check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
-    model_spec.check_layout(model_spec.model, trainer.parallelism)
-    layout.check_layout(
-        parallelism=trainer.parallelism,
-        activation_checkpoint=trainer.activation_checkpoint,
-        compile=trainer.compile,
-        world_size=trainer.num_procs,
-        device_type="cuda" if on_gpu else "cpu",
-    )
-    trainer.check_model(model_spec)
+    with _named_as_options(trainer):
+        # First what no number of processes could mend.
+        check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
+        model_spec.check_layout(model_spec.model, trainer.parallelism)
+        layout.check_layout(
+            parallelism=trainer.parallelism,
+            activation_checkpoint=trainer.activation_checkpoint,
+            compile=trainer.compile,
+            world_size=trainer.num_procs,
+            device_type="cuda" if on_gpu else "cpu",
+        )
+        trainer.check_model(model_spec)
     fleet.generator.check_model(model_spec.model)
     if model_spec.batch_invariant:
         check_same_arithmetic(fleet)
@@ -74,7 +70,8 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
     check_total_steps(trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches)
-    check_reference(fleet.trainer.reference, loss=fleet.trainer.loss)
+    with _named_as_options(trainer):
+        check_reference(trainer.reference, loss=trainer.loss)
     check_sequence_length(model_spec, fleet.trainer.training)
     max_length = fleet.trainer.training.max_sequence_length
     if max_length is not None and max_length < max_model_len:
@@ -86,6 +83,19 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
     place_fleet(fleet, num_gpus=num_gpus)
     if fleet.launch.share_gpus:
         check_turns(fleet, loop=loop)
+
+
+@contextmanager
+def _named_as_options(trainer: PolicyTrainer.Config) -> Iterator[None]:
+    """The engine calls its fields by their names in its config: here they are those of `trainer`."""
+    try:
+        yield
+    except ValueError as error:
+        first = re.match(r"\w*", str(error))
+        assert first is not None
+        if first[0] not in {field.name for field in fields(trainer)}:
+            raise
+        raise ValueError(f"trainer.{error}") from error
 
 
 def check_same_arithmetic(fleet: FleetConfig) -> None:
@@ -225,15 +235,13 @@ def _converted(
     degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
-    try:
+    with _named_as_options(fleet.trainer):
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
         )
         with torch.device("meta"):
             model: nn.Module = model_spec.model.build()
             converters.convert(model)
-    except ValueError as error:
-        raise ValueError(f"trainer.{error}") from error
     return model, converters
 
 
@@ -323,48 +331,3 @@ def check_waits(fleet: FleetConfig, *, store: WeightStore.Config) -> None:
             f"weights.timeout_s={store.timeout_s:g} is more than timeouts.sync_s={fleet.timeouts.sync_s:g}, "
             "after which the run stops: raise that too"
         )
-
-
-def check_task(task: Task, *, renderer: ChatRenderer, seed: int, time_limit_s: float) -> None:
-    """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems.
-
-    Raises:
-        ValueError: names the problem, or the reward function and what it did.
-    """
-    problems = task.eval_problems()
-    if not problems:
-        raise ValueError("the task has no evaluation problems")
-    for problem in [*problems, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]:
-        renderer.prompt(problem)
-    rubric: Rubric = task.rubric(seed=seed)
-    problem = problems[0]
-    for reply in (problem.demonstration or problem.answer, "", "?"):
-        score = score_within(rubric, _reply(problem, reply, renderer), time_limit_s)
-        if score.failure is not None:
-            raise ValueError(f"the task's rubric fails: {score.failure}")
-
-
-def check_demonstrations(task: Task, *, renderer: ChatRenderer, seed: int, max_tokens: int) -> None:
-    """Demonstrations that a reply of at most `max_tokens` can follow.
-
-    Raises:
-        ValueError: names the problem and both lengths.
-    """
-    for problem in islice(task.warmup_problems(seed=seed), NUM_PROBED_PROBLEMS):
-        renderer.prompt(problem)
-        num_tokens = len(renderer.demonstration(problem))
-        if num_tokens > max_tokens:
-            raise ValueError(
-                f"the demonstration of problem {problem.id!r} has {num_tokens} tokens, more than "
-                f"loop.sampling.max_tokens={max_tokens}: no reply could be as long; raise it"
-            )
-
-
-def _reply(problem: Problem, text: str, renderer: ChatRenderer) -> Rollout:
-    completion = Completion(
-        token_ids=np.zeros(1, dtype=np.int32),
-        logprobs=np.zeros(1, dtype=np.float32),
-        policy_versions=np.zeros(1, dtype=np.int32),
-        finish_reason="stop",
-    )
-    return Rollout(prompt=renderer.prompt(problem), sample=0, completion=completion, text=text)

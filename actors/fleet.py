@@ -93,9 +93,7 @@ async def start_fleet(
         start.reward(placement.reward, rubric=rubric),
         *map(start.generator, placement.generators),
     )
-    fleet = Fleet(
-        trainer=trainer, generators=tuple(generators), reward=reward, store=store, check=check
-    )
+    fleet = Fleet(trainer=trainer, generators=tuple(generators), reward=reward, store=store, check=check)
     if config.launch.share_gpus:
         return await _set_up_in_turns(config, fleet, hf_assets_path)
     return fleet

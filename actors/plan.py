@@ -10,18 +10,17 @@ from typing import Any
 from actors.canary import LogprobCanary, make_canary
 from actors.checks import (
     check_converters,
-    check_demonstrations,
     check_end,
     check_layout,
     check_load_source,
     check_memory,
     check_reference_weights,
     check_replicas,
-    check_task,
     check_waits,
 )
 from actors.fleet import num_gpus
 from actors.run_config import STARTING_POINTS, RunConfig
+from actors.task_checks import check_demonstrations, check_sample_limit, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
@@ -82,6 +81,7 @@ def make_plan(config: RunConfig) -> Plan:
         stop_token_ids=stop_ids,
     )
     check_task(task, renderer=renderer, seed=config.seed, time_limit_s=config.reward.time_limit_s)
+    check_sample_limit(config.loop, task=task, renderer=renderer, seed=config.seed)
     if start.warmed_up is not None:
         check_demonstrations(
             task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens

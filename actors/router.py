@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.protocols import Sampler
+from rl.protocols import ResumableSampler
 from rl.types import Completion, SamplingParams
 
 Strategy = Literal["least_loaded", "round_robin", "sticky"]
@@ -18,13 +18,14 @@ MAX_SESSIONS = 65_536
 
 
 class Router:
-    """A `Sampler` over replicas.
+    """A `ResumableSampler` over replicas.
 
     Prompts of one call are spread over the replicas; equal prompts of a call stay together, so that their
-    samples have seeds of their own. The completions do not depend on the way that was chosen.
+    samples have seeds of their own. The completions do not depend on the way that was chosen, also where they
+    go on with what another replica began.
     """
 
-    def __init__(self, replicas: Sequence[Sampler], *, strategy: Strategy = "least_loaded") -> None:
+    def __init__(self, replicas: Sequence[ResumableSampler], *, strategy: Strategy = "least_loaded") -> None:
         """
         Args:
             strategy: least_loaded: where the fewest samples are under way; round_robin: in turn; sticky:
@@ -39,9 +40,16 @@ class Router:
         self._replica_of_session: OrderedDict[str, int] = OrderedDict()
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """As `Sampler.generate`."""
+        """As `ResumableSampler.generate`."""
+        if begun is not None and len(begun) != len(prompts):
+            raise ValueError(f"begun has completions of {len(begun)} prompts, there are {len(prompts)}")
         places: dict[int, list[int]] = {}
         replica_of_prompt: dict[bytes, int] = {}
         for place, prompt in enumerate(prompts):
@@ -56,7 +64,10 @@ class Router:
         async def ask(replica: int, of_replica: list[int]) -> None:
             try:
                 answers = await self.replicas[replica].generate(
-                    [prompts[place] for place in of_replica], sampling=sampling, session=session
+                    [prompts[place] for place in of_replica],
+                    sampling=sampling,
+                    session=session,
+                    begun=None if begun is None else [begun[place] for place in of_replica],
                 )
             finally:
                 self.num_running[replica] -= sampling.num_samples * len(of_replica)
@@ -64,6 +75,10 @@ class Router:
 
         await _all(ask(*item) for item in places.items())
         return [groups[place] for place in range(len(prompts))]
+
+    async def abort(self) -> int:
+        """As `ResumableSampler.abort`, on every replica."""
+        return sum(await asyncio.gather(*(replica.abort() for replica in self.replicas)))
 
     def _choose(self, session: str | None) -> int:
         if self.strategy == "round_robin":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from actors.calls import Group
 from actors.canary import LogprobCanary
-from rl.types import BoxSum
+from rl.clock import now_s
+from rl.types import BoxSum, ServeResult
 from rl.weights.canary import check_sums
 
 
@@ -28,26 +28,40 @@ class SyncCheck:
         self._pushed: dict[int, _Pushed] = {}
         """By version: the one that is served, and one on its way."""
 
-    def expect(self, version: int, *, sums: Sequence[BoxSum], logprobs_T: np.ndarray | None) -> None:
+    def expect(
+        self, version: int, *, sums: Sequence[BoxSum], expected: asyncio.Future[list[Any]] | None
+    ) -> None:
         """Remember what was pushed.
 
         Args:
             sums: of all ranks of the trainer.
-            logprobs_T: the trainer's, of the canary, where there is one.
+            expected: the trainer's logprobs of the canary, under way since the push; None without one.
         """
-        self._pushed[version] = _Pushed(sums=sums, logprobs_T=logprobs_T)
+        self._pushed[version] = _Pushed(sums=sums, expected=expected)
 
-    async def pull(self, version: int, *, generators: Sequence[Group]) -> float | None:
+    async def pull(self, version: int, *, generators: Sequence[Group]) -> ServeResult:
         """Every generator pulls, and is checked.
-
-        Returns:
-            As `LogprobCanary.check`; None without a canary.
 
         Raises:
             WeightCanaryError: names generator, tensor and version.
             CanaryError: names generator and version.
         """
         assert version in self._pushed, f"version {version} was not pushed; there are {[*self._pushed]}"
+        pushed = self._pushed[version]
+        try:
+            await self._pull(version, pushed, generators)
+            started = now_s()
+            diff = await self._compare(version, pushed, generators)
+            canary_s = now_s() - started
+        except BaseException:
+            if pushed.expected is not None:
+                await give_up(pushed.expected)
+            raise
+        self._pushed = {number: other for number, other in self._pushed.items() if number >= version}
+        return ServeResult(canary_diff=diff, canary_s=canary_s)
+
+    async def _pull(self, version: int, pushed: _Pushed, generators: Sequence[Group]) -> None:
+        """By every generator, whose checksums are compared."""
         pulls = await asyncio.gather(
             *(g.call("pull_model_state_dict", version, limit=self._pull_limit) for g in generators)
         )
@@ -55,23 +69,29 @@ class SyncCheck:
             generator.name: [s for rank in ranks for s in rank.sums]
             for generator, ranks in zip(generators, pulls, strict=True)
         }
-        check_sums(version=version, pushed=self._pushed[version].sums, pulled=pulled)
-        diff = await self._compare(version, generators)
-        self._pushed = {number: pushed for number, pushed in self._pushed.items() if number >= version}
-        return diff
+        check_sums(version=version, pushed=pushed.sums, pulled=pulled)
 
-    async def _compare(self, version: int, generators: Sequence[Group]) -> float | None:
-        expected_T = self._pushed[version].logprobs_T
-        if self.canary is None or expected_T is None:
+    async def _compare(self, version: int, pushed: _Pushed, generators: Sequence[Group]) -> float | None:
+        if self.canary is None or pushed.expected is None:
             return None
+        # The trainer's comes first, also where the two take turns.
+        logprobs_T = (await pushed.expected)[0][0]
         answers = await asyncio.gather(
             *(g.call("compute_logprobs", [self.canary.token_ids], limit="generate_s") for g in generators)
         )
         found = {g.name: ranks[0][0] for g, ranks in zip(generators, answers, strict=True)}
-        return self.canary.check(policy_version=version, expected_T=expected_T, found=found)
+        return self.canary.check(policy_version=version, expected_T=logprobs_T, found=found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pushed:
+    """What generators are compared with."""
+
     sums: Sequence[BoxSum]
-    logprobs_T: np.ndarray | None
+    expected: asyncio.Future[list[Any]] | None
+
+
+async def give_up(answer: asyncio.Future[list[Any]]) -> None:
+    """Nobody waits for it any more, nor for its error."""
+    answer.cancel()
+    await asyncio.gather(answer, return_exceptions=True)

@@ -26,7 +26,7 @@ def tiny() -> Controller.Config:
     """A model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
     return Controller.Config(
         description="Qwen3 of 0.8M parameters on sum-digits, on a CPU",
-        # Makes a run the same each time; what it costs is in docs/batch_invariance.md.
+        # Makes a run with max_policy_age 0 the same each time; its cost is in docs/batch_invariance.md.
         batch_invariant=True,
         model=model_registry("tiny"),
         any_model_size=True,

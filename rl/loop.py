@@ -31,7 +31,7 @@ from rl.rollouts.evaluation import evaluate
 from rl.rollouts.grading import teaches_nothing
 from rl.rollouts.group import RolloutWorker
 from rl.rollouts.numbered_problems import NumberedProblems
-from rl.rollouts.producer import Batch, GroupFilter, NothingToLearnError, RolloutProducer
+from rl.rollouts.producer import Batch, FailedRewards, GroupFilter, NothingToLearnError, RolloutProducer
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import policy_sample
 from rl.step_checkpoints import StepCheckpoints
@@ -136,7 +136,8 @@ class Loop(Configurable):
                     if self._evaluates(step):
                         await self._evaluate(step)
                     await self._save(step)
-            await self._sync.served()
+            with naming(f"after step {max(done, self.config.num_steps)}"):
+                await self._sync.served()
         finally:
             await self._producer.close()
             await self._sync.close()
@@ -298,6 +299,8 @@ def _producer(
         group_filter=GroupFilter(
             drop_equal=config.equal_groups == "drop", max_sample_tokens=config.max_sample_tokens
         ),
-        max_failed_rewards=int(config.max_failed_rewards * config.num_prompts * config.num_samples),
+        failed_rewards=FailedRewards(
+            max_share=config.max_failed_rewards, rewards_of_step=config.num_prompts * config.num_samples
+        ),
         max_dropped=config.max_empty_steps * config.num_prompts,
     )

@@ -36,8 +36,8 @@ class LoopConfig(Configurable.Config):
     """A group with a longer sample, prompt included, is dropped and another prompt takes its place; None:
     as long as generator and trainer can take."""
     max_failed_rewards: float = 0.0
-    """Share of a step's rewards that may fail (raise, time out, not finite) before the run
-    stops; a failed one is counted and not trained on."""
+    """Share of the rewards since the last step's batch, or of a step's where those are fewer, that may fail
+    (raise, time out, not finite) before the run stops; a failed one is counted and not trained on."""
     max_empty_steps: int = 20
     """Steps in a row without any policy gradient (equal rewards in every group) before the
     run stops with a message; also steps' worth of groups that are dropped in a row."""

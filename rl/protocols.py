@@ -38,6 +38,29 @@ class Sampler(Protocol):
         ...
 
 
+class ResumableSampler(Sampler, Protocol):
+    """For loops of one's own that end long completions at an update and go on with newer weights."""
+
+    async def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
+    ) -> list[list[Completion]]:
+        """As `Sampler.generate`; with `begun`, an earlier answer to the same prompts and `sampling`, its
+        completions with finish reason "abort" go on where they were ended, and others are passed through.
+        """
+        ...
+
+    async def abort(self) -> int:
+        """End what is under way: the calls of `generate` that wait return what they have, with finish reason
+        "abort" where that is not all. Returns how many completions it ended.
+        """
+        ...
+
+
 class Learner(Protocol):
     async def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -79,7 +102,10 @@ class WeightPublisher(Protocol):
     """Publishing is a push and a serve; the learner may compute during both, and step after the push."""
 
     async def push(self) -> int:
-        """Copy the learner's weights to where samplers find them; returns their policy version."""
+        """Copy the learner's weights to where samplers find them; returns their policy version.
+
+        All that this asks of the learner has been sent before it waits for anything.
+        """
         ...
 
     async def serve(self, policy_version: int) -> ServeResult:

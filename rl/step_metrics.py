@@ -129,8 +129,8 @@ def time_metrics(
     """Seconds of each part of a step, and what was done in them.
 
     `time/generate_s`, `score_s`, `train_s` and `publish_s` are what the loop waited for, and together the
-    step; where generation runs ahead, the first two are short. `time/push_s` and `pull_s` are of the newest
-    version that is served.
+    step; where generation runs ahead, the first two are short. `time/push_s`, `pull_s` and `canary_s`, and
+    `canary/logprob_diff`, are of the newest version that is served, `sync/version`.
     """
     num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
     num_samples = sum(minibatch.gradient.num_samples for minibatch in minibatches)
@@ -140,10 +140,12 @@ def time_metrics(
         **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items()},
         "time/push_s": published.push_s,
         "time/pull_s": published.pull_s,
+        "time/canary_s": published.canary_s,
         "time/step_s": step_s,
         **{f"time/{role}_idle_s": idle_s for role, idle_s in clock.idle_s().items()},
         "perf/generated_tokens_per_s": clock.generated_tokens_per_s(),
         "perf/trained_tokens_per_s": Mean(num_trained, laps_s["train"]),
         "perf/samples_per_s": Mean(num_samples, step_s),
+        "sync/version": published.policy_version,
         "canary/logprob_diff": published.canary_diff,
     }

@@ -237,6 +237,8 @@ class ServeResult:
     canary_diff: float | None = None
     """Mean difference between a generator's logprobs of a fixed text and the trainer's, in nats a token, of
     the generator where it is largest; None where nobody looked."""
+    canary_s: float = 0.0
+    """Seconds of it after the pulls, in which those logprobs were computed and compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +249,8 @@ class PublishResult:
     push_s: float
     pull_s: float
     canary_diff: float | None = None
-    """As in `ServeResult`."""
+    canary_s: float = 0.0
+    """Both as in `ServeResult`; `pull_s` is without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

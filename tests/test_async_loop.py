@@ -1,9 +1,9 @@
 """The loop with generation running ahead, in virtual time."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -11,39 +11,18 @@ import pytest
 from rl.errors import RunError
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.samples import policy_sample
-from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import SamplingParams, ServeResult
 from tests.support.fakes import FakePolicy, RubricScorer
-from tests.support.loops import RENDERER, half_right, make_loop
+from tests.support.loops import RENDERER, half_right, make_loop, number_of, problems, run, some_right
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import DeadlockError, run_in_virtual_time
-
-
-def problems():
-    """Each with a prompt of its own: 10 1 000, 10 1 001, ..."""
-    return (make_problem([10, 1000 + i]) for i in count())
-
-
-def number_of(prompt: str) -> int:
-    return int(prompt.strip("<>").split()[-1]) - 1000
-
-
-def run(policy: FakePolicy, **settings: Any) -> tuple[list[dict], float]:
-    loop, sink = make_loop(policy, problems=problems(), **settings)
-    _, took_s = run_in_virtual_time(loop.run())
-    return sink.records, took_s
 
 
 def one_of(seed: int, *seconds: float) -> Callable[[str], float]:
     """One of these times for each prompt, drawn by its text."""
     return lambda prompt: random.Random(f"{seed} {prompt}").choice(seconds)
-
-
-def some_right(prompt: str, sample: int) -> str:
-    """Right in the first samples of each prompt, a number of them that differs by prompt."""
-    digits = sum(map(int, str(1000 + number_of(prompt)) + "10"))
-    return f"[ANSWER] {digits}" if sample <= number_of(prompt) % 3 else "no"
 
 
 def synchronous_losses_see(*, num_steps: int, num_prompts: int, num_samples: int) -> list[list[tuple]]:
@@ -254,6 +233,39 @@ def test_a_failing_sync_stops_the_loop_even_while_it_waits_for_rollouts(phase):
         run(policy, num_steps=6, max_policy_age=1)
 
 
+class Checked(SimulatedPolicy):
+    """Its canary differs by its version."""
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        await super().serve(policy_version)
+        if policy_version == 4:
+            await asyncio.sleep(0.25)
+        return ServeResult(canary_diff=policy_version * 1e-6, canary_s=0.25 * (policy_version == 4))
+
+
+@pytest.mark.parametrize(("max_age", "versions"), [(0, [1, 2, 3, 4]), (2, [0, 1, 2, 3])])
+def test_records_name_the_version_whose_sync_they_tell_of_and_the_log_has_all(max_age, versions, caplog):
+    caplog.set_level(logging.INFO, logger="rl.weights.sync")
+    records, _ = run(Checked(reply=half_right), num_steps=4, max_policy_age=max_age)
+    assert [record["sync/version"] for record in records] == versions
+    assert [record["canary/logprob_diff"] for record in records] == [v * 1e-6 for v in versions]
+    assert [record["time/pull_s"] for record in records] == pytest.approx([0.1] * 4)
+    assert [record["time/canary_s"] for record in records] == [0.25 * (v == 4) for v in versions]
+    assert [m.partition(" is")[0] for m in caplog.messages] == [f"policy version {v}" for v in range(5)]
+    assert caplog.messages[-1].endswith("push 0.100 s, pull 0.100 s, canary 4e-06 nats a token in 0.250 s")
+
+
+def test_a_failing_last_pull_names_its_place():
+    class Failing(SimulatedPolicy):
+        async def serve(self, policy_version: int) -> ServeResult:
+            if policy_version == 3:
+                raise RunError("the store is full")
+            return await super().serve(policy_version)
+
+    with pytest.raises(RunError, match=r"^after step 3: the store is full"):
+        run(Failing(reply=half_right), num_steps=3, max_policy_age=1)
+
+
 @pytest.mark.parametrize(
     ("during", "num_running"), [({"generate_s": lambda prompt: 30.0}, 6), ({"push_s": 30.0}, 0)]
 )
@@ -277,7 +289,7 @@ def test_cancelling_the_loop_ends_its_rollouts_and_its_sync(during, num_running)
 
 def test_evaluation_is_of_the_version_that_it_names():
     class Evaluated(SimulatedPolicy):
-        async def generate(self, prompts: Any, *, sampling: SamplingParams, session: Any = None) -> Any:
+        async def generate(self, prompts: Any, *, sampling: SamplingParams, **settings: Any) -> Any:
             if sampling.temperature > 0:
                 return await super().generate(prompts, sampling=sampling)
             before = self.served_version

@@ -229,7 +229,9 @@ def test_speeds_are_of_the_lap_that_did_the_work():
         clock.lap("publish")
         return time_metrics(
             minibatches=[minibatch(num_valid=6), minibatch(num_valid=4)],  # 16 + 14 tokens, 4 + 4 samples
-            published=PublishResult(policy_version=1, push_s=0.25, pull_s=0.75, canary_diff=1e-6),
+            published=PublishResult(
+                policy_version=1, push_s=0.25, pull_s=0.75, canary_diff=1e-6, canary_s=0.125
+            ),
             clock=clock,
         )
 
@@ -240,6 +242,7 @@ def test_speeds_are_of_the_lap_that_did_the_work():
         "time/publish_s": 1,
         "time/push_s": 0.25,
         "time/pull_s": 0.75,
+        "time/canary_s": 0.125,
         "time/step_s": 4,
         "time/generator_idle_s": 2,
         "time/reward_idle_s": 3.5,
@@ -247,6 +250,7 @@ def test_speeds_are_of_the_lap_that_did_the_work():
         "perf/generated_tokens_per_s": 3,
         "perf/trained_tokens_per_s": 60,
         "perf/samples_per_s": 2,
+        "sync/version": 1,
         "canary/logprob_diff": 1e-6,
     }
 

@@ -21,6 +21,7 @@ async def evaluate(
         RunError: if a reply could not be scored.
     """
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=renderer.stop_token_ids)
+    # Of no session: that would send all of them to one generator.
     groups = await sampler.generate([p.token_ids for p in prompts], sampling=sampling)
     rollouts = [renderer.rollout(p, group[0], sample=0) for p, group in zip(prompts, groups, strict=True)]
     scores = await scorer.score(rollouts)

@@ -51,11 +51,16 @@ class RolloutWorker:
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
-        """The result depends on the problem's number, the run's seed and the weights alone."""
+        """The result depends on the problem's number, the run's seed and the weights alone.
+
+        All that is asked of the sampler for a group is of one session.
+        """
         prompt = self.renderer.prompt(problem)
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         with self.generating.active():
-            (completions,) = await self.sampler.generate([prompt.token_ids], sampling=sampling)
+            (completions,) = await self.sampler.generate(
+                [prompt.token_ids], sampling=sampling, session=f"problem {number}"
+            )
         generated_at = now_s()
         self.num_generated_tokens += sum(len(c.token_ids) for c in completions)
         rollouts = [self.renderer.rollout(prompt, c, sample=i) for i, c in enumerate(completions)]

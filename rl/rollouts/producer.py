@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rl.errors import RunError
 from rl.rollouts.age_bound import AgeBound
 from rl.rollouts.grading import teaches_nothing
 from rl.rollouts.group import Group
-from rl.types import Problem
+from rl.types import Problem, Score
 
 DropReason = Literal["failed", "equal", "oversize"]
 
@@ -46,6 +46,35 @@ class GroupFilter:
         return "equal" if self.drop_equal and teaches_nothing(group.graded) else None
 
 
+@dataclass(kw_only=True, slots=True)
+class FailedRewards:
+    """Counts rewards that could not be computed, and stops a run in which they are too many."""
+
+    max_share: float
+    """Of the rewards since the last batch."""
+    rewards_of_step: int
+    """The share is of at least as many, so that it means the same at a batch's first rewards."""
+    num_scored: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, scores: Sequence[Score]) -> None:
+        """Raises RunError, which shows the first failure, if there are too many now."""
+        self.num_scored += len(scores)
+        self.failures += [s.failure for s in scores if s.failure is not None]
+        num_rewards = max(self.num_scored, self.rewards_of_step)
+        # The quotient, as 0.29 * 100 is less than 29.
+        if len(self.failures) / num_rewards > self.max_share:
+            raise RunError(
+                f"{len(self.failures)} of {self.num_scored} rewards failed since the last batch, where "
+                f"loop.max_failed_rewards={self.max_share:g} allows that share of these or, if there are "
+                f"fewer, of a step's {self.rewards_of_step}; the first: {self.failures[0]}"
+            )
+
+    def clear(self) -> None:
+        """A batch was taken."""
+        self.num_scored, self.failures = 0, []
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """What one step consumes."""
@@ -66,26 +95,25 @@ class RolloutProducer:
         worker: Callable[[int, Problem], Awaitable[Group]],
         problems: Iterator[tuple[int, Problem]],
         group_filter: GroupFilter,
-        max_failed_rewards: int,
+        failed_rewards: FailedRewards,
         max_dropped: int,
     ) -> None:
         """
         Args:
             problems: with their numbers in the task's order.
-            max_failed_rewards: between two batches; one more stops the run.
+            failed_rewards: of this producer alone.
             max_dropped: groups in a row that may be dropped; one more stops the run.
         """
         self.bound = bound
         self._worker = worker
         self._problems = problems
         self._filter = group_filter
-        self._max_failed_rewards = max_failed_rewards
+        self._failed_rewards = failed_rewards
         self._max_dropped = max_dropped
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: dict[int, Group] = {}
         self._dropped: list[tuple[DropReason, Group]] = []
         self._dropped_in_row: Counter[DropReason] = Counter()
-        self._failures: list[str] = []
         self._used_up = False
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -119,7 +147,8 @@ class RolloutProducer:
             self._changed.clear()
             await self._changed.wait()
         batch = Batch(groups=[self._finished.pop(n) for n in numbers], dropped=self._dropped)
-        self._dropped, self._failures = [], []
+        self._dropped = []
+        self._failed_rewards.clear()
         self._start_groups()
         return batch
 
@@ -153,12 +182,7 @@ class RolloutProducer:
 
     def _settle(self, group: Group) -> None:
         """A group is finished: keep or drop it."""
-        self._failures += [s.failure for s in group.scores if s.failure is not None]
-        if len(self._failures) > self._max_failed_rewards:
-            raise RunError(
-                f"{len(self._failures)} rewards of one step failed, where loop.max_failed_rewards allows "
-                f"{self._max_failed_rewards}; the first: {self._failures[0]}"
-            )
+        self._failed_rewards.add(group.scores)
         reason = self._filter.reason_to_drop(group)
         if reason is None:
             self._finished[group.number] = group

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from rl.clock import now_s
 from rl.protocols import WeightPublisher
 from rl.types import PublishResult
+
+logger = logging.getLogger(__name__)
 
 
 class WeightSync:
@@ -73,9 +76,12 @@ class WeightSync:
             result = PublishResult(
                 policy_version=pushed.policy_version,
                 push_s=pushed.push_s,
-                pull_s=now_s() - started,
+                pull_s=now_s() - started - checked.canary_s,
                 canary_diff=checked.canary_diff,
+                canary_s=checked.canary_s,
             )
+            # Of each version, also of the last, which no step's record can tell of.
+            logger.info(_report(result))
             self._last = result
             if on_served is not None:
                 on_served()
@@ -83,3 +89,12 @@ class WeightSync:
             self._on_failure(error)
             raise
         return result
+
+
+def _report(published: PublishResult) -> str:
+    diff = published.canary_diff
+    canary = "" if diff is None else f", canary {diff:.3g} nats a token in {published.canary_s:.3f} s"
+    return (
+        f"policy version {published.policy_version} is served: push {published.push_s:.3f} s, "
+        f"pull {published.pull_s:.3f} s{canary}"
+    )

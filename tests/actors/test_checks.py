@@ -1,12 +1,13 @@
 """What is refused of a run before it starts, though only its end would meet it."""
 
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
 from actors.checks import check_end, check_layout, check_replicas, check_waits
 from actors.plan import starting_point
-from configs.sum_digits import qwen3_32b, tiny
+from configs.sum_digits import qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.converters.lora import LoRA
 
@@ -114,8 +115,38 @@ def test_trainer_and_generator_have_the_same_arithmetic_in_the_batch_invariant_m
         ValueError, match=r"tensor_parallel_degree=1, generator\.tensor_parallel_degree=2: must be the same"
     ):
         check(**{"generator.tensor_parallel_degree": 2})
-    with pytest.raises(ValueError, match=r"compile\.enable=True: must be False with batch_invariant=True"):
-        check(**{"trainer.compile.enable": True})
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ({"trainer.compile.enable": True}, r"^trainer\.compile\.enable=True: must be False with batch_inv"),
+        (
+            {"trainer.parallelism.tensor_parallel_degree": 2, "trainer.num_procs": 2},
+            r"^trainer\.parallelism\.loss_parallel=True: must be False with batch_invariant=True",
+        ),
+        (
+            {"trainer.training.logits_chunk_tokens": 48},
+            r"^trainer\.training\.logits_chunk_tokens=48: must be",
+        ),
+        ({"trainer.converters": (LoRA.Config(),)}, r"^trainer\.converters\.0=LoRA: must not be there"),
+    ],
+)
+def test_what_the_engine_refuses_is_named_as_the_option_that_it_is(edit, says):
+    config = tiny()
+    for path, value in edit.items():
+        *path_to, name = path.split(".")
+        setattr(reduce(getattr, path_to, config), name, value)
+    spec = replace(config.model, batch_invariant=True)
+    with pytest.raises(ValueError, match=says):
+        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
+
+
+def test_a_model_that_cannot_be_batch_invariant_is_no_option_of_the_trainers():
+    config = tiny_moe()
+    spec = replace(config.model, batch_invariant=True)
+    with pytest.raises(ValueError, match=r"^batch_invariant=True: must be False for a mixture of experts"):
+        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
 
 
 def test_the_switch_reaches_the_model_of_trainer_and_generator(tmp_path):

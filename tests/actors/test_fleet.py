@@ -1,6 +1,8 @@
 """A run's own actors, all of them: two trainer ranks, a generator, two processes that score."""
 
+import asyncio
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from actors.calls import ActorCallError, Timeouts
 from actors.canary import CanaryError, LogprobCanary
 from actors.fleet import FleetConfig, LogSettings, close_fleet, start_fleet
 from actors.reward import RewardActor
+from actors.router import Router
 from actors.sync_check import SyncCheck
 from actors.turns import Turns
 from rl.distributed.mesh import ParallelismConfig
@@ -44,7 +47,7 @@ CONFIG = FleetConfig(
         training=TrainingConfig(max_tokens_per_microbatch=128),
     ),
     generator=AskedGenerator.Config(
-        dtype="float32", max_model_len=64, cpu_kv_cache_gib=0.05, num_threads=2, can_sleep=True
+        dtype="float32", max_model_len=256, cpu_kv_cache_gib=0.05, num_threads=2, can_sleep=True
     ),
     reward=RewardActor.Config(num_procs=2),
     timeouts=Timeouts(close_s=10),
@@ -203,6 +206,72 @@ def test_a_generator_that_does_not_compute_with_what_it_pulled_does_not_serve(ru
         CanaryError, match=r"version \d generator differs from the trainer by .* nats a token"
     ):
         running.run(running.publish())
+
+
+def test_what_a_sampler_aborts_goes_on_under_the_next_version(running):
+    """As a loop of one's own does it: abort, update, continue."""
+    prompts = [p.token_ids for p in PROMPTS]
+    sampling = SamplingParams(max_tokens=200, num_samples=2, seed=7)
+
+    async def steps():
+        (generator,) = running.fleet.generators
+        sampler = Router([ActorSampler(generator)])
+        assert await sampler.abort() == 0
+        await train(running)
+        old = await running.publish()
+        drawing = asyncio.ensure_future(sampler.generate(prompts, sampling=sampling))
+        # By another's call, which begins later and is not aborted, tokens of all of them are drawn.
+        await ActorSampler(generator).generate(prompts, sampling=SamplingParams(max_tokens=3))
+        num_ended = await sampler.abort()
+        begun = await drawing
+        await train(running)
+        new = await running.publish()
+        return num_ended, begun, await sampler.generate(prompts, sampling=sampling, begun=begun), (old, new)
+
+    num_ended, begun, made, (old, new) = running.run(steps())
+    assert num_ended == 10
+    assert new == old + 1
+    for before, after in zip(chain(*begun), chain(*made), strict=True):
+        assert before.finish_reason == "abort"
+        assert after.finish_reason == "length"
+        num_old = len(before.token_ids)
+        assert 0 < num_old < 200
+        np.testing.assert_array_equal(after.token_ids[:num_old], before.token_ids)
+        np.testing.assert_array_equal(after.logprobs[:num_old], before.logprobs)
+        assert after.policy_versions.tolist() == [old] * num_old + [new] * (200 - num_old)
+
+
+class AnswersLater:
+    """The trainer, whose answers to `compute_logprobs` come when they are released."""
+
+    def __init__(self, group):
+        self.name, self.timeouts, self.group = group.name, group.timeouts, group
+        self.released = asyncio.Event()
+
+    async def call(self, endpoint, *args, **settings):
+        answer = await self.group.call(endpoint, *args, **settings)
+        if endpoint == "compute_logprobs":
+            await self.released.wait()
+        return answer
+
+
+def test_a_push_is_done_before_the_canarys_logprobs_are_which_its_check_waits_for(running):
+    async def publish():
+        trainer = AnswersLater(running.fleet.trainer)
+        publisher = ActorPublisher(
+            trainer=trainer,
+            generators=running.fleet.generators,
+            store=running.fleet.store,
+            check=running.fleet.check,
+        )
+        await train(running)
+        version = await asyncio.wait_for(publisher.push(), 30)
+        trainer.released.set()
+        return await publisher.serve(version)
+
+    checked = running.run(publish())
+    assert checked.canary_diff < 1e-5
+    assert checked.canary_s > 0
 
 
 def test_a_trainer_that_slept_says_so_and_has_its_bits_back(running):

@@ -7,6 +7,7 @@ import pytest
 
 from actors.backend import ActorPublisher
 from actors.calls import Timeouts
+from actors.sync_check import SyncCheck
 from rl.types import PullResult, PushResult
 
 
@@ -41,9 +42,8 @@ def test_a_pull_that_drains_may_take_as_long_as_the_completions(drains, limit):
     trainer = Answering("trainer", PushResult(policy_version=1, time_s=0.0, num_bytes=0))
     generator = Answering("generator", PullResult(policy_version=1, time_s=0.0))
     store: Any = Store()
-    publisher = ActorPublisher(
-        trainer=trainer, generators=[generator], store=store, canary=None, drains=drains
-    )
+    check = SyncCheck(None, drains=drains)
+    publisher = ActorPublisher(trainer=trainer, generators=[generator], store=store, check=check)
 
     async def publish():
         await publisher.serve(await publisher.push())

@@ -1,6 +1,7 @@
 """The router over fakes; in virtual time, so that what runs at once is known."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,12 @@ import pytest
 
 from actors.router import Router
 from rl.errors import RunError
-from rl.types import SamplingParams
+from rl.rollouts.evaluation import evaluate
+from rl.rollouts.group import Group, RolloutWorker
+from rl.tasks.sum_digits import SumDigits, make_problem
+from rl.types import Completion, Problem, SamplingParams
+from tests.support.fakes import RubricScorer
+from tests.support.loops import PROBLEM, RENDERER
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -76,6 +82,73 @@ def test_calls_of_a_session_stay_on_the_replica_of_its_first():
     names = run_in_virtual_time(main())[0]
     assert names[0] == names[2]
     assert names[1] == names[3] == names[4]
+
+
+def test_groups_are_sessions_and_evaluation_is_spread():
+    """A worker that calls more than once for a group, as several turns would, finds its generator again."""
+
+    class Worker(RolloutWorker):
+        async def run(self, number: int, problem: Problem) -> Group:
+            busy = asyncio.create_task(self.sampler.generate([tokens("other")], sampling=SAMPLING))
+            await asyncio.sleep(0.1)
+            await super().run(number, problem)
+            await busy
+            return await super().run(number, problem)
+
+    replicas = [named("A", 1), named("B", 1)]
+    router = Router(replicas, strategy="sticky")
+    worker = Worker(
+        sampler=router,
+        scorer=RubricScorer(rubric=SumDigits.Config(num_integers=2).build().rubric(seed=0)),
+        renderer=RENDERER,
+        sampling=SAMPLING,
+        advantage=lambda rewards: rewards,
+        seed=0,
+    )
+
+    async def main() -> list[list[str]]:
+        groups = [await worker.run(number, PROBLEM) for number in (0, 1)]
+        await evaluate(
+            prompts=[RENDERER.prompt(make_problem([n, 7])) for n in (1, 2)],
+            sampler=router,
+            scorer=worker.scorer,
+            renderer=RENDERER,
+            max_tokens=8,
+        )
+        return [[rollout.text[0] for rollout in group.rollouts] for group in groups]
+
+    names, _ = run_in_virtual_time(main())
+    # A is busy when the group begins and idle when it goes on.
+    assert names == [["B", "B"], ["B", "B"]]
+    assert [replica.calls for replica in replicas] == [["generate"] * 3, ["generate"] * 5]
+
+
+def test_what_was_begun_goes_on_at_its_prompts_wherever_they_go():
+    replicas = [named("-"), named("-")]
+    router = Router(replicas, strategy="round_robin")
+    texts = ("1", "2", "3")
+    whole, _ = run_in_virtual_time(ask(router, *texts))
+    begun = [[ended(group[0], at=2), group[1]] for group in whole]
+    for replica in replicas:
+        replica.served_version = 5
+    prompts = [tokens(text) for text in texts]
+    made, _ = run_in_virtual_time(router.generate(prompts, sampling=SAMPLING, begun=begun))
+    assert replies(made) == replies(whole) == [["-10", "-11"], ["-20", "-21"], ["-30", "-31"]]
+    versions = [[c.policy_versions.tolist() for c in group] for group in made]
+    assert versions == [[[0, 0, 5, 5], [0, 0, 0, 0]]] * 3
+    with pytest.raises(ValueError, match="begun has completions of 2 prompts, there are 3"):
+        run_in_virtual_time(router.generate(prompts, sampling=SAMPLING, begun=begun[:2]))
+
+
+def ended(whole: Completion, *, at: int) -> Completion:
+    """As an abort leaves it."""
+    return replace(
+        whole,
+        token_ids=whole.token_ids[:at],
+        logprobs=whole.logprobs[:at],
+        policy_versions=whole.policy_versions[:at],
+        finish_reason="abort",
+    )
 
 
 def test_an_error_of_one_replica_ends_the_calls_to_the_others():

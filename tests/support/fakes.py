@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -60,17 +60,31 @@ class FakePolicy:
     """Position, `model_only` and `wait` of each save."""
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
         self.calls.append("generate")
         self.sampled.append(sampling)
-        return [
+        made = [
             [
                 completion(self.reply(bytes(p.tolist()).decode(), i), self.served_version)
                 for i in range(sampling.num_samples)
             ]
             for p in prompts
         ]
+        if begun is None:
+            return made
+        return [
+            [continued(*pair) for pair in zip(*groups, strict=True)]
+            for groups in zip(begun, made, strict=True)
+        ]
+
+    async def abort(self) -> int:
+        return 0  # Nothing is ever under way.
 
     async def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
@@ -155,4 +169,17 @@ def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> C
         logprobs=np.full(len(token_ids), -1.0, dtype=np.float32),
         policy_versions=np.full(len(token_ids), version, dtype=np.int32),
         finish_reason=finish_reason,  # type: ignore[arg-type]
+    )
+
+
+def continued(old: Completion, new: Completion) -> Completion:
+    """`old`, with the tokens of `new` that it has not yet."""
+    if old.finish_reason != "abort":
+        return old
+    num_old = len(old.token_ids)
+    return replace(
+        new,
+        token_ids=np.concatenate([old.token_ids, new.token_ids[num_old:]]),
+        logprobs=np.concatenate([old.logprobs, new.logprobs[num_old:]]),
+        policy_versions=np.concatenate([old.policy_versions, new.policy_versions[num_old:]]),
     )

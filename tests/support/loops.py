@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 from rl.loop import Loop, Seams, Watch
@@ -15,6 +15,7 @@ from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import LoopPosition, Problem
 from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
+from tests.support.virtual_time import run_in_virtual_time
 
 PROBLEM = make_problem([12, 34])  # its digits sum to 10
 RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
@@ -56,3 +57,25 @@ def make_loop(
         proximal_logprobs=proximal_logprobs,
     )
     return loop, sink
+
+
+def problems() -> Iterator[Problem]:
+    """Each with a prompt of its own: 10 1 000, 10 1 001, ..."""
+    return (make_problem([10, 1000 + i]) for i in count())
+
+
+def number_of(prompt: str) -> int:
+    return int(prompt.strip("<>").split()[-1]) - 1000
+
+
+def run(policy: FakePolicy, **settings: Any) -> tuple[list[dict], float]:
+    """Records of a loop over `problems`, and the virtual seconds that it took."""
+    loop, sink = make_loop(policy, problems=problems(), **settings)
+    _, took_s = run_in_virtual_time(loop.run())
+    return sink.records, took_s
+
+
+def some_right(prompt: str, sample: int) -> str:
+    """Right in the first samples of each prompt, a number of them that differs by prompt."""
+    digits = sum(map(int, str(1000 + number_of(prompt)) + "10"))
+    return f"[ANSWER] {digits}" if sample <= number_of(prompt) % 3 else "no"

@@ -40,7 +40,12 @@ class SimulatedPolicy(FakePolicy):
     num_pushing: int = 0
 
     async def generate(
-        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        sampling: SamplingParams,
+        session: str | None = None,
+        begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
         started_at = self.served_version
         self.num_running += 1
@@ -49,7 +54,9 @@ class SimulatedPolicy(FakePolicy):
             await asyncio.sleep(max(self.generate_s(bytes(p.tolist()).decode()) for p in prompts))
         finally:
             self.num_running -= 1
-        groups = await super().generate(prompts, sampling=sampling, session=session)
+        groups = await super().generate(prompts, sampling=sampling, session=session, begun=begun)
+        if begun is not None:
+            return groups
         return [[_begun_at(made, started_at) for made in group] for group in groups]
 
     async def forward_backward(
