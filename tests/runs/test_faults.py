@@ -62,7 +62,6 @@ def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
     assert curve.endswith(f" {run.folder}/learning_curve.png")
 
 
-@pytest.mark.slow
 def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
     bound = ("--loop.max_logprob_diff", "1e-5")
     run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)
@@ -83,13 +82,7 @@ def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_pat
     assert "reward 'picky' raised KeyError('no such rollout') on problem 'sum-digits/" in run.output
 
 
-@pytest.mark.parametrize(
-    ("role", "next_call"),
-    [
-        ("trainer", "forward_backward"),
-        pytest.param("generator", "generate", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("role", "next_call"), [("trainer", "forward_backward"), ("generator", "generate")])
 def test_a_killed_actor_stops_the_run_with_its_role_rank_and_step(tmp_path, role, next_call):
     before = list_shared_memory()
     run = kill_role_after_line(

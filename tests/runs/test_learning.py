@@ -33,13 +33,14 @@ def dump_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
-    """The whole tiny run of a seed, warm-up included; made once."""
+    """The tiny run of a seed, warm-up included, of the first whole; made once."""
     runs: dict[int, FinishedRun] = {}
 
     def run(seed: int) -> FinishedRun:
         if seed not in runs:
+            fewer = () if seed == 0 else ("--loop.num_steps", "60")
             runs[seed] = run_to_the_end(
-                dump_folder, f"seed-{seed}", "--seed", str(seed), limit_s=FIRST_RUN_LIMIT_S
+                dump_folder, f"seed-{seed}", "--seed", str(seed), *fewer, limit_s=FIRST_RUN_LIMIT_S
             )
             assert runs[seed].status == 0, runs[seed].output
         return runs[seed]
@@ -83,7 +84,7 @@ def test_a_reward_of_noise_teaches_nothing(run_of_seed, dump_folder):
 def test_generation_a_step_ahead_reaches_nine_tenths_too(run_of_seed, dump_folder):
     run = run_to_the_end(
         dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path", starting_point(run_of_seed(0)),
-        "--warmup", "None", limit_s=LATER_RUN_LIMIT_S,
+        "--warmup", "None", "--loop.num_steps", "60", limit_s=LATER_RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
     assert run.evaluations[0]["eval/correct"] <= 0.5
@@ -97,8 +98,9 @@ def test_generation_a_step_ahead_reaches_nine_tenths_too(run_of_seed, dump_folde
 def test_all_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_folder):
     """From one starting point, which a warm-up in other kernels would not be."""
     start = starting_point(run_of_seed(0))
-    means = {}
-    for config in LAYOUTS:
+    # The first steps of that run are those of the layout of one process.
+    steps_of = {"tiny": run_of_seed(0).steps[:LAYOUT_STEPS]}
+    for config in LAYOUTS[1:]:
         run = run_to_the_end(
             dump_folder, f"layout-{config}", "--config", config,
             "--hf_assets_path", start, "--warmup", "None",
@@ -106,8 +108,12 @@ def test_all_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_f
             limit_s=LATER_RUN_LIMIT_S,
         )  # fmt: skip
         assert run.status == 0, run.output
-        assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
-        rewards = [r["reward/mean"] for r in run.steps]
+        steps_of[config] = run.steps
+    means = {}
+    for config, steps in steps_of.items():
+        assert len(steps) == LAYOUT_STEPS
+        assert max(r["logprob_diff/mean"] for r in steps) <= 1e-5
+        rewards = [r["reward/mean"] for r in steps]
         # 0.08 here; a layout that never updated would stay level.
         assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.03, rewards
         means[config] = float(np.mean(rewards))
