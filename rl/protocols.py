@@ -16,8 +16,11 @@ from rl.types import (
     Completion,
     ForwardBackwardResult,
     LoopPosition,
+    Message,
+    Observation,
     OptimParams,
     OptimStepResult,
+    Reply,
     Rollout,
     SamplingParams,
     Score,
@@ -114,4 +117,30 @@ class WeightPublisher(Protocol):
 
 
 class Scorer(Protocol):
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]: ...
+    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+        """A score for each rollout, in order. The rollouts of a group are of one problem: functions of a
+        whole group are given them together."""
+        ...
+
+
+class Environment(Protocol):
+    """One episode of a problem, used once.
+
+    It says what the model is told; it never sees nor makes tokens.
+    """
+
+    def opening(self) -> Sequence[Message]:
+        """What the model is told first: the same for every episode of a problem, and quickly known."""
+        ...
+
+    async def step(self, reply: Reply) -> Observation:
+        """Answer a reply. Whatever takes long must await, or run in a thread or process of its own.
+
+        Called until an observation has no messages, or a limit of the run is met. What it raises is a failed
+        rollout: logged, counted, not trained on.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back what the episode holds; called once, however it ended."""
+        ...

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+Role = Literal["system", "user", "assistant", "tool"]
+EndReason = Literal["done", "turns", "tokens", "time", "failed"]
+"""done: the environment had no more to say; turns, tokens, time: a limit was met; failed: it broke."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +42,33 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """What one side says in a conversation, before any chat template."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One task instance: what the model is asked and what its answer is graded against."""
 
     id: str
     """Unique within the task, stable between runs."""
     question: str
-    """The user's message, before any chat template."""
+    """The user's first message, before any chat template."""
     answer: str
-    """The reference answer."""
-    demonstration: str = ""
-    """A full reply that solves it; empty where the task has none."""
+    """The reference answer; empty where the grader needs none."""
+    demonstration: str | tuple[str, ...] = ""
+    """A full reply that solves it, in several turns one each; empty where the task has none."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What else environment and reward functions want to know; plain values, which pickle."""
+
+    @property
+    def demonstrations(self) -> tuple[str, ...]:
+        """The reply of each turn; empty where the task has none."""
+        told = self.demonstration
+        return told if isinstance(told, tuple) else (told,) if told else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,15 +94,86 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rollout:
-    """One finished attempt at a problem."""
+class Reply:
+    """What an environment is told of a turn."""
 
-    prompt: Prompt
-    sample: int
-    """Which of its prompt's completions it is: 0 to G - 1."""
+    text: str
+    """The completion decoded, special tokens removed."""
+    completion: Completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What an environment answers to a reply."""
+
+    messages: tuple[Message, ...] = ()
+    """What the model is told next; without any, the episode is over."""
+    reward: float = 0.0
+    """Of this reply alone; the rubric's comes on top."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to report, such as calls of a tool; summed over the turns of a rollout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """What the model was told and what it replied, token for token."""
+
+    messages: tuple[Message, ...]
+    """What it was told since its last reply."""
+    prompt_ids: np.ndarray
+    """[N] int32: those messages as tokens, with all that a template puts between the last reply and this
+    one. Of the first turn, the whole prompt."""
     completion: Completion
     text: str
     """The completion decoded, special tokens removed."""
+    observation: Observation = field(default_factory=Observation)
+    """What the environment answered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """One finished attempt at a problem: an episode of at least one turn.
+
+    Its tokens are those of its turns, prompt and completion of each in order: what the generator read and
+    what it produced. Nothing was tokenized twice.
+    """
+
+    prompt: Prompt
+    sample: int
+    """Which of its prompt's rollouts it is: 0 to G - 1."""
+    turns: tuple[Turn, ...]
+    end: EndReason = "done"
+    """Why there are no more turns."""
+    failure: str | None = None
+    """Why the environment could not go on (it raised, or took too long); then the rollout is not trained on."""
+
+    @property
+    def completion(self) -> Completion:
+        """Of the last turn."""
+        return self.turns[-1].completion
+
+    @property
+    def text(self) -> str:
+        """The last reply."""
+        return self.turns[-1].text
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all turns, prompts included."""
+        return sum(len(t.prompt_ids) + len(t.completion.token_ids) for t in self.turns)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Those that the model produced."""
+        return sum(len(t.completion.token_ids) for t in self.turns)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation, and what the environment said to the last reply."""
+        said = [
+            m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))
+        ]
+        return (*said, *self.turns[-1].observation.messages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +188,8 @@ class Score:
     """Unweighted value of each reward function, by name."""
     failure: str | None = None
     """Why scoring failed (raised, timed out, not finite); then the rollout is not trained on."""
+    unparsed: tuple[str, ...] = ()
+    """Reward functions that found no answer in the reply, and gave what such a reply gets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,0 +1,27 @@
+"""Environments that come with the rollouts: the one of a single turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl.types import Message, Observation, Problem, Reply
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SingleTurn:
+    """The question, and then nothing: the first reply ends the episode."""
+
+    problem: Problem
+    system: str = ""
+    """A system message before the question."""
+
+    def opening(self) -> Sequence[Message]:
+        question = Message(role="user", content=self.problem.question)
+        return (Message(role="system", content=self.system), question) if self.system else (question,)
+
+    async def step(self, reply: Reply) -> Observation:
+        return Observation()
+
+    async def close(self) -> None:
+        """Nothing is held."""
