@@ -164,7 +164,8 @@ class ActorScorer:
         self.reward = reward
         self.num_procs = num_procs
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+        rollouts = [r for group in groups for r in group]
         shares = [list(rollouts[i :: self.num_procs]) for i in range(self.num_procs)]
         answers = await self.reward.call("score", shares, limit="score_s")
         scores: list[Score | None] = [None] * len(rollouts)
@@ -172,4 +173,5 @@ class ActorScorer:
             scores[i :: self.num_procs] = answer
         complete = [s for s in scores if s is not None]
         assert len(complete) == len(rollouts), f"{len(complete)} scores of {len(rollouts)} rollouts"
-        return complete
+        it = iter(complete)
+        return [[next(it) for _ in group] for group in groups]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.prompts import Renderer
 from rl.rollouts.samples import demonstration_sample
-from rl.types import Problem, TrainingSample
+from rl.types import Prompt, TrainingSample
 from rl.weights.errors import WeightStoreError
 
 BOUNDS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}
@@ -84,8 +84,8 @@ class LogprobCanary:
 def make_canary(
     config: CanaryConfig,
     *,
-    problem: Problem,
-    renderer: ChatRenderer,
+    prompt: Prompt,
+    renderer: Renderer,
     dtypes: tuple[str, ...],
     max_tokens: int,
     batch_invariant: bool = False,
@@ -93,14 +93,15 @@ def make_canary(
     """None where it is off.
 
     Args:
-        problem: whose prompt and answer are the text.
+        prompt: with its problem's answer it is the text.
         dtypes: that trainer and generator compute in.
         max_tokens: that both can take.
     """
     if not config.enable:
         return None
-    answer = renderer.encode(problem.demonstration or problem.answer)
-    token_ids = np.concatenate([renderer.prompt(problem).token_ids, answer])
+    problem = prompt.problem
+    answer = renderer.reply((problem.demonstrations or (problem.answer,))[0])[:-1]
+    token_ids = np.concatenate([prompt.token_ids, answer])
     # The end of the text: it is the answer that a policy says something about.
     kept = token_ids[-min(config.num_tokens, max_tokens) :]
     bound = config.max_logprob_diff

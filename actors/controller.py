@@ -150,7 +150,9 @@ class Controller(Configurable):
                 seams=self._seams(fleet, learner),
                 renderer=renderer,
                 train_problems=task.train_problems(seed=config.seed),
-                eval_problems=task.eval_problems(),
+                eval_sets=task.eval_sets(),
+                max_sequence_tokens=config.generator.max_model_len,
+                environment=task.environment,
                 sinks=[metrics, ConsoleSink()],
                 checkpoints=StepCheckpoints(
                     learner=learner, config=config.trainer.checkpoint, folder=str(folder.checkpoints)
@@ -198,7 +200,9 @@ class Controller(Configurable):
         as every later run does."""
         config = self.config.warmup
         assert config is not None
-        warmup: SupervisedWarmup = config.build(learner=learner, renderer=renderer)
+        warmup: SupervisedWarmup = config.build(
+            learner=learner, renderer=renderer, environment=task.environment
+        )
         with progress("warm-up", total=config.num_steps) as advance:
             await warmup.run(
                 task.warmup_problems(seed=self.config.seed),

@@ -20,7 +20,7 @@ from actors.checks import (
 )
 from actors.fleet import num_gpus
 from actors.run_config import STARTING_POINTS, RunConfig
-from actors.task_checks import check_demonstrations, check_sample_limit, check_task
+from actors.task_checks import check_demonstrations, check_sample_limit, check_task, prompt_of
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
@@ -75,17 +75,26 @@ def make_plan(config: RunConfig) -> Plan:
         num_cores = len(os.sched_getaffinity(0))
         check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
     tokenizer, stop_ids = start.tokenizer()
+    max_model_len, max_new = config.generator.max_model_len, config.loop.sampling.max_tokens
     renderer = ChatRenderer(
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.generator.max_model_len - config.loop.sampling.max_tokens,
-        stop_token_ids=stop_ids,
+        tokenizer=tokenizer, max_prompt_tokens=max_model_len - max_new, stop_token_ids=stop_ids
     )
-    check_task(task, renderer=renderer, seed=config.seed, time_limit_s=config.reward.time_limit_s)
-    check_sample_limit(config.loop, task=task, renderer=renderer, seed=config.seed)
+    room = max_model_len - max_new
+    check_task(
+        task,
+        renderer=renderer,
+        max_prompt_tokens=room,
+        seed=config.seed,
+        time_limit_s=config.reward.time_limit_s,
+    )
+    check_sample_limit(
+        config.loop, task=task, renderer=renderer, max_model_len=max_model_len, seed=config.seed
+    )
     if start.warmed_up is not None:
         check_demonstrations(
-            task, renderer=renderer, seed=config.seed, max_tokens=config.loop.sampling.max_tokens
+            task, renderer=renderer, seed=config.seed, max_tokens=max_new, max_model_len=max_model_len
         )
+    first = next(iter(task.eval_sets().values()))[0]
     return Plan(
         start=start,
         source=source,
@@ -94,7 +103,7 @@ def make_plan(config: RunConfig) -> Plan:
         renderer=renderer,
         canary=make_canary(
             config.canary,
-            problem=task.eval_problems()[0],
+            prompt=prompt_of(task, first, renderer=renderer, max_tokens=room),
             renderer=renderer,
             dtypes=(config.generator.dtype, config.trainer.training.param_dtype),
             max_tokens=config.generator.max_model_len - 1,

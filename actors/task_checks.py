@@ -6,37 +6,53 @@ from itertools import islice
 
 import numpy as np
 
+from rl.clock import run_now
 from rl.loop import Loop
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.prompts import Renderer, demonstrated, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
-from rl.types import Completion, Problem, Rollout
+from rl.types import Completion, Problem, Prompt, Rollout, Turn
 
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
 
 
-def check_task(task: Task, *, renderer: ChatRenderer, seed: int, time_limit_s: float) -> None:
+def check_task(
+    task: Task, *, renderer: Renderer, max_prompt_tokens: int, seed: int, time_limit_s: float
+) -> None:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems.
 
     Raises:
         ValueError: names the problem, or the reward function and what it did.
     """
-    problems = task.eval_problems()
-    if not problems:
+    sets = task.eval_sets()
+    for name, problems in sets.items():
+        if not problems:
+            raise ValueError(f"the task has no evaluation problems in its set {name!r}")
+    if not sets:
         raise ValueError("the task has no evaluation problems")
-    for problem in [*problems, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]:
-        renderer.prompt(problem)
+    held_out = [problem for problems in sets.values() for problem in problems]
+    for problem in [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]:
+        prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
     rubric: Rubric = task.rubric(seed=seed)
-    problem = problems[0]
-    for reply in (problem.demonstration or problem.answer, "", "?"):
-        score = score_within(rubric, _reply(problem, reply, renderer), time_limit_s)
+    problem = held_out[0]
+    prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
+    for text in ((problem.demonstrations or (problem.answer,))[-1], "", "?"):
+        score = score_within(rubric, _reply(prompt, text), time_limit_s)
         if score.failure is not None:
             raise ValueError(f"the task's rubric fails: {score.failure}")
 
 
-def check_sample_limit(loop: Loop.Config, *, task: Task, renderer: ChatRenderer, seed: int) -> None:
+def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:
+    """What a model is first asked; raises ValueError if it leaves no room."""
+    messages = task.environment(problem).opening()
+    return render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
+
+
+def check_sample_limit(
+    loop: Loop.Config, *, task: Task, renderer: Renderer, max_model_len: int, seed: int
+) -> None:
     """A limit that some sample can meet, and some sample can miss.
 
     Raises:
@@ -46,8 +62,8 @@ def check_sample_limit(loop: Loop.Config, *, task: Task, renderer: ChatRenderer,
     if limit is None:
         return
     probed = islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)
-    shortest = min(len(renderer.prompt(problem).token_ids) for problem in probed)
-    longest = renderer.max_prompt_tokens + loop.sampling.max_tokens
+    shortest = min(len(renderer.opening(task.environment(problem).opening())) for problem in probed)
+    longest = max_model_len
     if not shortest < limit < longest:
         raise ValueError(
             f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
@@ -56,27 +72,35 @@ def check_sample_limit(loop: Loop.Config, *, task: Task, renderer: ChatRenderer,
         )
 
 
-def check_demonstrations(task: Task, *, renderer: ChatRenderer, seed: int, max_tokens: int) -> None:
-    """Demonstrations that a reply of at most `max_tokens` can follow.
+def check_demonstrations(
+    task: Task, *, renderer: Renderer, seed: int, max_tokens: int, max_model_len: int
+) -> None:
+    """Demonstrations whose every reply a model could give.
 
     Raises:
         ValueError: names the problem and both lengths.
     """
     for problem in islice(task.warmup_problems(seed=seed), NUM_PROBED_PROBLEMS):
-        renderer.prompt(problem)
-        num_tokens = len(renderer.demonstration(problem))
-        if num_tokens > max_tokens:
+        longest = max((len(renderer.reply(text)) for text in problem.demonstrations), default=0)
+        if longest > max_tokens:
             raise ValueError(
-                f"the demonstration of problem {problem.id!r} has {num_tokens} tokens, more than "
+                f"the demonstration of problem {problem.id!r} has {longest} tokens in one reply, more than "
                 f"loop.sampling.max_tokens={max_tokens}: no reply could be as long; raise it"
+            )
+        sample = run_now(demonstrated(problem, task.environment(problem), renderer=renderer))
+        if len(sample.token_ids) > max_model_len:
+            raise ValueError(
+                f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens with its "
+                f"prompt, more than generator.max_model_len={max_model_len}: raise it"
             )
 
 
-def _reply(problem: Problem, text: str, renderer: ChatRenderer) -> Rollout:
+def _reply(prompt: Prompt, text: str) -> Rollout:
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),
         logprobs=np.zeros(1, dtype=np.float32),
         policy_versions=np.zeros(1, dtype=np.int32),
         finish_reason="stop",
     )
-    return Rollout(prompt=renderer.prompt(problem), sample=0, completion=completion, text=text)
+    turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=completion, text=text)
+    return Rollout(prompt=prompt, sample=0, turns=(turn,))

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+def run_now(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Its result, from code that cannot await; an event loop may be running in this thread already."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def now_s() -> float:

@@ -14,9 +14,10 @@ the tests. Shape legend: P prompts of a step, G samples of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rl.clock import now_s
@@ -24,20 +25,21 @@ from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
 from rl.loop_config import LoopConfig
 from rl.observability.metrics import Record
-from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
+from rl.protocols import Environment, Learner, Sampler, Scorer, WeightPublisher
 from rl.rollouts.age_bound import AgeBound
 from rl.rollouts.ages import token_ages
-from rl.rollouts.evaluation import evaluate
-from rl.rollouts.grading import teaches_nothing
+from rl.rollouts.environment import SingleTurn
+from rl.rollouts.episodes import Episodes
+from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutWorker
 from rl.rollouts.numbered_problems import NumberedProblems
 from rl.rollouts.producer import Batch, FailedRewards, GroupFilter, NothingToLearnError, RolloutProducer
-from rl.rollouts.renderer import ChatRenderer
-from rl.rollouts.samples import policy_sample
+from rl.rollouts.prompts import Renderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.step_clock import StepClock
 from rl.step_metrics import TrainedMinibatch, age_metrics, batch_metrics, time_metrics, training_metrics
-from rl.types import ForwardBackwardResult, LoopPosition, Problem, SamplingParams, TrainingSample
+from rl.step_samples import SampleMaker, StepSamples
+from rl.types import ForwardBackwardResult, LoopPosition, Problem, SamplingParams
 from rl.weights.sync import WeightSync
 
 
@@ -83,18 +85,22 @@ class Loop(Configurable):
         *,
         config: Config,
         seams: Seams,
-        renderer: ChatRenderer,
+        renderer: Renderer,
         train_problems: Iterator[Problem],
-        eval_problems: Sequence[Problem],
+        eval_sets: Mapping[str, Sequence[Problem]],
+        max_sequence_tokens: int,
         sinks: Sequence[Sink],
         checkpoints: StepCheckpoints,
         seed: int,
+        environment: Callable[[Problem], Environment] = SingleTurn.of,
         watch: Watch = nullcontext,
         position: LoopPosition | None = None,
         proximal_logprobs: bool = False,
     ) -> None:
         """
         Args:
+            max_sequence_tokens: of one sequence, that generator and trainer can take.
+            environment: makes an episode of a problem.
             watch: is told of evaluations, which are silent until they are done.
             position: of an earlier loop that is continued; the learner holds that loop's state.
             proximal_logprobs: the loss asks for the logprobs before a step's first update
@@ -102,16 +108,38 @@ class Loop(Configurable):
         """
         self.config = config
         self.seams = seams
-        self.renderer = renderer
-        self.eval_prompts = [renderer.prompt(p) for p in eval_problems]
         self.sinks = sinks
         self.checkpoints = checkpoints
         self.watch = watch
-        # Of a single update, the loss knows them itself.
-        self._adds_proximal = proximal_logprobs and config.num_minibatches > 1
+        self._samples = SampleMaker(
+            config=config,
+            learner=seams.learner,
+            # Of a single update, the loss knows them itself.
+            adds_proximal=proximal_logprobs and config.num_minibatches > 1,
+        )
         self._position = position
         self._problems = NumberedProblems(train_problems, position)
-        worker = _worker(config, seams=seams, renderer=renderer, seed=seed)
+        episodes = partial(
+            Episodes,
+            sampler=seams.sampler,
+            renderer=renderer,
+            environment=environment,
+            limits=config.episode,
+            max_tokens=max_sequence_tokens,
+        )
+        self._evaluator = Evaluator(
+            sets=eval_sets,
+            episodes=episodes(),
+            scorer=seams.scorer,
+            settings=config.evaluation,
+            sampling=_sampling(config, renderer),
+        )
+        worker = RolloutWorker(
+            episodes=episodes(),
+            scorer=seams.scorer,
+            sampling=_sampling(config, renderer),
+            seed=seed,
+        )
         self._clock = StepClock(worker)
         self._producer = _producer(config, worker=worker, problems=self._problems, position=position)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)
@@ -155,7 +183,8 @@ class Loop(Configurable):
             step_of_version=self._step_of_version,
             max_age=self.config.max_policy_age,
         )
-        minibatches = await self._train(batch, is_on_policy=not ages.any())
+        made = await self._samples.make(batch)
+        minibatches = await self._train(made, is_on_policy=not ages.any())
         policy_version = minibatches[-1].update.policy_version
         await self._publish(step, policy_version)
         clock.lap("publish")
@@ -164,16 +193,17 @@ class Loop(Configurable):
                 "step": step,
                 "policy_version": policy_version,
                 **batch_metrics(batch),
+                **made.metrics,
                 **training_metrics(minibatches),
                 **age_metrics(ages),
                 **time_metrics(minibatches=minibatches, published=self._sync.last, clock=clock),
             }
         )
-        self._stop_if_nothing_to_learn(batch)
+        self._stop_if_nothing_to_learn(batch, made)
 
-    async def _train(self, batch: Batch, *, is_on_policy: bool) -> list[TrainedMinibatch]:
+    async def _train(self, made: StepSamples, *, is_on_policy: bool) -> list[TrainedMinibatch]:
         minibatches: list[TrainedMinibatch] = []
-        for samples in await self._minibatches(batch):
+        for samples in made.minibatches:
             gradient = await self.seams.learner.forward_backward(samples)
             if is_on_policy and not minibatches:  # later ones differ by the updates between
                 self._check_logprobs(gradient)
@@ -208,27 +238,10 @@ class Loop(Configurable):
                 "other precisions"
             )
 
-    async def _minibatches(self, batch: Batch) -> list[list[TrainingSample]]:
-        """Samples, cut by prompts, with what the loss needs of the policy before the first update."""
-        width = self.config.num_prompts // self.config.num_minibatches
-        parts = [
-            [
-                policy_sample(g.rollout, advantage=g.advantage, temperature=self.config.sampling.temperature)
-                for group in batch.groups[start : start + width]
-                for g in group.graded
-            ]
-            for start in range(0, len(batch.groups), width)
-        ]
-        if not self._adds_proximal:
-            return parts
-        logprobs = iter(await self.seams.learner.compute_logprobs([s for part in parts for s in part]))
-        return [[replace(s, proximal_logprobs=next(logprobs)) for s in part] for part in parts]
-
-    def _stop_if_nothing_to_learn(self, batch: Batch) -> None:
-        empty = all(teaches_nothing(group.graded) for group in batch.groups)
-        self._num_empty_steps = self._num_empty_steps + 1 if empty else 0
+    def _stop_if_nothing_to_learn(self, batch: Batch, made: StepSamples) -> None:
+        self._num_empty_steps = 0 if made.teaches else self._num_empty_steps + 1
         if self._num_empty_steps > self.config.max_empty_steps:
-            rewards = {g.score.reward for group in batch.groups for g in group.graded}
+            rewards = {member.score.reward for group in batch.groups for member in group.scored}
             raise NothingToLearnError(
                 f"{self._num_empty_steps} steps in a row had equal rewards in every group (the last: "
                 f"{sorted(rewards)[:3]}), more than loop.max_empty_steps={self.config.max_empty_steps}: the "
@@ -245,14 +258,8 @@ class Loop(Configurable):
             return
         policy_version = await self._served_version()
         started = now_s()
-        with self.watch(f"evaluation at step {step} ({len(self.eval_prompts)} problems)"):
-            evaluation = await evaluate(
-                prompts=self.eval_prompts,
-                sampler=self.seams.sampler,
-                scorer=self.seams.scorer,
-                renderer=self.renderer,
-                max_tokens=self.config.sampling.max_tokens,
-            )
+        with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
+            evaluation = (await self._evaluator.run()).metrics()
         eval_s = now_s() - started
         self._write({"step": step, "policy_version": policy_version, **evaluation, "time/eval_s": eval_s})
 
@@ -265,22 +272,15 @@ class Loop(Configurable):
             sink.write(record)
 
 
-def _worker(config: Loop.Config, *, seams: Seams, renderer: ChatRenderer, seed: int) -> RolloutWorker:
+def _sampling(config: Loop.Config, renderer: Renderer) -> SamplingParams:
     sampling = config.sampling
-    return RolloutWorker(
-        sampler=seams.sampler,
-        scorer=seams.scorer,
-        renderer=renderer,
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            num_samples=config.num_samples,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=renderer.stop_token_ids,
-        ),
-        advantage=config.advantage,
-        seed=seed,
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        num_samples=config.num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=renderer.stop_token_ids,
     )
 
 
@@ -297,7 +297,8 @@ def _producer(
         worker=worker.run,
         problems=problems,
         group_filter=GroupFilter(
-            drop_equal=config.equal_groups == "drop", max_sample_tokens=config.max_sample_tokens
+            drop_equal=config.equal_groups == "drop",
+            max_sample_tokens=config.max_sample_tokens if config.long_samples == "drop_group" else None,
         ),
         failed_rewards=FailedRewards(
             max_share=config.max_failed_rewards, rewards_of_step=config.num_prompts * config.num_samples

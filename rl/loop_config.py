@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl.config.configurable import Configurable
-from rl.rollouts.advantage import GroupAdvantage
-from rl.rollouts.settings import Sampling
+from rl.rollouts.advantage import Advantage
+from rl.rollouts.kl_reward import KLReward
+from rl.rollouts.settings import EpisodeLimits, Evaluation, Sampling
 
 _AT_LEAST_0 = ("num_steps", "eval_every", "max_empty_steps", "max_logprob_diff", "max_policy_age")
 
@@ -19,7 +20,7 @@ class LoopConfig(Configurable.Config):
     num_prompts: int = 32
     """Prompts of a step."""
     num_samples: int = 8
-    """Completions of each prompt; their mean reward is the baseline."""
+    """Completions of each prompt: a group."""
     num_minibatches: int = 1
     """Optimizer steps a round of rollouts is cut into, by prompts."""
     max_policy_age: int = 0
@@ -28,13 +29,18 @@ class LoopConfig(Configurable.Config):
     publish_every: int = 1
     """Steps between two publishes of the weights; needs a `max_policy_age` of one less, or more."""
     sampling: Sampling = field(default_factory=Sampling)
-    advantage: GroupAdvantage = field(default_factory=GroupAdvantage)
+    episode: EpisodeLimits = field(default_factory=EpisodeLimits)
+    advantage: Advantage = field(default_factory=Advantage)
+    kl_reward: KLReward = field(default_factory=KLReward)
     equal_groups: Literal["train", "drop"] = "train"
     """Groups of equal rewards have no policy gradient. train: they take part, with advantage 0, in the
     averages of a step; drop: another prompt takes their place, as in DAPO's dynamic sampling."""
     max_sample_tokens: int | None = None
-    """A group with a longer sample, prompt included, is dropped and another prompt takes its place; None:
-    as long as generator and trainer can take."""
+    """Longer samples, prompt included, are too long; None: as long as generator and trainer can take."""
+    long_samples: Literal["drop_group", "drop", "truncate"] = "drop_group"
+    """What becomes of those. drop_group: another prompt takes the place of their group; drop: they are left
+    out, after they have counted for the advantages of their group; truncate: only their first tokens are
+    trained on. All are counted."""
     max_failed_rewards: float = 0.0
     """Share of the rewards since the last step's batch, or of a step's where those are fewer, that may fail
     (raise, time out, not finite) before the run stops; a failed one is counted and not trained on."""
@@ -46,6 +52,7 @@ class LoopConfig(Configurable.Config):
     the same weights, before the run stops: beyond rounding it means that they do not hold the same."""
     eval_every: int = 20
     """Steps between evaluations; also before the first and after the last step. 0: none."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_0:

@@ -15,6 +15,7 @@ class StepClock:
 
     def __init__(self, worker: RolloutWorker) -> None:
         self._worker = worker
+        self._episodes = worker.episodes
         self._last = 0.0
         self._busy_at_start = (0.0, 0.0)
         self._reported = (0, 0.0)
@@ -51,10 +52,10 @@ class StepClock:
 
     def generated_tokens_per_s(self) -> Mean:
         """Since this was asked last, while any completion was under way; of nothing if none was."""
-        tokens, busy_s = self._worker.num_generated_tokens, self._worker.generating.total_s()
+        tokens, busy_s = self._episodes.num_generated_tokens, self._episodes.generating.total_s()
         tokens_before, busy_before_s = self._reported
         self._reported = tokens, busy_s
         return Mean(tokens - tokens_before, busy_s - busy_before_s)
 
     def _busy(self) -> tuple[float, float]:
-        return self._worker.generating.total_s(), self._worker.scoring.total_s()
+        return self._episodes.generating.total_s(), self._worker.scoring.total_s()

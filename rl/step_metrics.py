@@ -5,6 +5,7 @@ Shape legend: P prompts of a step, G samples of each.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -13,10 +14,10 @@ import numpy as np
 
 from losses.correction import WEIGHT, WEIGHT_SQUARED, effective_sample_share
 from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
-from rl.rollouts.grading import GradedRollout, teaches_nothing
+from rl.rollouts.grading import ScoredRollout, equal_rewards
 from rl.rollouts.producer import Batch, DropReason
 from rl.step_clock import StepClock
-from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult
+from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
 
 _IN_EVERY_RESULT = ("ratio", "clipped_fraction")
 """Metrics of a loss that have fields of their own in a result, and names of their own in a step."""
@@ -35,17 +36,17 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     groups = [*batch.groups, *(group for _, group in batch.dropped)]
     reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
     counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
-    return merge([*(group_metrics(g.graded, num_drawn=len(g.rollouts)) for g in groups), reasons, *counts])
+    return merge([*(group_metrics(g.scored, num_drawn=len(g.rollouts)) for g in groups), reasons, *counts])
 
 
-def group_metrics(graded_G: Sequence[GradedRollout], *, num_drawn: int) -> dict[str, Metric]:
-    """Of one prompt's rollouts; of `num_drawn`, those in `graded_G` have a score."""
+def group_metrics(scored_G: Sequence[ScoredRollout], *, num_drawn: int) -> dict[str, Metric]:
+    """Of one prompt's rollouts; of `num_drawn`, those in `scored_G` have a score."""
     return merge(
         [
-            *map(_rollout_metrics, graded_G),
+            *map(_rollout_metrics, scored_G),
             {
-                "reward/equal_groups": Mean(teaches_nothing(graded_G)),
-                "reward/num_failed": Sum(num_drawn - len(graded_G)),
+                "reward/equal_groups": Mean(equal_rewards(scored_G)),
+                "reward/num_failed": Sum(num_drawn - len(scored_G)),
             },
         ]
     )
@@ -56,15 +57,28 @@ def age_metrics(ages: np.ndarray) -> dict[str, Metric]:
     return {"age/mean": Mean(float(ages.sum()), len(ages)), "age/max": Max(int(ages.max()))}
 
 
-def _rollout_metrics(graded: GradedRollout) -> dict[str, Metric]:
-    completion = graded.rollout.completion
-    return {
-        "reward/mean": Mean(graded.score.reward),
-        "reward/std": Std(graded.score.reward),
-        "reward/correct": Mean(graded.score.correct),
-        "completion/tokens_mean": Mean(len(completion.token_ids)),
-        "completion/cut_off": Mean(completion.finish_reason == "length"),
+def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
+    rollout, score = member.rollout, member.score
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(score.reward),
+        "reward/std": Std(score.reward),
+        "reward/correct": Mean(score.correct),
+        "reward/num_unparsed": Sum(bool(score.unparsed)),
+        "completion/tokens_mean": Mean(rollout.num_completion_tokens),
+        "completion/cut_off": Mean(rollout.completion.finish_reason == "length"),
+        "rollout/turns_mean": Mean(len(rollout.turns)),
+        "rollout/unfinished": Mean(rollout.end != "done"),
     }
+    return metrics | _environment_metrics(rollout)
+
+
+def _environment_metrics(rollout: Rollout) -> dict[str, Metric]:
+    """What the environment reports of its turns, added up, as a mean over rollouts."""
+    totals: dict[str, float] = defaultdict(float)
+    for turn in rollout.turns:
+        for name, value in turn.observation.metrics.items():
+            totals[name] += value
+    return {f"environment/{name}": Mean(total) for name, total in totals.items()}
 
 
 def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:

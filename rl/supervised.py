@@ -13,9 +13,8 @@ from itertools import islice
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
-from rl.protocols import Learner
-from rl.rollouts.renderer import ChatRenderer
-from rl.rollouts.samples import demonstration_sample
+from rl.protocols import Environment, Learner
+from rl.rollouts.prompts import Renderer, demonstrated
 from rl.types import OptimParams, Problem
 
 
@@ -65,17 +64,25 @@ class SupervisedWarmup(Configurable):
             cosine = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
             return self.lr * rise * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
 
-    def __init__(self, *, config: Config, learner: Learner, renderer: ChatRenderer) -> None:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        learner: Learner,
+        renderer: Renderer,
+        environment: Callable[[Problem], Environment],
+    ) -> None:
         self.config = config
         self.learner = learner
         self.renderer = renderer
+        self.environment = environment
 
     async def run(self, problems: Iterator[Problem], *, on_step: Callable[[float], None]) -> None:
         """`on_step(loss per token)` is called after each step."""
         config = self.config
         for step in range(config.num_steps):
             samples = [
-                demonstration_sample(self.renderer.prompt(p).token_ids, self.renderer.demonstration(p))
+                await demonstrated(p, self.environment(p), renderer=self.renderer)
                 for p in islice(problems, config.num_demonstrations)
             ]
             if len(samples) < config.num_demonstrations:

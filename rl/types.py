@@ -145,7 +145,7 @@ class Rollout:
     end: EndReason = "done"
     """Why there are no more turns."""
     failure: str | None = None
-    """Why the environment could not go on (it raised, or took too long); then the rollout is not trained on."""
+    """Why the environment could not go on (it raised, took too long); then the rollout is not trained on."""
 
     @property
     def completion(self) -> Completion:
@@ -170,9 +170,7 @@ class Rollout:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, and what the environment said to the last reply."""
-        said = [
-            m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))
-        ]
+        said = [m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))]
         return (*said, *self.turns[-1].observation.messages)
 
 

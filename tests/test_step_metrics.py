@@ -46,7 +46,7 @@ def values(metrics):
 
 def rollouts(*texts, finish_reason="stop"):
     made = [completion(text, finish_reason=finish_reason) for text in texts]
-    return [RENDERER.rollout(PROMPT, c, sample=i) for i, c in enumerate(made)]
+    return [rollout_of(PROMPT, c, sample=i) for i, c in enumerate(made)]
 
 
 def minibatch(

@@ -1,8 +1,8 @@
-"""Advantages of a group: G completions of one prompt."""
+"""Advantages of a batch (replaced when the losses are merged)."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,25 +10,14 @@ import numpy as np
 
 
 @dataclass(kw_only=True, slots=True)
-class GroupAdvantage:
-    """Reward minus the group's mean, as in GRPO (arXiv 2402.03300, eq. 2) without the division,
-    which Dr. GRPO (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more."""
+class Advantage:
+    baseline: Literal["group_mean"] = "group_mean"
+    credit: Literal["sequence", "token"] = "sequence"
 
-    normalization: Literal["mean", "mean_std"] = "mean"
-    """`mean_std` divides by the group's standard deviation as well."""
-    eps: float = 1e-6
-    """Added to the standard deviation."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps={self.eps}: must be at least 0 and finite")
-
-    def __call__(self, rewards_G: np.ndarray) -> np.ndarray:
-        """[G] float32. A group of equal rewards gives exact zeros."""
-        centered_G = rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
-        if np.ptp(rewards_G) == 0:
-            return np.zeros(len(rewards_G), dtype=np.float32)
-        if self.normalization == "mean_std":
-            # Bessel-corrected, as in the reference implementations.
-            centered_G /= rewards_G.astype(np.float64).std(ddof=1) + self.eps
-        return centered_G.astype(np.float32)
+    def __call__(self, rewards_PG: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        out = []
+        for group in rewards_PG:
+            r = np.array([x.sum() for x in group])
+            a = np.zeros(len(r)) if len(r) == 0 or np.ptp(r) == 0 else r - r.mean(dtype=np.float64)
+            out.append([np.full(len(x), v, dtype=np.float32) for x, v in zip(group, a, strict=True)])
+        return out

@@ -17,7 +17,7 @@ class StalePolicyError(RunError):
 def token_ages(
     groups: Sequence[Group], *, step: int, step_of_version: Mapping[int, int], max_age: int
 ) -> np.ndarray:
-    """[tokens of all graded completions] int64: steps between the weights that drew each and those that
+    """[tokens of all scored rollouts] int64: steps between the weights that drew each and those that
     `step` trains.
 
     Args:
@@ -29,8 +29,8 @@ def token_ages(
     allowed = {v: step - 1 - s for v, s in step_of_version.items() if 0 <= step - 1 - s <= max_age}
     ages = []
     for group in groups:
-        for rollout in (graded.rollout for graded in group.graded):
-            versions = rollout.completion.policy_versions
+        for rollout in (member.rollout for member in group.scored):
+            versions = np.concatenate([turn.completion.policy_versions for turn in rollout.turns])
             if not set(versions.tolist()) <= allowed.keys():
                 raise StalePolicyError(
                     f"a completion of problem {rollout.prompt.problem.id!r} was drawn by policy versions "

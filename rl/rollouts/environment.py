@@ -16,6 +16,10 @@ class SingleTurn:
     system: str = ""
     """A system message before the question."""
 
+    @classmethod
+    def of(cls, problem: Problem) -> SingleTurn:
+        return cls(problem=problem)
+
     def opening(self) -> Sequence[Message]:
         question = Message(role="user", content=self.problem.question)
         return (Message(role="system", content=self.system), question) if self.system else (question,)

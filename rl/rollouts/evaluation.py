@@ -1,40 +1,126 @@
-"""Greedy evaluation on a held-out set."""
+"""Evaluation on held-out sets: one greedy rollout of each problem, and further ones for pass@k.
+
+Shape legend: P problems, G samples of each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rl.errors import RunError
 from rl.observability.metrics import Mean, Metric, Sum, merge
-from rl.protocols import Sampler, Scorer
-from rl.rollouts.renderer import ChatRenderer
-from rl.types import Prompt, SamplingParams, Score
+from rl.protocols import Scorer
+from rl.rollouts.episodes import Episodes
+from rl.rollouts.settings import Evaluation
+from rl.types import Problem, Rollout, SamplingParams, Score
+
+SEED = 20_240_607
+"""Of what is sampled for pass@k: the same at every evaluation of every run."""
 
 
-async def evaluate(
-    *, prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, renderer: ChatRenderer, max_tokens: int
-) -> dict[str, Metric]:
-    """One greedy reply to each prompt, graded: `eval/correct`, `eval/reward`, `eval/num_problems`,
-    and `eval/<name>` of each reward function that the rubric has.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EvaluatedSet:
+    """Rollouts of one set with their scores."""
 
-    Raises:
-        RunError: if a reply could not be scored.
+    name: str
+    greedy: list[tuple[Rollout, Score]]
+    """[P]."""
+    sampled: list[list[tuple[Rollout, Score]]]
+    """[P][G]; empty where only greedy ones are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EvaluationResult:
+    sets: list[EvaluatedSet]
+
+    def metrics(self) -> dict[str, Metric]:
+        """`eval/correct`, `eval/reward`, `eval/num_problems`, `eval/<name>` of each reward function and,
+        where more than the greedy replies are drawn, `eval/pass@<k>`; of sets after the first `eval/<set>/...`."""
+        merged: dict[str, Metric] = {}
+        for place, done in enumerate(self.sets):
+            prefix = f"eval/{done.name}" if place else "eval"
+            parts = [_score_metrics(rollout, score) for rollout, score in done.greedy]
+            parts += [_pass_metrics([score.correct for _, score in group]) for group in done.sampled]
+            merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
+        return merged
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluator:
+    """Draws, scores and counts."""
+
+    sets: Mapping[str, Sequence[Problem]]
+    episodes: Episodes
+    scorer: Scorer
+    settings: Evaluation
+    sampling: SamplingParams
+    """Of training, from which the length and the stop tokens are taken."""
+    num_problems: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_problems = sum(map(len, self.sets.values()))
+
+    async def run(self) -> EvaluationResult:
+        """Of the weights that the sampler has now.
+
+        Raises:
+            RunError: if a rollout could not be scored.
+        """
+        greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
+        sampled = replace(
+            self.sampling,
+            temperature=self.settings.temperature,
+            num_samples=self.settings.num_samples,
+            seed=SEED,
+        )
+        sets = []
+        for name, problems in self.sets.items():
+            firsts = await self._scored(problems, greedy)
+            further = await self._scored(problems, sampled) if self.settings.num_samples else []
+            sets.append(EvaluatedSet(name=name, greedy=[pair for (pair,) in firsts], sampled=further))
+        return EvaluationResult(sets=sets)
+
+    async def _scored(
+        self, problems: Sequence[Problem], sampling: SamplingParams
+    ) -> list[list[tuple[Rollout, Score]]]:
+        # Of no session: that would send all of them to one generator.
+        groups = await self.episodes.run(problems, sampling=sampling)
+        scores = await self.scorer.score(groups)
+        raise_on_failures([score for group in scores for score in group], max_fraction=0.0)
+        return [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
+
+
+def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
+    """The chance that k of the samples, drawn without putting back, hold a right one: unbiased for pass@k.
+
+    Chen et al., "Evaluating large language models trained on code" (arXiv:2107.03374), equation 1.
     """
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=renderer.stop_token_ids)
-    # Of no session: that would send all of them to one generator.
-    groups = await sampler.generate([p.token_ids for p in prompts], sampling=sampling)
-    rollouts = [renderer.rollout(p, group[0], sample=0) for p, group in zip(prompts, groups, strict=True)]
-    scores = await scorer.score(rollouts)
-    raise_on_failures(scores, max_fraction=0.0)
-    return merge(map(_score_metrics, scores))
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def _score_metrics(score: Score) -> dict[str, Metric]:
+def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
+    num_samples, num_correct = len(correct_G), sum(correct_G)
     return {
-        **{f"eval/{name}": Mean(value) for name, value in score.parts.items()},
-        "eval/correct": Mean(score.correct),
-        "eval/reward": Mean(score.reward),
-        "eval/num_problems": Sum(1),
+        f"pass@{k}": Mean(pass_at(k, num_samples=num_samples, num_correct=num_correct))
+        for k in _powers_of_two(num_samples)
+    }
+
+
+def _powers_of_two(limit: int) -> Iterable[int]:
+    return (2**i for i in range(limit.bit_length()))
+
+
+def _score_metrics(rollout: Rollout, score: Score) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {name: Mean(value) for name, value in score.parts.items()}
+    if len(rollout.turns) > 1:
+        metrics["turns_mean"] = Mean(len(rollout.turns))
+    return metrics | {
+        "correct": Mean(score.correct),
+        "reward": Mean(score.reward),
+        "num_problems": Sum(1),
+        "num_unparsed": Sum(bool(score.unparsed)),
     }
 
 

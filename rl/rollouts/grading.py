@@ -1,11 +1,11 @@
-"""Rollouts with their scores and advantages, in the groups they were drawn in.
+"""Rollouts with their scores, and what of their rewards belongs to which token.
 
-Shape legend: P prompts of a step, G samples of each.
+Shape legend: G samples of a problem, C tokens that the model produced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,41 +14,32 @@ from rl.types import Rollout, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GradedRollout:
-    """One rollout with its score and its advantage."""
+class ScoredRollout:
+    """A rollout that could be scored."""
 
     rollout: Rollout
     score: Score
-    advantage: float
 
 
-def grade(
-    groups: Sequence[Sequence[Rollout]],
-    scores: Sequence[Score],
-    *,
-    advantage: Callable[[np.ndarray], np.ndarray],
-) -> list[list[GradedRollout]]:
-    """[P][<=G]: rollouts whose score failed are left out, before the group's mean is taken.
-
-    Args:
-        scores: of all rollouts, one group after another.
-        advantage: rewards [G] to advantages [G].
-    """
-    remaining = iter(scores)
-    graded_PG = []
-    for group in groups:
-        pairs = [(rollout, next(remaining)) for rollout in group]
-        pairs = [(rollout, score) for rollout, score in pairs if score.failure is None]
-        advantages_G = advantage(np.array([score.reward for _, score in pairs])) if pairs else ()
-        graded_PG.append(
-            [
-                GradedRollout(rollout=r, score=s, advantage=float(a))
-                for (r, s), a in zip(pairs, advantages_G, strict=True)
-            ]
-        )
-    return graded_PG
+def scored(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[ScoredRollout]:
+    """[<=G]: rollouts whose score failed are left out."""
+    pairs = zip(rollouts, scores, strict=True)
+    return [ScoredRollout(rollout=r, score=s) for r, s in pairs if s.failure is None]
 
 
-def teaches_nothing(group_G: Sequence[GradedRollout]) -> bool:
-    """Whether the group has no policy gradient: equal rewards, or none."""
-    return all(g.advantage == 0 for g in group_G)
+def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
+    """Whether no sample of the group did better than another, or there is none."""
+    return len({member.score.reward for member in group_G}) <= 1
+
+
+def token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
+    """[C] float64: the reward at the last token; with `by_turn`, what the environment gave a reply at the
+    last of its tokens, and the rest at the end."""
+    rewards_C = np.zeros(member.rollout.num_completion_tokens, dtype=np.float64)
+    rewards_C[-1] = member.score.reward
+    if by_turn:
+        ends = np.cumsum([len(turn.completion.token_ids) for turn in member.rollout.turns]) - 1
+        for end, turn in zip(ends, member.rollout.turns, strict=True):
+            rewards_C[end] += turn.observation.reward
+            rewards_C[-1] -= turn.observation.reward
+    return rewards_C

@@ -17,7 +17,7 @@ from typing import Literal
 
 from rl.errors import RunError
 from rl.rollouts.age_bound import AgeBound
-from rl.rollouts.grading import teaches_nothing
+from rl.rollouts.grading import equal_rewards
 from rl.rollouts.group import Group
 from rl.types import Problem, Score
 
@@ -38,12 +38,12 @@ class GroupFilter:
     """Those with a longer sample, prompt included; None: no limit."""
 
     def reason_to_drop(self, group: Group) -> DropReason | None:
-        if not group.graded:
+        if not group.scored:
             return "failed"
-        longest = max(len(r.prompt.token_ids) + len(r.completion.token_ids) for r in group.rollouts)
+        longest = max(rollout.num_tokens for rollout in group.rollouts)
         if self.max_sample_tokens is not None and longest > self.max_sample_tokens:
             return "oversize"
-        return "equal" if self.drop_equal and teaches_nothing(group.graded) else None
+        return "equal" if self.drop_equal and equal_rewards(group.scored) else None
 
 
 @dataclass(kw_only=True, slots=True)

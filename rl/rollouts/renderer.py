@@ -25,6 +25,21 @@ class ChatRenderer:
         self.max_prompt_tokens = max_prompt_tokens
         self.stop_token_ids = (tokenizer.eos_token_id,) if stop_token_ids is None else stop_token_ids
 
+    def opening(self, messages) -> np.ndarray:
+        told = [{"role": m.role, "content": m.content} for m in messages]
+        text = self.tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+        return self.encode(text)
+
+    def continuation(self, messages, *, after: Completion) -> np.ndarray:
+        text = "\n" + "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
+        return self.encode(text + "<|im_start|>assistant\n")
+
+    def reply(self, text: str) -> np.ndarray:
+        return np.append(self.encode(text), np.int32(self.tokenizer.eos_token_id))
+
+    def text(self, token_ids: np.ndarray) -> str:
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
     def prompt(self, problem: Problem) -> Prompt:
         """Raises ValueError for a prompt that leaves no room in the context."""
         messages = [{"role": "user", "content": problem.question}]
@@ -50,7 +65,10 @@ class ChatRenderer:
         to a reward of noise.
         """
         text = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-        return Rollout(prompt=prompt, sample=sample, completion=completion, text=text)
+        from rl.types import Turn
+
+        turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=completion, text=text)
+        return Rollout(prompt=prompt, sample=sample, turns=(turn,))
 
     def encode(self, text: str) -> np.ndarray:
         """[T] int32 tokens of a piece of text, without any around it."""

@@ -1,43 +1,80 @@
-"""From graded rollouts and demonstrations to what the trainer takes.
+"""From rollouts and demonstrations to what the trainer takes.
 
-Shape legend: T tokens of a sequence, C tokens of its completion.
+Shape legend: T tokens of a sequence, N of what the model is told, C of what it produced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 
-from rl.types import Rollout, TrainingSample
+from rl.types import Completion, Rollout, TrainingSample
 
 
-def policy_sample(rollout: Rollout, *, advantage: float, temperature: float) -> TrainingSample:
-    """The rollout's tokens; the completion's are trained on, with one advantage for all."""
-    completion = rollout.completion
-    num_prompt = len(rollout.prompt.token_ids)
-    num_completion = len(completion.token_ids)
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Tokens of a demonstrated conversation."""
+
+    token_ids: np.ndarray
+    """[N] or [C] int32."""
+    is_reply: bool
+
+
+def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: float) -> TrainingSample:
+    """The rollout's tokens; those that the model produced are trained on, and no others.
+
+    Args:
+        advantages_C: of all tokens that the model produced, turn after turn.
+    """
+    ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
+    advantages = dict(zip(range(len(ends)), np.split(advantages_C, ends[:-1]), strict=True))
+
+    def joined(of_turn: Callable[[int, Completion], np.ndarray], *, told: float) -> np.ndarray:
+        """[T]: `told` where the model did not speak."""
+        parts = []
+        for i, turn in enumerate(rollout.turns):
+            said_C = of_turn(i, turn.completion)
+            parts += [np.full(len(turn.prompt_ids), told, dtype=said_C.dtype), said_C]
+        return np.concatenate(parts)
+
     return TrainingSample(
-        token_ids=np.concatenate([rollout.prompt.token_ids, completion.token_ids]).astype(np.int32),
-        mask=_after(num_prompt, np.ones(num_completion, dtype=bool), before=False),
-        generator_logprobs=_after(num_prompt, completion.logprobs.astype(np.float32), before=np.nan),
-        advantages=_after(num_prompt, np.full(num_completion, advantage, dtype=np.float32), before=0.0),
-        policy_versions=_after(num_prompt, completion.policy_versions.astype(np.int32), before=-1),
+        token_ids=np.concatenate(
+            [ids for t in rollout.turns for ids in (t.prompt_ids, t.completion.token_ids)]
+        ).astype(np.int32),
+        mask=joined(lambda i, c: np.ones(len(c.token_ids), dtype=bool), told=False),
+        generator_logprobs=joined(lambda i, c: c.logprobs.astype(np.float32), told=np.nan),
+        advantages=joined(lambda i, c: advantages[i].astype(np.float32), told=0.0),
+        policy_versions=joined(lambda i, c: c.policy_versions.astype(np.int32), told=-1),
         temperature=temperature,
     )
 
 
-def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
-    """A demonstration for a supervised loss: no generator, advantage one."""
-    num_prompt, num_completion = len(prompt_T), len(completion_C)
-    num_tokens = num_prompt + num_completion
+def supervised_sample(spans: Sequence[TokenSpan]) -> TrainingSample:
+    """Demonstrated replies for a supervised loss: no generator, advantage one."""
+    mask = np.concatenate([np.full(len(span.token_ids), span.is_reply) for span in spans])
+    mask[0] = False  # nothing comes before it
+    num_tokens = len(mask)
     return TrainingSample(
-        token_ids=np.concatenate([prompt_T, completion_C]).astype(np.int32),
-        mask=_after(num_prompt, np.ones(num_completion, dtype=bool), before=False),
+        token_ids=np.concatenate([span.token_ids for span in spans]).astype(np.int32),
+        mask=mask,
         generator_logprobs=np.full(num_tokens, np.nan, dtype=np.float32),
         advantages=np.ones(num_tokens, dtype=np.float32),
         policy_versions=np.full(num_tokens, -1, dtype=np.int32),
     )
 
 
-def _after(num_prompt: int, values_C: np.ndarray, *, before: float) -> np.ndarray:
-    """[T]: `before` at the prompt's tokens, then the completion's values."""
-    return np.concatenate([np.full(num_prompt, before, dtype=values_C.dtype), values_C])
+def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> TrainingSample:
+    """A demonstration of one turn."""
+    return supervised_sample([TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)])
+
+
+def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
+    """Its first tokens."""
+    arrays = {
+        name: value[:max_tokens]
+        for name in TrainingSample.__slots__
+        if isinstance(value := getattr(sample, name), np.ndarray)
+    }
+    return replace(sample, **arrays)

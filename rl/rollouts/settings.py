@@ -1,4 +1,4 @@
-"""How training completions are drawn."""
+"""How training rollouts are drawn, and how long they may become."""
 
 from __future__ import annotations
 
@@ -29,5 +29,47 @@ class Sampling:
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}: training needs 1.0 and 0 (off), or the recorded "
-                " logprobs are not those of the distribution that the trainer computes"
+                "logprobs are not those of the distribution that the trainer computes"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeLimits:
+    """Where an episode of several turns ends, whatever its environment says."""
+
+    max_turns: int = 16
+    """Most replies of the model."""
+    max_tokens: int | None = None
+    """Most tokens of all turns, prompts included; None: as many as the generator can take."""
+    step_timeout_s: float = 60.0
+    """Longest time an environment may take to answer a reply; then the rollout has failed."""
+    timeout_s: float = 600.0
+    """After this no further turn begins."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns={self.max_turns} is less than 1")
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 2, or None")
+        for name in ("step_timeout_s", "timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 and finite")
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """What an evaluation draws of each problem; always one greedy reply."""
+
+    num_samples: int = 0
+    """Further replies, drawn at `temperature`: `eval/pass@k` is the chance that one of k of them is right,
+    for k = 1, 2, 4, ... up to this number. 0: none."""
+    temperature: float = 1.0
+    """Of those."""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0:
+            raise ValueError(f"num_samples={self.num_samples} is less than 0")
+        if not 0.01 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature}: must be at least 0.01 and finite (greedy is drawn anyway)"
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.config.configurable import Configurable
+from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Problem, Rollout
 
@@ -79,7 +80,7 @@ class SumDigits(Configurable):
                 text = demonstrate(problem.question, leave_out_last=hasty)
                 yield self._ask(dataclasses.replace(problem, demonstration=text))
 
-    def eval_problems(self) -> list[Problem]:
+    def eval_sets(self) -> dict[str, list[Problem]]:
         """`num_eval` distinct held-out problems."""
         problems: dict[str, Problem] = {}
         for problem in self._draw(random.Random("eval")):
@@ -87,7 +88,10 @@ class SumDigits(Configurable):
                 problems[problem.id] = problem
             if len(problems) == self.config.num_eval:
                 break
-        return [self._ask(p) for p in problems.values()]
+        return {"held_out": [self._ask(p) for p in problems.values()]}
+
+    def environment(self, problem: Problem) -> SingleTurn:
+        return SingleTurn(problem=problem)
 
     def rubric(self, *, seed: int) -> Rubric:
         """Reward 1.0 for the right answer, `format_reward` for the form alone; `seed` is of the noise."""

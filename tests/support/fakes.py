@@ -16,11 +16,13 @@ from rl.types import (
     LoopPosition,
     OptimParams,
     OptimStepResult,
+    Prompt,
     Rollout,
     SamplingParams,
     Score,
     ServeResult,
     TrainingSample,
+    Turn,
 )
 
 
@@ -147,8 +149,16 @@ class RubricScorer:
 
     rubric: Rubric
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        return [self.rubric.score(r) for r in rollouts]
+    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+        return [[self.rubric.score(r) for r in group] for group in groups]
+
+
+def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str | None = None) -> Rollout:
+    """Of one turn; its text is the completion's bytes where none is given."""
+    if text is None:
+        text = bytes(t for t in made.token_ids.tolist() if t).decode()
+    turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=made, text=text)
+    return Rollout(prompt=prompt, sample=sample, turns=(turn,))
 
 
 class ListSink:

@@ -1,0 +1,225 @@
+"""Episodes: a model and an environment in turn, as tokens that are only ever added to.
+
+    opening -> prompt -> completion -> reply -> step -> messages -> further prompt -> completion -> ...
+
+What the model produced stays as the engine gave it, and the next turn's prompt goes on from it; only what the
+environment says is tokenized. So the tokens that are trained on are those that were drawn.
+
+Shape legend: P problems, G samples of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rl.clock import BusyClock, now_s
+from rl.errors import RunError
+from rl.protocols import Environment, Sampler
+from rl.rollouts.prompts import Renderer, render_prompt
+from rl.rollouts.settings import EpisodeLimits
+from rl.types import (
+    Completion,
+    EndReason,
+    Message,
+    Observation,
+    Problem,
+    Prompt,
+    Reply,
+    Rollout,
+    SamplingParams,
+    Turn,
+)
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(kw_only=True, slots=True)
+class Episodes:
+    """Runs episodes, many at once; each has an environment of its own."""
+
+    sampler: Sampler
+    renderer: Renderer
+    environment: Callable[[Problem], Environment]
+    limits: EpisodeLimits
+    max_tokens: int
+    """Of one sequence, that generator and trainer can take."""
+    generating: BusyClock = field(default_factory=BusyClock)
+    num_generated_tokens: int = 0
+
+    async def run(
+        self, problems: Sequence[Problem], *, sampling: SamplingParams, session: str | None = None
+    ) -> list[list[Rollout]]:
+        """[P][G] rollouts, G being `sampling.num_samples`.
+
+        All first turns are one call of the sampler, every later turn is a call of its own, all of one
+        session. With a seed the result depends on it, the problems and the weights alone.
+
+        Raises:
+            ValueError: a prompt leaves no room for a reply; it names the problem.
+        """
+        environments = [[self.environment(p) for _ in range(sampling.num_samples)] for p in problems]
+        try:
+            openings = [
+                _opening(group, problem) for group, problem in zip(environments, problems, strict=True)
+            ]
+            room = self.max_tokens - sampling.max_tokens
+            prompts = [
+                render_prompt(problem, messages, renderer=self.renderer, max_tokens=room)
+                for problem, messages in zip(problems, openings, strict=True)
+            ]
+            firsts = await self.draw([p.token_ids for p in prompts], sampling, session)
+            episodes = [
+                Episode(
+                    runner=self, environment=environment, prompt=prompt, sample=i,
+                    sampling=sampling, session=session,
+                ).run(messages, completion)
+                for group, prompt, messages, completions in zip(
+                    environments, prompts, openings, firsts, strict=True
+                )
+                for i, (environment, completion) in enumerate(zip(group, completions, strict=True))
+            ]  # fmt: skip
+            rollouts = iter(await _all_or_none(episodes))
+            return [[next(rollouts) for _ in group] for group in environments]
+        finally:
+            await _close(environment for group in environments for environment in group)
+
+    async def draw(
+        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, session: str | None
+    ) -> list[list[Completion]]:
+        """Completions, timed and counted."""
+        with self.generating.active():
+            groups = await self.sampler.generate(prompts, sampling=sampling, session=session)
+        self.num_generated_tokens += sum(len(c.token_ids) for group in groups for c in group)
+        return groups
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """One of them."""
+
+    runner: Episodes
+    environment: Environment
+    prompt: Prompt
+    sample: int
+    sampling: SamplingParams
+    session: str | None
+    turns: list[Turn] = field(default_factory=list)
+    tokens: list[np.ndarray] = field(default_factory=list)
+    """All until now, in parts."""
+
+    async def run(self, messages: Sequence[Message], completion: Completion) -> Rollout:
+        """From the first completion to the end."""
+        started, limits = now_s(), self.runner.limits
+        prompt_ids = self.prompt.token_ids
+        while True:
+            self.tokens += [prompt_ids, completion.token_ids]
+            observation, failure = await self._step(completion)
+            text = self.runner.renderer.text(completion.token_ids)
+            self.turns.append(
+                Turn(
+                    messages=tuple(messages),
+                    prompt_ids=prompt_ids,
+                    completion=completion,
+                    text=text,
+                    observation=observation,
+                )
+            )
+            if failure is not None:
+                return self._rollout("failed", failure)
+            messages = observation.messages
+            if not messages:
+                return self._rollout("done")
+            if len(self.turns) >= limits.max_turns:
+                return self._rollout("turns")
+            if now_s() - started > limits.timeout_s:
+                return self._rollout("time")
+            prompt_ids = self.runner.renderer.continuation(messages, after=completion)
+            room = self._max_tokens - sum(map(len, self.tokens)) - len(prompt_ids)
+            if room < 1:
+                return self._rollout("tokens")
+            completion = await self._reply(prompt_ids, room=room)
+
+    @property
+    def _max_tokens(self) -> int:
+        limit = self.runner.limits.max_tokens
+        return self.runner.max_tokens if limit is None else min(limit, self.runner.max_tokens)
+
+    async def _step(self, completion: Completion) -> tuple[Observation, str | None]:
+        """What the environment answers, and why it could not."""
+        text = self.runner.renderer.text(completion.token_ids)
+        timeout_s = self.runner.limits.step_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await self.environment.step(Reply(text=text, completion=completion)), None
+        except Exception as error:
+            if isinstance(error, RunError):
+                raise
+            what = (
+                f"took longer than step_timeout_s={timeout_s:g}"
+                if deadline.expired()
+                else f"raised {error!r}"
+            )
+            where = f"turn {len(self.turns) + 1} of problem {self.prompt.problem.id!r}, reply {text!r}"
+            failure = f"the environment {what} in {where}"
+            logger.warning("%s", failure, exc_info=error)
+            return Observation(), failure
+
+    async def _reply(self, prompt_ids: np.ndarray, *, room: int) -> Completion:
+        sampling = replace(
+            self.sampling,
+            num_samples=1,
+            max_tokens=min(self.sampling.max_tokens, room),
+            seed=None if self.sampling.seed is None else self._seed(self.sampling.seed),
+        )
+        tokens = np.concatenate([*self.tokens, prompt_ids])
+        ((completion,),) = await self.runner.draw([tokens], sampling, self.session)
+        return completion
+
+    def _seed(self, of_call: int) -> int:
+        """Of this turn: episodes that have gone alike until now go on apart."""
+        key = f"{of_call} sample {self.sample} turn {len(self.turns)}"
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
+
+    def _rollout(self, end: EndReason, failure: str | None = None) -> Rollout:
+        return Rollout(
+            prompt=self.prompt, sample=self.sample, turns=tuple(self.turns), end=end, failure=failure
+        )
+
+
+def _opening(group: Sequence[Environment], problem: Problem) -> tuple[Message, ...]:
+    """Raises RunError where episodes of one problem would begin differently."""
+    openings = {tuple(environment.opening()) for environment in group}
+    if len(openings) != 1:
+        raise RunError(
+            f"environments of problem {problem.id!r} open differently, but the samples of a group need the "
+            "same prompt: let `opening` depend on the problem alone"
+        )
+    return openings.pop()
+
+
+async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Results in order; after an error, or a cancellation, none goes on."""
+    tasks = [asyncio.ensure_future(episode) for episode in episodes]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _close(environments: Iterable[Environment]) -> None:
+    """All of them, whatever one of them raises; that is logged."""
+    results = await asyncio.gather(*(e.close() for e in environments), return_exceptions=True)
+    for error in results:
+        if isinstance(error, Exception):
+            logger.warning("an environment could not be closed: %r", error, exc_info=error)

@@ -1,0 +1,108 @@
+"""From a step's batch to the samples of its minibatches: rewards by token, advantages, lengths.
+
+    scored groups -> rewards by token (- KL) -> advantages -> samples -> too long ones -> minibatches
+
+Shape legend: P prompts of a step, G samples of each, C tokens that the model produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rl.loop_config import LoopConfig
+from rl.observability.metrics import Mean, Metric, Sum
+from rl.protocols import Learner
+from rl.rollouts.grading import ScoredRollout, token_rewards
+from rl.rollouts.producer import Batch
+from rl.rollouts.samples import cut, policy_sample
+from rl.types import TrainingSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepSamples:
+    """What a step trains on."""
+
+    minibatches: list[list[TrainingSample]]
+    teaches: bool
+    """Whether any token has an advantage other than 0."""
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleMaker:
+    """Makes a batch's samples, asking the learner for what only it knows."""
+
+    config: LoopConfig
+    learner: Learner
+    adds_proximal: bool
+    """The logprobs before the step's first update go with the samples."""
+
+    async def make(self, batch: Batch) -> StepSamples:
+        members_PG = [group.scored for group in batch.groups]
+        by_turn = self.config.advantage.credit == "token"
+        rewards_PG = [[token_rewards(m, by_turn=by_turn) for m in members] for members in members_PG]
+        metrics: dict[str, Metric] = {}
+        if self.config.kl_reward.coef:
+            metrics |= await self._take_off_kl(members_PG, rewards_PG)
+        advantages_PG = self.config.advantage(rewards_PG)
+        width = self.config.num_prompts // self.config.num_minibatches
+        parts = [
+            [
+                self._sample(member, advantages_C)
+                for members, advantages in zip(
+                    members_PG[start : start + width], advantages_PG[start : start + width], strict=True
+                )
+                for member, advantages_C in zip(members, advantages, strict=True)
+            ]
+            for start in range(0, len(members_PG), width)
+        ]
+        parts, counts = self._within_limit(parts)
+        if self.adds_proximal:
+            logprobs = iter(await self.learner.compute_logprobs([s for part in parts for s in part]))
+            parts = [[replace(s, proximal_logprobs=next(logprobs)) for s in part] for part in parts]
+        teaches = any(a.any() for advantages in advantages_PG for a in advantages)
+        return StepSamples(minibatches=parts, teaches=teaches, metrics=metrics | counts)
+
+    def _sample(self, member: ScoredRollout, advantages_C: np.ndarray) -> TrainingSample:
+        return policy_sample(
+            member.rollout, advantages_C=advantages_C, temperature=self.config.sampling.temperature
+        )
+
+    async def _take_off_kl(
+        self, members_PG: Sequence[Sequence[ScoredRollout]], rewards_PG: Sequence[Sequence[np.ndarray]]
+    ) -> dict[str, Metric]:
+        """`loop.kl_reward`: of each token's reward, in place."""
+        setting = self.config.kl_reward
+        flat = [member for members in members_PG for member in members]
+        samples = [self._sample(m, np.zeros(m.rollout.num_completion_tokens, np.float32)) for m in flat]
+        references = await self.learner.compute_reference_logprobs(samples)
+        total, count = 0.0, 0
+        for sample, reference_T, rewards_C in zip(
+            samples, references, (r for rewards in rewards_PG for r in rewards), strict=True
+        ):
+            kl_C = setting.estimate(
+                logprobs_C=sample.generator_logprobs[sample.mask],
+                reference_logprobs_C=reference_T[sample.mask],
+            )
+            rewards_C -= setting.coef * kl_C
+            total, count = total + float(kl_C.sum()), count + len(kl_C)
+        return {"reward/kl": Mean(total, count)}
+
+    def _within_limit(
+        self, parts: list[list[TrainingSample]]
+    ) -> tuple[list[list[TrainingSample]], dict[str, Metric]]:
+        """`loop.max_sample_tokens` with `loop.long_samples` drop or truncate."""
+        limit = self.config.max_sample_tokens
+        if limit is None or self.config.long_samples == "drop_group":
+            return parts, {}
+        long = sum(len(s.token_ids) > limit for part in parts for s in part)
+        if self.config.long_samples == "truncate":
+            kept = [[cut(s, max_tokens=limit) for s in part] for part in parts]
+            name = "samples/truncated"
+        else:
+            kept = [[s for s in part if len(s.token_ids) <= limit] for part in parts]
+            name = "samples/dropped"
+        return kept, {name: Sum(long)}
