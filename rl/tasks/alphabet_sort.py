@@ -1,0 +1,137 @@
+"""Alphabet-sort: keep a list in alphabetical order while more words come, a few each turn.
+
+user       d a c        model   a c d
+user       b            model   a b c d
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.tasks.generated import GeneratedTask
+from rl.types import Message, Observation, Problem, Reply, Rollout
+
+INSTRUCTION = (
+    "Sort the words below alphabetically, and reply with the sorted words alone, separated by spaces. In later "
+    "turns more words come: reply with all words until then, sorted."
+)
+"""For a model that was taught to follow instructions, but not this task."""
+
+
+EARLY = "n"
+"""Words before it, which seldom belong at the end, are what a hasty demonstration puts there."""
+
+
+class AlphabetSort(GeneratedTask):
+    """Every turn with the right list earns its share of 1."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GeneratedTask.Config):
+        num_words: tuple[int, ...] = (3, 1, 1)
+        """New words of each turn."""
+        num_letters: int = 1
+        """Of a word."""
+        instruction: str = ""
+        """Said before the first words; empty for a model that is warmed up on bare words."""
+        haste: float = 0.0
+        """Share of the warm-up's later turns that put new words at the end without sorting them in, among words
+        of the alphabet's first half. So a policy warmed up on them has the skill and a habit that is mostly
+        wrong, which is what the policy gradient is to mend."""
+
+        def __post_init__(self) -> None:
+            GeneratedTask.Config.__post_init__(self)
+            if not self.num_words or min(self.num_words) < 1:
+                raise ValueError(f"num_words={self.num_words}: must be a number of at least 1 for each turn")
+            if self.num_letters < 1 or sum(self.num_words) > 26**self.num_letters:
+                raise ValueError(
+                    f"num_letters={self.num_letters}: must be at least 1, and enough for {sum(self.num_words)} "
+                    "different words"
+                )
+            if not 0 <= self.haste <= 1:
+                raise ValueError(f"haste={self.haste} is not between 0 and 1")
+
+    config: Config
+
+    def draw(self, generator: random.Random) -> Problem:
+        words: dict[str, None] = {}
+        while len(words) < sum(self.config.num_words):
+            words["".join(generator.choices(string.ascii_lowercase, k=self.config.num_letters))] = None
+        drawn, turns = list(words), []
+        for count in self.config.num_words:
+            turns.append(drawn[:count])
+            del drawn[:count]
+        answers = sorted_lists(turns)
+        asked = " ".join(turns[0])
+        return Problem(
+            id="alphabet-sort/" + "/".join("-".join(turn) for turn in turns),
+            question=f"{self.config.instruction}\n{asked}" if self.config.instruction else asked,
+            answer=answers[-1],
+            demonstration=tuple(answers),
+            info={"turns": [" ".join(turn) for turn in turns], "answers": answers},
+        )
+
+    def split_key(self, problem: Problem) -> str:
+        """The words without their order."""
+        return " ".join(sorted(" ".join(problem.info["turns"]).split()))
+
+    def warmup_problem(self, generator: random.Random) -> Problem:
+        """With the demonstrations of `haste`."""
+        problem = self.draw(generator)
+        first, *later = problem.info["turns"]
+        lists = [sorted(first.split())]
+        for words in later:
+            hasty = words < EARLY and generator.random() < self.config.haste
+            lists.append([*lists[-1], *words.split()] if hasty else sorted([*lists[-1], *words.split()]))
+        return replace(problem, demonstration=tuple(" ".join(words) for words in lists))
+
+    def environment(self, problem: Problem) -> SortingTurns:
+        return SortingTurns(problem=problem)
+
+    def rubric(self, *, seed: int) -> Rubric:
+        """What the environment gave each turn is the whole reward."""
+        if self.config.reward == "noise":
+            return super().rubric(seed=seed)
+        return Rubric(criteria=(Criterion(name="turns", function=self.reward),), correct=self.is_correct)
+
+    def reward(self, rollout: Rollout) -> float:
+        """Share of the turns with the right list."""
+        answers = rollout.prompt.problem.info["answers"]
+        right = [
+            turn.text.split() == answer.split() for turn, answer in zip(rollout.turns, answers, strict=False)
+        ]
+        return sum(right) / len(answers)
+
+
+@dataclass(kw_only=True, slots=True)
+class SortingTurns:
+    """Tells the words of each turn."""
+
+    problem: Problem
+    num_replies: int = field(default=0, init=False)
+
+    def opening(self) -> Sequence[Message]:
+        return (Message(role="user", content=self.problem.question),)
+
+    async def step(self, reply: Reply) -> Observation:
+        turns = self.problem.info["turns"]
+        self.num_replies += 1
+        if self.num_replies == len(turns):
+            return Observation()
+        return Observation(messages=(Message(role="user", content=turns[self.num_replies]),))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def sorted_lists(turns: Sequence[Sequence[str]]) -> list[str]:
+    """All words until each turn, in order."""
+    so_far: list[str] = []
+    lists = []
+    for words in turns:
+        so_far = sorted([*so_far, *words])
+        lists.append(" ".join(so_far))
+    return lists

@@ -1,0 +1,152 @@
+"""Countdown: make a target out of given numbers, each used at most once, with + - * and /."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.tasks.generated import GeneratedTask
+from rl.types import Problem, Rollout
+
+ANSWER = re.compile(r"\[ANSWER\] ?([0-9+\-*/() ]{1,200})\s*\Z")
+INSTRUCTION = (
+    "Using the numbers given, each at most once, and the operations + - * / and parentheses, write an expression "
+    "that equals the target. End your reply with [ANSWER], a space and the expression. For example, for the "
+    "numbers 2 3 7 and the target 13: [ANSWER] 2*3+7"
+)
+"""For a model that was taught to follow instructions, but not this task."""
+
+OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+_NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+class Countdown(GeneratedTask):
+    """Numbers and a target that can be made of all of them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GeneratedTask.Config):
+        num_numbers: int = 3
+        """Given numbers."""
+        largest: int = 20
+        """They are from 1 to this."""
+        max_target: int = 100
+        """The target is from 1 to this."""
+        operations: str = "+-*"
+        """Those that targets are made with; replies may use all four."""
+        instruction: str = INSTRUCTION
+        """Said in the prompt, before numbers and target; empty for a model that is warmed up on these alone."""
+        format_reward: float = 0.1
+        """Partial credit for an expression that uses the numbers as it may; the rest of 1.0 is for the target."""
+
+        def __post_init__(self) -> None:
+            GeneratedTask.Config.__post_init__(self)
+            if not 2 <= self.num_numbers <= 8:
+                raise ValueError(f"num_numbers={self.num_numbers} is not between 2 and 8")
+            if self.largest < 2 or self.max_target < 2:
+                raise ValueError(
+                    f"largest={self.largest}, max_target={self.max_target}: both must be 2 or more"
+                )
+            if not self.operations or set(self.operations) - OPERATIONS.keys():
+                raise ValueError(
+                    f"operations={self.operations!r}: must be one or more of {''.join(OPERATIONS)}"
+                )
+            if not 0 <= self.format_reward <= 1:
+                raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
+
+    config: Config
+
+    def draw(self, generator: random.Random) -> Problem:
+        while True:
+            numbers = [generator.randint(1, self.config.largest) for _ in range(self.config.num_numbers)]
+            text, value = self._combine(numbers, generator)
+            if value.denominator == 1 and 1 <= value <= self.config.max_target:
+                break
+        generator.shuffle(numbers)
+        asked = f"numbers {' '.join(map(str, numbers))} target {value}"
+        told = self.config.instruction
+        return Problem(
+            id=f"countdown/{asked.replace(' ', '-')}",
+            question=f"{told}\n{asked}" if told else asked,
+            answer=text,
+            demonstration=f"[ANSWER] {text}",
+            info={"numbers": numbers, "target": int(value)},
+        )
+
+    def _combine(self, numbers: list[int], generator: random.Random) -> tuple[str, Fraction]:
+        """An expression of all of them from left to right, and its value; 0 where it divides by 0."""
+        text, value = str(numbers[0]), Fraction(numbers[0])
+        for i, number in enumerate(numbers[1:]):
+            sign = generator.choice(self.config.operations)
+            if sign == "/" and number == 0:
+                return text, Fraction(0)
+            text = f"({text}){sign}{number}" if i and sign in "*/" else f"{text}{sign}{number}"
+            value = OPERATIONS[sign](value, Fraction(number))
+        return text, value
+
+    def split_key(self, problem: Problem) -> str:
+        """Numbers without their order, and the target."""
+        return f"{sorted(problem.info['numbers'])} {problem.info['target']}"
+
+    def rubric(self, *, seed: int) -> Rubric:
+        if self.config.reward == "noise":
+            return super().rubric(seed=seed)
+        share = self.config.format_reward
+        criteria = (
+            Criterion(name="answer", function=self.reward, weight=1.0 - share),
+            Criterion(name="format", function=uses_the_numbers, weight=share),
+        )
+        return Rubric(criteria=criteria, correct=self.is_correct)
+
+    def reward(self, rollout: Rollout) -> float:
+        """1 for an expression that equals the target and uses each number at most once."""
+        info = rollout.prompt.problem.info
+        return float(bool(uses_the_numbers(rollout)) and evaluate(expression(rollout)) == info["target"])
+
+    def is_correct(self, rollout: Rollout) -> bool:
+        try:
+            return self.reward(rollout) == 1.0
+        except UnparsedAnswer:
+            return False
+
+
+def expression(rollout: Rollout) -> str:
+    """What follows the last `[ANSWER]`, which must end the reply; raises UnparsedAnswer without one."""
+    match = ANSWER.search(rollout.text)
+    if match is None:
+        raise UnparsedAnswer("no [ANSWER] with an expression at the end")
+    return match.group(1).strip()
+
+
+def uses_the_numbers(rollout: Rollout) -> float:
+    """1 for an expression with numbers that are given, each at most as often as it is."""
+    text = expression(rollout)
+    used = Counter(map(int, re.findall(r"\d+", text)))
+    return float(evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"]))
+
+
+def evaluate(text: str) -> Fraction | None:
+    """The exact value of an expression of whole numbers with + - * / and parentheses; None if it is none."""
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _NODES:
+        return OPERATIONS[_NODES[type(node.op)]](_value(node.left), _value(node.right))
+    raise ValueError("not arithmetic")
