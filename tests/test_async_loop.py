@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl.errors import RunError
@@ -39,10 +40,15 @@ def synchronous_losses_see(*, num_steps: int, num_prompts: int, num_samples: int
                 sampling = SamplingParams(max_tokens=32, num_samples=num_samples, seed=number)
                 (group,) = await policy.generate([prompt.token_ids], sampling=sampling)
                 rollouts = [RENDERER.rollout(prompt, c, sample=i) for i, c in enumerate(group)]
-                rewards = [s.reward for s in await RubricScorer(rubric=rubric).score(rollouts)]
+                (scores,) = await RubricScorer(rubric=rubric).score([rollouts])
+                rewards = [s.reward for s in scores]
                 mean = sum(rewards) / len(rewards)
                 samples += [
-                    policy_sample(rollout, advantage=reward - mean, temperature=1.0)
+                    policy_sample(
+                        rollout,
+                        advantages_C=np.full(rollout.num_completion_tokens, reward - mean),
+                        temperature=1.0,
+                    )
                     for rollout, reward in zip(rollouts, rewards, strict=True)
                 ]
             await policy.forward_backward(samples)
