@@ -79,7 +79,7 @@ def make_plan(config: RunConfig) -> Plan:
     renderer = ChatRenderer(
         tokenizer=tokenizer, max_prompt_tokens=max_model_len - max_new, stop_token_ids=stop_ids
     )
-    room = max_model_len - max_new
+    room = min(max_model_len, config.loop.episode.max_tokens or max_model_len) - max_new
     check_task(
         task,
         renderer=renderer,

@@ -119,27 +119,19 @@ class Loop(Configurable):
         )
         self._position = position
         self._problems = NumberedProblems(train_problems, position)
+        sampling = _sampling(config, renderer)
         episodes = partial(
-            Episodes,
-            sampler=seams.sampler,
-            renderer=renderer,
-            environment=environment,
-            limits=config.episode,
-            max_tokens=max_sequence_tokens,
-        )
+            Episodes, sampler=seams.sampler, renderer=renderer, environment=environment,
+            limits=config.episode, max_tokens=max_sequence_tokens,
+        )  # fmt: skip
         self._evaluator = Evaluator(
             sets=eval_sets,
             episodes=episodes(),
             scorer=seams.scorer,
             settings=config.evaluation,
-            sampling=_sampling(config, renderer),
+            sampling=sampling,
         )
-        worker = RolloutWorker(
-            episodes=episodes(),
-            scorer=seams.scorer,
-            sampling=_sampling(config, renderer),
-            seed=seed,
-        )
+        worker = RolloutWorker(episodes=episodes(), scorer=seams.scorer, sampling=sampling, seed=seed)
         self._clock = StepClock(worker)
         self._producer = _producer(config, worker=worker, problems=self._problems, position=position)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
+from rl.errors import RunError
 from rl.loop_config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
 from rl.protocols import Learner
@@ -48,22 +50,18 @@ class SampleMaker:
         if self.config.kl_reward.coef:
             metrics |= await self._take_off_kl(members_PG, rewards_PG)
         advantages_PG = self.config.advantage(rewards_PG)
-        width = self.config.num_prompts // self.config.num_minibatches
-        parts = [
-            [
-                self._sample(member, advantages_C)
-                for members, advantages in zip(
-                    members_PG[start : start + width], advantages_PG[start : start + width], strict=True
-                )
-                for member, advantages_C in zip(members, advantages, strict=True)
-            ]
-            for start in range(0, len(members_PG), width)
+        samples_PG = [
+            [self._sample(*pair) for pair in zip(*of_group, strict=True)]
+            for of_group in zip(members_PG, advantages_PG, strict=True)
         ]
-        parts, counts = self._within_limit(parts)
+        width = self.config.num_prompts // self.config.num_minibatches
+        parts, counts = self._within_limit(
+            [list(chain(*samples_PG[i : i + width])) for i in range(0, len(samples_PG), width)]
+        )
         if self.adds_proximal:
             logprobs = iter(await self.learner.compute_logprobs([s for part in parts for s in part]))
             parts = [[replace(s, proximal_logprobs=next(logprobs)) for s in part] for part in parts]
-        teaches = any(a.any() for advantages in advantages_PG for a in advantages)
+        teaches = any(s.advantages[s.mask].any() for part in parts for s in part)
         return StepSamples(minibatches=parts, teaches=teaches, metrics=metrics | counts)
 
     def _sample(self, member: ScoredRollout, advantages_C: np.ndarray) -> TrainingSample:
@@ -94,15 +92,31 @@ class SampleMaker:
     def _within_limit(
         self, parts: list[list[TrainingSample]]
     ) -> tuple[list[list[TrainingSample]], dict[str, Metric]]:
-        """`loop.max_sample_tokens` with `loop.long_samples` drop or truncate."""
-        limit = self.config.max_sample_tokens
-        if limit is None or self.config.long_samples == "drop_group":
+        """`loop.max_sample_tokens` with `loop.long_samples` drop or truncate; what is empty then is left out.
+
+        Raises:
+            RunError: no sample is left.
+        """
+        limit, policy = self.config.max_sample_tokens, self.config.long_samples
+        if limit is None or policy == "drop_group":
             return parts, {}
-        long = sum(len(s.token_ids) > limit for part in parts for s in part)
-        if self.config.long_samples == "truncate":
-            kept = [[cut(s, max_tokens=limit) for s in part] for part in parts]
-            name = "samples/truncated"
+        samples = [s for part in parts for s in part]
+        num_long = sum(len(s.token_ids) > limit for s in samples)
+        if policy == "truncate":
+            # Of a prompt as long as the limit nothing is left to train on.
+            cuts = [[cut(s, max_tokens=limit) for s in part] for part in parts]
+            kept = [[s for s in part if s.mask.any()] for part in cuts]
         else:
             kept = [[s for s in part if len(s.token_ids) <= limit] for part in parts]
-            name = "samples/dropped"
-        return kept, {name: Sum(long)}
+        kept = [part for part in kept if part]
+        num_dropped = len(samples) - sum(map(len, kept))
+        if not kept:
+            raise RunError(
+                f"none of the step's {len(samples)} samples can be trained on: the shortest has "
+                f"{min(len(s.token_ids) for s in samples)} tokens, loop.max_sample_tokens={limit} with "
+                f"loop.long_samples={policy}; raise the first, or None"
+            )
+        counts: dict[str, Metric] = {"samples/dropped": Sum(num_dropped)}
+        if policy == "truncate":
+            counts["samples/truncated"] = Sum(num_long - num_dropped)
+        return kept, counts

@@ -3,17 +3,19 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl.errors import RunError
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.samples import policy_sample
+from rl.rollouts.settings import Sampling
 from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import CheckpointConfig
-from rl.types import SamplingParams, ServeResult
+from rl.types import Message, Observation, Problem, Reply, SamplingParams, ServeResult
 from tests.support.fakes import FakePolicy, RubricScorer
 from tests.support.loops import RENDERER, half_right, make_loop, number_of, problems, run, some_right
 from tests.support.simulated import SimulatedPolicy
@@ -39,10 +41,15 @@ def synchronous_losses_see(*, num_steps: int, num_prompts: int, num_samples: int
                 sampling = SamplingParams(max_tokens=32, num_samples=num_samples, seed=number)
                 (group,) = await policy.generate([prompt.token_ids], sampling=sampling)
                 rollouts = [RENDERER.rollout(prompt, c, sample=i) for i, c in enumerate(group)]
-                rewards = [s.reward for s in await RubricScorer(rubric=rubric).score(rollouts)]
+                (scores,) = await RubricScorer(rubric=rubric).score([rollouts])
+                rewards = [s.reward for s in scores]
                 mean = sum(rewards) / len(rewards)
                 samples += [
-                    policy_sample(rollout, advantage=reward - mean, temperature=1.0)
+                    policy_sample(
+                        rollout,
+                        advantages_C=np.full(rollout.num_completion_tokens, reward - mean),
+                        temperature=1.0,
+                    )
                     for rollout, reward in zip(rollouts, rewards, strict=True)
                 ]
             await policy.forward_backward(samples)
@@ -141,6 +148,42 @@ def test_no_trained_token_is_older_than_the_bound_whatever_takes_how_long(max_ag
         tokens = [sum(int(s.mask.sum()) for s in step) for step in policy.trained]
         mean = sum(r["age/mean"] * n for r, n in zip(steps, tokens, strict=True)) / sum(tokens)
         assert mean == pytest.approx(sum(ages) / len(ages))
+
+
+class Twice:
+    """Asks the same once more."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.said = (Message(role="user", content=problem.question),)
+        self.num_steps = 0
+
+    def opening(self) -> Sequence[Message]:
+        return self.said
+
+    async def step(self, reply: Reply) -> Observation:
+        self.num_steps += 1
+        return Observation(messages=self.said if self.num_steps == 1 else ())
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_turns_that_newer_weights_drew_are_trained_on_with_their_own_versions_and_ages():
+    def reply(prompt: str, sample: int) -> str:
+        return "[ANSWER] 10" if len(prompt) < 30 else f"again {sample}"
+
+    policy = SimulatedPolicy(reply=reply, generate_s=lambda prompt: 0.7)
+    records, _ = run(
+        policy, num_steps=6, num_prompts=1, num_samples=2, max_policy_age=2, environment=Twice,
+        sampling=Sampling(max_tokens=24), max_empty_steps=6,
+    )  # fmt: skip
+    drawn = [s.policy_versions[s.mask] for step in policy.trained for s in step]
+    # The first turn's tokens are older than the second's in some, and never newer.
+    assert all((np.diff(versions) >= 0).all() for versions in drawn)
+    assert any(versions[0] < versions[-1] for versions in drawn)
+    assert 0 < max(policy.age_of_tokens) <= 2
+    assert max(record["age/max"] for record in records) == max(policy.age_of_tokens)
+    assert {record["rollout/turns_mean"] for record in records} == {2}
 
 
 def test_a_straggler_is_overtaken_until_it_would_be_too_old():

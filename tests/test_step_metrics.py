@@ -9,7 +9,7 @@ from losses.grpo import GRPOLoss
 from losses.ops import masked_sum
 from losses.types import LossInputs, LossOutput
 from rl.observability.metrics import MetricsWriter, merge, read_metrics, reduced
-from rl.rollouts.grading import grade
+from rl.rollouts.grading import ScoredRollout, scored
 from rl.rollouts.group import RolloutWorker
 from rl.rollouts.producer import Batch
 from rl.rollouts.renderer import ChatRenderer
@@ -26,12 +26,14 @@ from rl.tasks.sum_digits import make_problem
 from rl.types import (
     ExpertLoad,
     ForwardBackwardResult,
+    Observation,
     OptimStepResult,
     PublishResult,
+    Rollout,
     SamplingParams,
     Score,
 )
-from tests.support.fakes import ByteTokenizer, completion
+from tests.support.fakes import ByteTokenizer, completion, episodes_of, rollout_of
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 from tests.training.parts import make_engine, make_samples
@@ -78,22 +80,42 @@ def test_rewards_of_groups_of_unequal_size_count_by_sample_and_groups_by_group()
     failed = Score(reward=0.0, correct=False, failure="raised")
     groups = [rollouts("abc", "a", "ab"), rollouts("abcd", "abcd", "abcd", finish_reason="length")]
     scores = [
-        Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False),
-        Score(reward=0.5, correct=False), Score(reward=0.5, correct=False), failed,
-    ]  # fmt: skip
-    graded_PG = grade(groups, scores, advantage=lambda rewards_G: rewards_G - rewards_G.mean())
-    assert [[g.advantage for g in graded_G] for graded_G in graded_PG] == [[0.5, -0.5], [0, 0]]
-    merged = merge(group_metrics(graded_G, num_drawn=3) for graded_G in graded_PG)
+        [Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False)],
+        [Score(reward=0.5, correct=False, unparsed=("answer",)), Score(reward=0.5, correct=False), failed],
+    ]
+    scored_PG = [scored(*pair) for pair in zip(groups, scores, strict=True)]
+    assert [[member.rollout.sample for member in scored_G] for scored_G in scored_PG] == [[0, 2], [0, 1]]
+    merged = merge(group_metrics(scored_G, num_drawn=3) for scored_G in scored_PG)
     assert values(merged) == {
         "reward/mean": 0.5,
         "reward/std": pytest.approx(np.std([1, 0, 0.5, 0.5])),
         "reward/correct": 0.25,
         "reward/equal_groups": 0.5,
         "reward/num_failed": 2,
+        "reward/num_unparsed": 1,
         # The end token counts: 4 and 3 of the first group, 5 and 5 of the second.
         "completion/tokens_mean": 4.25,
         "completion/cut_off": 0.5,
+        "rollout/turns_mean": 1,
+        "rollout/unfinished": 0,
     }
+
+
+def test_rollouts_of_several_turns_report_them_and_what_their_environment_counted():
+    def of_turns(*metrics, end="done"):
+        (turn,) = rollouts("abc")[0].turns
+        turns = tuple(replace(turn, observation=Observation(metrics=m)) for m in metrics)
+        return ScoredRollout(
+            rollout=Rollout(prompt=PROMPT, sample=0, turns=turns, end=end),
+            score=Score(reward=1.0, correct=True),
+        )
+
+    long = of_turns({"calls": 2.0}, {}, {"calls": 1.0, "errors": 1.0}, end="turns")
+    said = values(group_metrics([long, of_turns({"calls": 0.0})], num_drawn=2))
+    assert (said["rollout/turns_mean"], said["rollout/unfinished"]) == (2, 0.5)
+    assert said["completion/tokens_mean"] == (3 * 4 + 4) / 2  # of all turns
+    # A rollout's calls are added up; of those that count errors, the mean.
+    assert (said["environment/calls"], said["environment/errors"]) == (1.5, 1)
 
 
 def test_a_group_without_a_single_score_counts_as_one_that_teaches_nothing():
@@ -210,13 +232,12 @@ def test_metric_of_a_users_loss_reaches_metrics_jsonl_as_the_mean_over_valid_tok
 def test_speeds_are_of_the_lap_that_did_the_work():
     async def step():
         worker = RolloutWorker(
-            sampler=SimulatedPolicy(
-                reply=lambda prompt, i: "abc" if i else "a", generate_s=lambda prompt: 2.0
+            episodes=episodes_of(
+                SimulatedPolicy(reply=lambda prompt, i: "abc" if i else "a", generate_s=lambda prompt: 2.0),
+                renderer=RENDERER,
             ),
             scorer=SlowScorer(),
-            renderer=RENDERER,
             sampling=SamplingParams(max_tokens=8, num_samples=2),
-            advantage=lambda rewards_G: rewards_G,
             seed=0,
         )
         clock = StepClock(worker)
@@ -258,19 +279,17 @@ def test_speeds_are_of_the_lap_that_did_the_work():
 class SlowScorer:
     """Takes half a second for any number of rollouts."""
 
-    async def score(self, rollouts):
+    async def score(self, groups):
         await asyncio.sleep(0.5)
-        return [Score(reward=1.0, correct=True) for _ in rollouts]
+        return [[Score(reward=1.0, correct=True) for _ in group] for group in groups]
 
 
 def test_what_was_dropped_is_counted_by_reason_and_its_rewards_with_the_others():
     async def groups():
         worker = RolloutWorker(
-            sampler=SimulatedPolicy(reply=lambda prompt, i: "abc"),
+            episodes=episodes_of(SimulatedPolicy(reply=lambda prompt, i: "abc"), renderer=RENDERER),
             scorer=SlowScorer(),
-            renderer=RENDERER,
             sampling=SamplingParams(max_tokens=8, num_samples=2),
-            advantage=lambda rewards_G: rewards_G - rewards_G.mean(),
             seed=0,
         )
         return [await worker.run(i, make_problem([12, 34])) for i in range(3)]

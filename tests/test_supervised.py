@@ -4,6 +4,7 @@ from itertools import repeat
 import pytest
 
 from rl.errors import RunError
+from rl.rollouts.environment import SingleTurn
 from rl.rollouts.renderer import ChatRenderer
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
@@ -15,7 +16,7 @@ PROBLEM = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
 
 def warm_up(policy, *, num_problems):
     warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
-        learner=policy, renderer=RENDERER
+        learner=policy, renderer=RENDERER, environment=SingleTurn.of
     )
     losses: list[float] = []
     asyncio.run(warmup.run(repeat(PROBLEM, num_problems), on_step=losses.append))

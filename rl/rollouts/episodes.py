@@ -66,12 +66,16 @@ class Episodes:
         Raises:
             ValueError: a prompt leaves no room for a reply; it names the problem.
         """
-        environments = [[self.environment(p) for _ in range(sampling.num_samples)] for p in problems]
+        environments: list[list[Environment]] = []
         try:
+            for problem in problems:
+                environments.append([])
+                for _ in range(sampling.num_samples):
+                    environments[-1].append(self.environment(problem))
             openings = [
                 _opening(group, problem) for group, problem in zip(environments, problems, strict=True)
             ]
-            room = self.max_tokens - sampling.max_tokens
+            room = self.limit - sampling.max_tokens
             prompts = [
                 render_prompt(problem, messages, renderer=self.renderer, max_tokens=room)
                 for problem, messages in zip(problems, openings, strict=True)
@@ -90,7 +94,13 @@ class Episodes:
             rollouts = iter(await _all_or_none(episodes))
             return [[next(rollouts) for _ in group] for group in environments]
         finally:
-            await _close(environment for group in environments for environment in group)
+            await _close([e for group in environments for e in group], timeout_s=self.limits.step_timeout_s)
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of an episode."""
+        limit = self.limits.max_tokens
+        return self.max_tokens if limit is None else min(limit, self.max_tokens)
 
     async def draw(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, session: str | None
@@ -122,8 +132,8 @@ class Episode:
         prompt_ids = self.prompt.token_ids
         while True:
             self.tokens += [prompt_ids, completion.token_ids]
-            observation, failure = await self._step(completion)
             text = self.runner.renderer.text(completion.token_ids)
+            observation, failure = await self._step(Reply(text=text, completion=completion))
             self.turns.append(
                 Turn(
                     messages=tuple(messages),
@@ -143,23 +153,17 @@ class Episode:
             if now_s() - started > limits.timeout_s:
                 return self._rollout("time")
             prompt_ids = self.runner.renderer.continuation(messages, after=completion)
-            room = self._max_tokens - sum(map(len, self.tokens)) - len(prompt_ids)
+            room = self.runner.limit - sum(map(len, self.tokens)) - len(prompt_ids)
             if room < 1:
                 return self._rollout("tokens")
             completion = await self._reply(prompt_ids, room=room)
 
-    @property
-    def _max_tokens(self) -> int:
-        limit = self.runner.limits.max_tokens
-        return self.runner.max_tokens if limit is None else min(limit, self.runner.max_tokens)
-
-    async def _step(self, completion: Completion) -> tuple[Observation, str | None]:
+    async def _step(self, reply: Reply) -> tuple[Observation, str | None]:
         """What the environment answers, and why it could not."""
-        text = self.runner.renderer.text(completion.token_ids)
         timeout_s = self.runner.limits.step_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                return await self.environment.step(Reply(text=text, completion=completion)), None
+                return _checked(await self.environment.step(reply)), None
         except Exception as error:
             if isinstance(error, RunError):
                 raise
@@ -168,7 +172,7 @@ class Episode:
                 if deadline.expired()
                 else f"raised {error!r}"
             )
-            where = f"turn {len(self.turns) + 1} of problem {self.prompt.problem.id!r}, reply {text!r}"
+            where = f"turn {len(self.turns) + 1} of problem {self.prompt.problem.id!r}, reply {reply.text!r}"
             failure = f"the environment {what} in {where}"
             logger.warning("%s", failure, exc_info=error)
             return Observation(), failure
@@ -206,6 +210,12 @@ def _opening(group: Sequence[Environment], problem: Problem) -> tuple[Message, .
     return openings.pop()
 
 
+def _checked(observation: object) -> Observation:
+    if not isinstance(observation, Observation):
+        raise TypeError(f"`step` returned {observation!r}, which is no Observation")
+    return observation
+
+
 async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """Results in order; after an error, or a cancellation, none goes on."""
     tasks = [asyncio.ensure_future(episode) for episode in episodes]
@@ -217,9 +227,9 @@ async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _close(environments: Iterable[Environment]) -> None:
-    """All of them, whatever one of them raises; that is logged."""
-    results = await asyncio.gather(*(e.close() for e in environments), return_exceptions=True)
-    for error in results:
+async def _close(environments: Iterable[Environment], *, timeout_s: float) -> None:
+    """All of them, whatever one of them raises or how long it takes; that is logged."""
+    closing = (asyncio.wait_for(e.close(), timeout_s) for e in environments)
+    for error in await asyncio.gather(*closing, return_exceptions=True):
         if isinstance(error, Exception):
             logger.warning("an environment could not be closed: %r", error, exc_info=error)

@@ -36,12 +36,14 @@ class EvaluationResult:
     sets: list[EvaluatedSet]
 
     def metrics(self) -> dict[str, Metric]:
-        """`eval/correct`, `eval/reward`, `eval/num_problems`, `eval/<name>` of each reward function and,
-        where more than the greedy replies are drawn, `eval/pass@<k>`; of sets after the first `eval/<set>/...`."""
+        """`eval/correct`, `eval/reward`, `eval/num_problems`, `eval/num_unparsed`, `eval/<name>` of each
+        reward function; where more than the greedy replies are drawn, `eval/pass@<k>`; where a rollout of
+        the set has several turns, `eval/turns_mean`. Of sets after the first `eval/<set>/...`."""
         merged: dict[str, Metric] = {}
         for place, done in enumerate(self.sets):
             prefix = f"eval/{done.name}" if place else "eval"
-            parts = [_score_metrics(rollout, score) for rollout, score in done.greedy]
+            parts = [_score_metrics(score) for _, score in done.greedy]
+            parts += _turn_metrics([rollout for rollout, _ in done.greedy])
             parts += [_pass_metrics([score.correct for _, score in group]) for group in done.sampled]
             merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
         return merged
@@ -112,11 +114,15 @@ def _powers_of_two(limit: int) -> Iterable[int]:
     return (2**i for i in range(limit.bit_length()))
 
 
-def _score_metrics(rollout: Rollout, score: Score) -> dict[str, Metric]:
-    metrics: dict[str, Metric] = {name: Mean(value) for name, value in score.parts.items()}
-    if len(rollout.turns) > 1:
-        metrics["turns_mean"] = Mean(len(rollout.turns))
-    return metrics | {
+def _turn_metrics(rollouts: Sequence[Rollout]) -> list[dict[str, Metric]]:
+    """Of a set with conversations; nothing where each rollout is one reply."""
+    nums = [len(rollout.turns) for rollout in rollouts]
+    return [{"turns_mean": Mean(num)} for num in nums] if max(nums, default=1) > 1 else []
+
+
+def _score_metrics(score: Score) -> dict[str, Metric]:
+    parts: dict[str, Metric] = {name: Mean(value) for name, value in score.parts.items()}
+    return parts | {
         "correct": Mean(score.correct),
         "reward": Mean(score.reward),
         "num_problems": Sum(1),

@@ -5,14 +5,19 @@ Shape legend: N tokens of what a model is told, C tokens of a completion.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from rl.errors import RunError
 from rl.protocols import Environment
 from rl.rollouts.samples import TokenSpan, supervised_sample
-from rl.types import Completion, Message, Problem, Prompt, Reply, TrainingSample
+from rl.types import Completion, Message, Observation, Problem, Prompt, Reply, TrainingSample
+
+STEP_TIMEOUT_S = 60.0
+"""Longest time an environment may take to answer a demonstrated reply."""
 
 
 class Renderer(Protocol):
@@ -46,7 +51,8 @@ def render_prompt(
     if len(token_ids) > max_tokens:
         raise ValueError(
             f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room "
-            f"for {max_tokens} (generator.max_model_len less sampling.max_tokens)"
+            f"for {max_tokens} (generator.max_model_len, or loop.episode.max_tokens if that is less, "
+            "less sampling.max_tokens)"
         )
     return Prompt(problem=problem, token_ids=token_ids)
 
@@ -56,21 +62,22 @@ async def demonstrated(problem: Problem, environment: Environment, *, renderer: 
     are trained on.
 
     Raises:
-        ValueError: there is no demonstration, or it has more or fewer replies than the environment asks for.
+        ValueError: there is no demonstration, it has more or fewer replies than the environment asks for, or
+            the environment breaks; it names the problem.
     """
     replies = problem.demonstrations
-    if not replies:
-        raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
     spans: list[TokenSpan] = []
     try:
+        if not replies:
+            raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
         told = renderer.opening(environment.opening())
         for turn, text in enumerate(replies, start=1):
             reply = renderer.reply(text)
             spans += [TokenSpan(told, is_reply=False), TokenSpan(reply, is_reply=True)]
             completion = _as_completion(reply)
-            observation = await environment.step(Reply(text=text, completion=completion))
+            observation = await _answer(environment, Reply(text=text, completion=completion), turn, problem)
             if bool(observation.messages) != (turn < len(replies)):
-                more = "goes on after" if observation.messages else "ends before"
+                more = "goes on after" if observation.messages else "ends after"
                 raise ValueError(
                     f"problem {problem.id!r}: its environment {more} reply {turn} of the {len(replies)} of "
                     "its demonstration: must be a reply for each turn"
@@ -80,6 +87,19 @@ async def demonstrated(problem: Problem, environment: Environment, *, renderer: 
     finally:
         await environment.close()
     return supervised_sample(spans)
+
+
+async def _answer(environment: Environment, reply: Reply, turn: int, problem: Problem) -> Observation:
+    where = f"problem {problem.id!r}, reply {turn} of its demonstration: its environment"
+    try:
+        async with asyncio.timeout(STEP_TIMEOUT_S) as deadline:
+            return await environment.step(reply)
+    except RunError:
+        raise
+    except Exception as error:
+        if deadline.expired():
+            raise ValueError(f"{where} took longer than {STEP_TIMEOUT_S:g} s to answer") from error
+        raise ValueError(f"{where} raised {error!r}") from error
 
 
 def _as_completion(reply: np.ndarray) -> Completion:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,15 @@ def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: fl
 
     Args:
         advantages_C: of all tokens that the model produced, turn after turn.
+
+    Raises:
+        ValueError: these are not as many.
     """
+    if len(advantages_C) != rollout.num_completion_tokens:
+        raise ValueError(
+            f"advantages_C has {len(advantages_C)} entries for the {rollout.num_completion_tokens} tokens "
+            f"that the model produced for problem {rollout.prompt.problem.id!r}"
+        )
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
     advantages = dict(zip(range(len(ends)), np.split(advantages_C, ends[:-1]), strict=True))
 
@@ -72,7 +81,7 @@ def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> Trai
 
 def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
     """Its first tokens."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: value[:max_tokens]
         for name in TrainingSample.__slots__
         if isinstance(value := getattr(sample, name), np.ndarray)

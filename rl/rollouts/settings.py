@@ -42,9 +42,9 @@ class EpisodeLimits:
     max_tokens: int | None = None
     """Most tokens of all turns, prompts included; None: as many as the generator can take."""
     step_timeout_s: float = 60.0
-    """Longest time an environment may take to answer a reply; then the rollout has failed."""
+    """Longest time an environment may take to close, or to answer a reply: then the rollout has failed."""
     timeout_s: float = 600.0
-    """After this no further turn begins."""
+    """After this, counted from the first reply, no further turn begins."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:

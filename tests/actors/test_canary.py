@@ -43,7 +43,7 @@ def test_the_text_is_the_end_of_a_prompt_with_its_answer_and_the_bound_the_coars
     problem = make_problem([12, 34])
     made = make_canary(
         CanaryConfig(num_tokens=4),
-        problem=problem,
+        prompt=RENDERER.prompt(problem),
         renderer=RENDERER,
         dtypes=("float32", "bfloat16"),
         max_tokens=64,
@@ -57,8 +57,8 @@ def test_the_text_is_the_end_of_a_prompt_with_its_answer_and_the_bound_the_coars
 
 def test_it_can_be_switched_off_and_its_settings_are_checked():
     off = CanaryConfig(enable=False)
-    problem = make_problem([12, 34])
-    assert make_canary(off, problem=problem, renderer=RENDERER, dtypes=("float32",), max_tokens=64) is None
+    prompt = RENDERER.prompt(make_problem([12, 34]))
+    assert make_canary(off, prompt=prompt, renderer=RENDERER, dtypes=("float32",), max_tokens=64) is None
     with pytest.raises(ValueError, match="num_tokens=1"):
         CanaryConfig(num_tokens=1)
     with pytest.raises(ValueError, match="max_logprob_diff=-1"):

@@ -25,9 +25,9 @@ from rl.tasks.sum_digits import make_problem
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import Rollout, SamplingParams
+from rl.types import SamplingParams
 from rl.weights.errors import WeightCanaryError
-from tests.support.fakes import ByteTokenizer, completion
+from tests.support.fakes import ByteTokenizer, completion, rollout_of
 from tests.support.fleet_actors import AskedGenerator, AskedStore, AskedTrainer, rubric
 from tests.support.monarch_meshes import monarch_meshes
 
@@ -98,8 +98,8 @@ class Running:
         )
         return [
             policy_sample(
-                Rollout(prompt=prompt, sample=i, completion=c, text=""),
-                advantage=1.0 - 2 * i,
+                rollout_of(prompt, c, sample=i, text=""),
+                advantages_C=np.full(len(c.token_ids), 1.0 - 2 * i),
                 temperature=1.0,
             )
             for prompt, group in zip(PROMPTS, groups, strict=True)
@@ -306,8 +306,8 @@ def test_trainer_and_generator_that_take_turns_serve_what_was_trained(running):
         sampling = SamplingParams(max_tokens=8, seed=3)
         ((drawn,),) = await ActorSampler(generator).generate([CANARY], sampling=sampling)
         sample = policy_sample(
-            Rollout(prompt=replace(PROMPTS[0], token_ids=CANARY), sample=0, completion=drawn, text=""),
-            advantage=1.0,
+            rollout_of(replace(PROMPTS[0], token_ids=CANARY), drawn, text=""),
+            advantages_C=np.ones(len(drawn.token_ids)),
             temperature=1.0,
         )
         logprobs = await learner.compute_logprobs([sample])
@@ -321,8 +321,8 @@ def test_trainer_and_generator_that_take_turns_serve_what_was_trained(running):
 
 @pytest.mark.parametrize("num_rollouts", [0, 1, 5])
 def test_scores_come_in_the_rollouts_order_from_both_processes_in_turn(running, num_rollouts):
-    rollouts = [RENDERER.rollout(PROMPTS[0], completion("x"), sample=i) for i in range(num_rollouts)]
-    scores = running.run(ActorScorer(running.fleet.reward, num_procs=2).score(rollouts))
+    rollouts = [rollout_of(PROMPTS[0], completion("x"), sample=i) for i in range(num_rollouts)]
+    (scores,) = running.run(ActorScorer(running.fleet.reward, num_procs=2).score([rollouts]))
     assert [score.reward for score in scores] == list(range(num_rollouts))
     assert [score.correct for score in scores] == [i % 2 == 0 for i in range(num_rollouts)]
     processes = [score.parts["process"] for score in scores]
@@ -332,6 +332,6 @@ def test_scores_come_in_the_rollouts_order_from_both_processes_in_turn(running, 
 
 
 def test_a_share_that_nobody_scored_is_no_shorter_answer(running):
-    rollouts = [RENDERER.rollout(PROMPTS[0], completion("x"), sample=i) for i in range(5)]
+    rollouts = [rollout_of(PROMPTS[0], completion("x"), sample=i) for i in range(5)]
     with pytest.raises(AssertionError, match="4 scores of 5 rollouts"):
-        running.run(ActorScorer(running.fleet.reward, num_procs=3).score(rollouts))
+        running.run(ActorScorer(running.fleet.reward, num_procs=3).score([rollouts]))

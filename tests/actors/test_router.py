@@ -9,11 +9,12 @@ import pytest
 
 from actors.router import Router
 from rl.errors import RunError
-from rl.rollouts.evaluation import evaluate
+from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import Group, RolloutWorker
+from rl.rollouts.settings import Evaluation
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.types import Completion, Problem, SamplingParams
-from tests.support.fakes import RubricScorer
+from tests.support.fakes import RubricScorer, episodes_of
 from tests.support.loops import PROBLEM, RENDERER
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
@@ -89,7 +90,7 @@ def test_groups_are_sessions_and_evaluation_is_spread():
 
     class Worker(RolloutWorker):
         async def run(self, number: int, problem: Problem) -> Group:
-            busy = asyncio.create_task(self.sampler.generate([tokens("other")], sampling=SAMPLING))
+            busy = asyncio.create_task(router.generate([tokens("other")], sampling=SAMPLING))
             await asyncio.sleep(0.1)
             await super().run(number, problem)
             await busy
@@ -98,23 +99,22 @@ def test_groups_are_sessions_and_evaluation_is_spread():
     replicas = [named("A", 1), named("B", 1)]
     router = Router(replicas, strategy="sticky")
     worker = Worker(
-        sampler=router,
+        episodes=episodes_of(router, renderer=RENDERER),
         scorer=RubricScorer(rubric=SumDigits.Config(num_integers=2).build().rubric(seed=0)),
-        renderer=RENDERER,
         sampling=SAMPLING,
-        advantage=lambda rewards: rewards,
         seed=0,
+    )
+    evaluator = Evaluator(
+        sets={"held_out": [make_problem([n, 7]) for n in (1, 2)]},
+        episodes=worker.episodes,
+        scorer=worker.scorer,
+        settings=Evaluation(),
+        sampling=SAMPLING,
     )
 
     async def main() -> list[list[str]]:
         groups = [await worker.run(number, PROBLEM) for number in (0, 1)]
-        await evaluate(
-            prompts=[RENDERER.prompt(make_problem([n, 7])) for n in (1, 2)],
-            sampler=router,
-            scorer=worker.scorer,
-            renderer=RENDERER,
-            max_tokens=8,
-        )
+        await evaluator.run()
         return [[rollout.text[0] for rollout in group.rollouts] for group in groups]
 
     names, _ = run_in_virtual_time(main())

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from losses.types import Loss
 from rl.observability.metrics import Record, reduced
+from rl.protocols import Sampler
+from rl.rollouts.environment import SingleTurn
+from rl.rollouts.episodes import Episodes
+from rl.rollouts.prompts import Renderer
 from rl.rollouts.rubric import Rubric
+from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -159,6 +165,16 @@ def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str |
         text = bytes(t for t in made.token_ids.tolist() if t).decode()
     turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=made, text=text)
     return Rollout(prompt=prompt, sample=sample, turns=(turn,))
+
+
+def episodes_of(sampler: Sampler, *, renderer: Renderer, **settings: Any) -> Episodes:
+    """Of a single turn and at most 96 tokens, where `settings` say nothing else."""
+    given: dict[str, Any] = {
+        "environment": SingleTurn.of,
+        "limits": EpisodeLimits(),
+        "max_tokens": 96,
+    }
+    return Episodes(sampler=sampler, renderer=renderer, **given | settings)
 
 
 class ListSink:

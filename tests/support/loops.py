@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count, repeat
 from typing import Any
 
 from rl.loop import Loop, Seams, Watch
+from rl.protocols import Environment
+from rl.rollouts.environment import SingleTurn
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.step_checkpoints import StepCheckpoints
@@ -34,6 +36,7 @@ def make_loop(
     position: LoopPosition | None = None,
     problems: Iterator[Problem] | None = None,
     proximal_logprobs: bool = False,
+    environment: Callable[[Problem], Environment] = SingleTurn.of,
     **config: Any,
 ) -> tuple[Loop, ListSink]:
     """The loop, and where its records go."""
@@ -56,6 +59,7 @@ def make_loop(
         watch=watch,
         position=position,
         proximal_logprobs=proximal_logprobs,
+        environment=environment,
     )
     return loop, sink
 

@@ -11,7 +11,7 @@ from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.sum_digits import SumDigits, is_held_out, make_problem, parse_answer
 from rl.types import Problem, Prompt, Rollout
-from tests.support.fakes import ByteTokenizer, completion
+from tests.support.fakes import ByteTokenizer, completion, rollout_of
 
 
 def rollout(
@@ -20,7 +20,11 @@ def rollout(
     """A reply to 47 and `problem`."""
     renderer = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
     prompt: Prompt = renderer.prompt(make_problem([47, problem]))
-    return renderer.rollout(prompt, completion(text, version, finish_reason=finish_reason), sample=sample)
+    return rollout_of(prompt, completion(text, version, finish_reason=finish_reason), sample=sample)
+
+
+def held_out_problems(task: SumDigits) -> list[Problem]:
+    return task.eval_sets()["held_out"]
 
 
 def test_answer_is_the_sum_of_all_digits():
@@ -93,9 +97,9 @@ def test_noise_is_fair_and_another_for_each_seed_policy_version_and_problem():
 
 def test_held_out_problems_never_occur_in_training_in_any_order():
     task = SumDigits.Config(num_integers=2, num_eval=256).build()
-    held_out = {tuple(sorted(p.question.split())) for p in task.eval_problems()}
+    held_out = {tuple(sorted(p.question.split())) for p in held_out_problems(task)}
     drawn = {tuple(sorted(p.question.split())) for p in islice(task.train_problems(seed=0), 20_000)}
-    assert len(task.eval_problems()) == 256
+    assert len(held_out_problems(task)) == 256
     assert not held_out & drawn
     assert len(drawn) > 3000  # of 4095 pairs, less the held-out ones: training sees nearly all others
 
@@ -107,7 +111,9 @@ def test_problems_are_the_same_for_a_seed_and_differ_between_seeds():
         return [p.id for p in islice(task.train_problems(seed=seed), 50)]
 
     assert ids(1) == ids(1) != ids(2)
-    assert [p.id for p in task.eval_problems()] == [p.id for p in SumDigits.Config().build().eval_problems()]
+    assert [p.id for p in held_out_problems(task)] == [
+        p.id for p in held_out_problems(SumDigits.Config().build())
+    ]
 
 
 def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_other():
@@ -131,7 +137,7 @@ def chat(tmp_path: Path, *, max_prompt_tokens: int) -> ChatRenderer:
 def test_prompt_of_the_qwen3_configs_says_the_task_and_a_reply_as_it_asks_earns_one(tmp_path):
     task = sum_digits.qwen3_0_6b().task.build()
     renderer = chat(tmp_path, max_prompt_tokens=1024)
-    for problem in (next(task.train_problems(seed=0)), *task.eval_problems()[:2]):
+    for problem in (next(task.train_problems(seed=0)), *held_out_problems(task)[:2]):
         prompt = renderer.prompt(problem)
         text = renderer.tokenizer.decode(prompt.token_ids.tolist())
         numbers = " ".join(problem.id.removeprefix("sum-digits/").split("-"))
@@ -141,8 +147,8 @@ def test_prompt_of_the_qwen3_configs_says_the_task_and_a_reply_as_it_asks_earns_
         form = problem.question.splitlines()[0].rpartition(": ")[2]
         assert form == "[ANSWER] 21"
         reply = f"So the sum is {problem.answer}. {form.replace('21', problem.answer)}"
-        rollout = renderer.rollout(prompt, completion(reply), sample=0)
-        assert task.rubric(seed=0).score(dataclasses.replace(rollout, text=reply)).reward == 1.0
+        rollout = rollout_of(prompt, completion(reply), text=reply)
+        assert task.rubric(seed=0).score(rollout).reward == 1.0
 
 
 def test_prompt_of_tiny_is_the_bare_integers(tmp_path):
@@ -160,7 +166,7 @@ def test_instruction_changes_neither_the_problems_nor_their_split_nor_demonstrat
 
     def draw(task: SumDigits) -> list[Problem]:
         problems = [*islice(task.train_problems(seed=0), 200), *islice(task.warmup_problems(seed=0), 200)]
-        return [*problems, *task.eval_problems()]
+        return [*problems, *held_out_problems(task)]
 
     for a, b in zip(draw(bare), draw(told), strict=True):
         assert b.question == f"Add 4 and 5.\n{a.question}"
