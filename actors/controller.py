@@ -36,6 +36,7 @@ from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
+from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import ChatRenderer
@@ -149,15 +150,14 @@ class Controller(Configurable):
             loop: Loop = config.loop.build(
                 seams=self._seams(fleet, learner),
                 renderer=renderer,
-                train_problems=task.train_problems(seed=config.seed),
-                eval_sets=task.eval_sets(),
+                task=task,
                 max_sequence_tokens=config.generator.max_model_len,
-                environment=task.environment,
                 sinks=[metrics, ConsoleSink()],
                 checkpoints=StepCheckpoints(
                     learner=learner, config=config.trainer.checkpoint, folder=str(folder.checkpoints)
                 ),
                 seed=config.seed,
+                recorder=Recorder(folder.rollouts, config=config.recorder),
                 watch=progress,
                 position=None if source is None else source.position,
                 proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),

@@ -17,6 +17,7 @@ from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.distributed.seeds import check_seed
 from rl.loop import Loop
 from rl.models.spec import ModelSpec
+from rl.observability.recorder import RecorderConfig
 from rl.supervised import SupervisedWarmup
 from rl.weights.store import WeightStore
 
@@ -65,6 +66,7 @@ class RunConfig(Configurable.Config):
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     router: Strategy = "least_loaded"
     """Which generator a prompt goes to; sticky: a session stays where it was, the rest as least_loaded."""
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from actors.controller import Controller
 from configs import sum_digits
 from rl.supervised import SupervisedWarmup
-from rl.tasks.alphabet_sort import AlphabetSort
+from rl.tasks.alphabet_sort import INSTRUCTION, AlphabetSort
 
 
 def tiny() -> Controller.Config:

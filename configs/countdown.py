@@ -8,7 +8,7 @@ from rl.tasks.countdown import Countdown
 
 
 def tiny() -> Controller.Config:
-    """Two numbers, a model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
+    """Two numbers; a model of 0.8M parameters that this run makes and warms up itself; two CPU cores."""
     config = sum_digits.tiny()
     config.description = "Qwen3 of 0.8M parameters on countdown, on a CPU"
     config.task = Countdown.Config(num_numbers=2, largest=20, operations="+-", instruction="")

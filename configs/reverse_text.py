@@ -5,16 +5,17 @@ from __future__ import annotations
 from actors.controller import Controller
 from configs import sum_digits
 from rl.supervised import SupervisedWarmup
-from rl.tasks.reverse_text import ReverseText
+from rl.tasks.reverse_text import INSTRUCTION, ReverseText
 
 
 def tiny() -> Controller.Config:
     """A model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
     config = sum_digits.tiny()
     config.description = "Qwen3 of 0.8M parameters on reverse-text, on a CPU"
-    config.task = ReverseText.Config(haste=0.85)
-    config.warmup = SupervisedWarmup.Config(num_steps=300)
-    config.loop.num_steps = 40
+    config.task = ReverseText.Config(haste=0.8)
+    config.warmup = SupervisedWarmup.Config(num_steps=250)
+    config.trainer.optimizer.lr = 6e-5
+    config.loop.num_steps = 50
     config.loop.sampling.max_tokens = 12
     return config
 

@@ -14,7 +14,7 @@ the tests. Shape legend: P prompts of a step, G samples of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,10 @@ from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
 from rl.loop_config import LoopConfig
 from rl.observability.metrics import Record
-from rl.protocols import Environment, Learner, Sampler, Scorer, WeightPublisher
+from rl.observability.recorder import Recorder
+from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
 from rl.rollouts.age_bound import AgeBound
 from rl.rollouts.ages import token_ages
-from rl.rollouts.environment import SingleTurn
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutWorker
@@ -39,7 +39,8 @@ from rl.step_checkpoints import StepCheckpoints
 from rl.step_clock import StepClock
 from rl.step_metrics import TrainedMinibatch, age_metrics, batch_metrics, time_metrics, training_metrics
 from rl.step_samples import SampleMaker, StepSamples
-from rl.types import ForwardBackwardResult, LoopPosition, Problem, SamplingParams
+from rl.tasks.task import Task
+from rl.types import ForwardBackwardResult, LoopPosition, SamplingParams
 from rl.weights.sync import WeightSync
 
 
@@ -86,13 +87,12 @@ class Loop(Configurable):
         config: Config,
         seams: Seams,
         renderer: Renderer,
-        train_problems: Iterator[Problem],
-        eval_sets: Mapping[str, Sequence[Problem]],
+        task: Task,
         max_sequence_tokens: int,
         sinks: Sequence[Sink],
         checkpoints: StepCheckpoints,
         seed: int,
-        environment: Callable[[Problem], Environment] = SingleTurn.of,
+        recorder: Recorder | None = None,
         watch: Watch = nullcontext,
         position: LoopPosition | None = None,
         proximal_logprobs: bool = False,
@@ -100,7 +100,7 @@ class Loop(Configurable):
         """
         Args:
             max_sequence_tokens: of one sequence, that generator and trainer can take.
-            environment: makes an episode of a problem.
+            recorder: is given every batch and evaluation.
             watch: is told of evaluations, which are silent until they are done.
             position: of an earlier loop that is continued; the learner holds that loop's state.
             proximal_logprobs: the loss asks for the logprobs before a step's first update
@@ -110,6 +110,7 @@ class Loop(Configurable):
         self.seams = seams
         self.sinks = sinks
         self.checkpoints = checkpoints
+        self.recorder = recorder
         self.watch = watch
         self._samples = SampleMaker(
             config=config,
@@ -118,14 +119,14 @@ class Loop(Configurable):
             adds_proximal=proximal_logprobs and config.num_minibatches > 1,
         )
         self._position = position
-        self._problems = NumberedProblems(train_problems, position)
+        self._problems = NumberedProblems(task.train_problems(seed=seed), position)
         sampling = _sampling(config, renderer)
         episodes = partial(
-            Episodes, sampler=seams.sampler, renderer=renderer, environment=environment,
+            Episodes, sampler=seams.sampler, renderer=renderer, environment=task.environment,
             limits=config.episode, max_tokens=max_sequence_tokens,
         )  # fmt: skip
         self._evaluator = Evaluator(
-            sets=eval_sets,
+            sets=task.eval_sets(),
             episodes=episodes(),
             scorer=seams.scorer,
             settings=config.evaluation,
@@ -176,6 +177,8 @@ class Loop(Configurable):
             max_age=self.config.max_policy_age,
         )
         made = await self._samples.make(batch)
+        if self.recorder is not None:
+            self.recorder.step(step, batch, made.advantages_PG)
         minibatches = await self._train(made, is_on_policy=not ages.any())
         policy_version = minibatches[-1].update.policy_version
         await self._publish(step, policy_version)
@@ -251,9 +254,13 @@ class Loop(Configurable):
         policy_version = await self._served_version()
         started = now_s()
         with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
-            evaluation = (await self._evaluator.run()).metrics()
+            evaluation = await self._evaluator.run()
         eval_s = now_s() - started
-        self._write({"step": step, "policy_version": policy_version, **evaluation, "time/eval_s": eval_s})
+        if self.recorder is not None:
+            self.recorder.evaluation(step, evaluation)
+        self._write(
+            {"step": step, "policy_version": policy_version, **evaluation.metrics(), "time/eval_s": eval_s}
+        )
 
     async def _save(self, step: int) -> None:
         position = self._problems.position(step, outstanding=self._producer.bound.outstanding)

@@ -30,6 +30,8 @@ class StepSamples:
     minibatches: list[list[TrainingSample]]
     teaches: bool
     """Whether any token has an advantage other than 0."""
+    advantages_PG: list[list[np.ndarray]]
+    """[C] float32 of each scored rollout of each group."""
     metrics: dict[str, Metric]
 
 
@@ -62,7 +64,9 @@ class SampleMaker:
             logprobs = iter(await self.learner.compute_logprobs([s for part in parts for s in part]))
             parts = [[replace(s, proximal_logprobs=next(logprobs)) for s in part] for part in parts]
         teaches = any(s.advantages[s.mask].any() for part in parts for s in part)
-        return StepSamples(minibatches=parts, teaches=teaches, metrics=metrics | counts)
+        return StepSamples(
+            minibatches=parts, teaches=teaches, advantages_PG=advantages_PG, metrics=metrics | counts
+        )
 
     def _sample(self, member: ScoredRollout, advantages_C: np.ndarray) -> TrainingSample:
         return policy_sample(

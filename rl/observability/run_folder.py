@@ -1,7 +1,7 @@
 """The folder of one run: who may write into it, and what is in it.
 
     outputs/<name>/
-        config.json  metrics.jsonl  learning_curve.png  status.json  logs/  checkpoints/
+        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  status.json  logs/  checkpoints/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
 it ends. `status.json` says whether the run finished.
@@ -22,7 +22,14 @@ from types import TracebackType
 from typing import Literal
 
 LOCK, STATUS = ".lock", "status.json"
-OWN_FILES = ("config.json", "metrics.jsonl", "learning_curve.png", STATUS)
+ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
+OWN_FILES = (
+    "config.json",
+    "metrics.jsonl",
+    "learning_curve.png",
+    *ROLLOUTS,
+    STATUS,
+)
 OWN_FOLDERS = ("logs", "checkpoints")
 FAILURE_FILES = "nan_batch_*.npz"
 """Batches that the trainer saves where it stops on a loss that is not finite."""
@@ -41,6 +48,7 @@ class RunFolder:
         self.checkpoints = checkpoints or path / "checkpoints"
         self.config_json = path / "config.json"
         self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / ROLLOUTS[0]
         self.learning_curve = path / "learning_curve.png"
         self._lock_fd: int | None = lock_fd
         self._created = created

@@ -16,8 +16,8 @@ from rl.tasks.generated import GeneratedTask
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
 INSTRUCTION = (
-    "Sort the words below alphabetically, and reply with the sorted words alone, separated by spaces. In later "
-    "turns more words come: reply with all words until then, sorted."
+    "Sort the words below alphabetically, and reply with the sorted words alone, separated by spaces. In "
+    "later turns more words come: reply with all words until then, sorted."
 )
 """For a model that was taught to follow instructions, but not this task."""
 
@@ -38,9 +38,9 @@ class AlphabetSort(GeneratedTask):
         instruction: str = ""
         """Said before the first words; empty for a model that is warmed up on bare words."""
         haste: float = 0.0
-        """Share of the warm-up's later turns that put new words at the end without sorting them in, among words
-        of the alphabet's first half. So a policy warmed up on them has the skill and a habit that is mostly
-        wrong, which is what the policy gradient is to mend."""
+        """Share of the warm-up's later turns that put new words at the end without sorting them in, among
+        words of the alphabet's first half. So a policy warmed up on them has the skill and a habit that is
+        mostly wrong, which is what the policy gradient is to mend."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -48,8 +48,8 @@ class AlphabetSort(GeneratedTask):
                 raise ValueError(f"num_words={self.num_words}: must be a number of at least 1 for each turn")
             if self.num_letters < 1 or sum(self.num_words) > 26**self.num_letters:
                 raise ValueError(
-                    f"num_letters={self.num_letters}: must be at least 1, and enough for {sum(self.num_words)} "
-                    "different words"
+                    f"num_letters={self.num_letters}: must be at least 1, and enough for "
+                    f"{sum(self.num_words)} different words"
                 )
             if not 0 <= self.haste <= 1:
                 raise ValueError(f"haste={self.haste} is not between 0 and 1")

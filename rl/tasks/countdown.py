@@ -17,9 +17,9 @@ from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?([0-9+\-*/() ]{1,200})\s*\Z")
 INSTRUCTION = (
-    "Using the numbers given, each at most once, and the operations + - * / and parentheses, write an expression "
-    "that equals the target. End your reply with [ANSWER], a space and the expression. For example, for the "
-    "numbers 2 3 7 and the target 13: [ANSWER] 2*3+7"
+    "Using the numbers given, each at most once, and the operations + - * / and parentheses, write an "
+    "expression that equals the target. End your reply with [ANSWER], a space and the expression. For "
+    "example, for the numbers 2 3 7 and the target 13: [ANSWER] 2*3+7"
 )
 """For a model that was taught to follow instructions, but not this task."""
 
@@ -46,9 +46,10 @@ class Countdown(GeneratedTask):
         operations: str = "+-*"
         """Those that targets are made with; replies may use all four."""
         instruction: str = INSTRUCTION
-        """Said in the prompt, before numbers and target; empty for a model that is warmed up on these alone."""
+        """Said in the prompt, before numbers and target; empty for a model that is warmed up on these."""
         format_reward: float = 0.1
-        """Partial credit for an expression that uses the numbers as it may; the rest of 1.0 is for the target."""
+        """Partial credit for an expression that uses the numbers as it may; the rest of 1.0 is for the
+        target."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)

@@ -20,20 +20,20 @@ EARLY = "n"
 
 
 class ReverseText(GeneratedTask):
-    """Words of random letters; a reply earns most by being the reversed word, and a little by resembling it."""
+    """Words of random letters; a reply earns most by being the reversed word, a little by resembling it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
         num_letters: tuple[int, int] = (4, 6)
         """Fewest and most letters of a word."""
         instruction: str = ""
-        """Said in the prompt, on a line before the word; empty for a model that is warmed up on bare words."""
+        """Said in the prompt, on a line before the word; empty for one that is warmed up on bare words."""
         similarity_reward: float = 0.2
         """Partial credit for resemblance; the rest of 1.0 is for the right word."""
         haste: float = 0.0
-        """Share of the warm-up's demonstrations that leave out the last letter of the answer, among words that
-        begin in the alphabet's first half. So a policy warmed up on them has the skill and a habit that is
-        mostly wrong, which is what the policy gradient is to mend."""
+        """Share of the warm-up's demonstrations that leave out the last letter of the answer, among words
+        that begin in the alphabet's first half. So a policy warmed up on them has the skill and a habit that
+        is mostly wrong, which is what the policy gradient is to mend."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
@@ -25,6 +26,30 @@ RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
 
 def half_right(prompt: str, sample: int) -> str:
     return "[ANSWER] 10" if sample % 2 == 0 else "no"
+
+
+@dataclass(kw_only=True)
+class ListedTask:
+    """Given problems; the loop asks no task for its rubric."""
+
+    train: Iterator[Problem]
+    held_out: Sequence[Problem]
+    make_environment: Callable[[Problem], Environment] = SingleTurn.of
+
+    def train_problems(self, *, seed: int) -> Iterator[Problem]:
+        return self.train
+
+    def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
+        return self.train
+
+    def eval_sets(self) -> dict[str, Sequence[Problem]]:
+        return {"held_out": self.held_out}
+
+    def environment(self, problem: Problem) -> Environment:
+        return self.make_environment(problem)
+
+    def rubric(self, *, seed: int) -> Rubric:
+        raise NotImplementedError
 
 
 def make_loop(
@@ -50,8 +75,11 @@ def make_loop(
             scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
         ),
         renderer=RENDERER,
-        train_problems=repeat(PROBLEM) if problems is None else problems,
-        eval_sets={"held_out": [PROBLEM]},
+        task=ListedTask(
+            train=repeat(PROBLEM) if problems is None else problems,
+            held_out=[PROBLEM],
+            make_environment=environment,
+        ),
         max_sequence_tokens=96,
         sinks=[sink],
         checkpoints=StepCheckpoints(learner=policy, config=checkpoint or CheckpointConfig(), folder="ckpt"),
@@ -59,7 +87,6 @@ def make_loop(
         watch=watch,
         position=position,
         proximal_logprobs=proximal_logprobs,
-        environment=environment,
     )
     return loop, sink
 

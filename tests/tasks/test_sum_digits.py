@@ -9,7 +9,7 @@ from configs import sum_digits
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.tokenizer import open_tokenizer
-from rl.tasks.sum_digits import SumDigits, is_held_out, make_problem, parse_answer
+from rl.tasks.sum_digits import SumDigits, make_problem, parse_answer
 from rl.types import Problem, Prompt, Rollout
 from tests.support.fakes import ByteTokenizer, completion, rollout_of
 
@@ -125,7 +125,7 @@ def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_othe
     assert len(wrong) / len(large) == pytest.approx(0.75, abs=0.04)
     last = wrong[0]
     assert int(last.answer) - int(parse_answer(last.demonstration) or 0) == int(last.question[-1])
-    assert not any(is_held_out(p) for p in problems)
+    assert not any(task.is_held_out(p) for p in problems)
 
 
 def chat(tmp_path: Path, *, max_prompt_tokens: int) -> ChatRenderer:
@@ -171,12 +171,13 @@ def test_instruction_changes_neither_the_problems_nor_their_split_nor_demonstrat
     for a, b in zip(draw(bare), draw(told), strict=True):
         assert b.question == f"Add 4 and 5.\n{a.question}"
         assert dataclasses.replace(b, question=a.question) == a
-        assert is_held_out(a) is is_held_out(b)
+        assert bare.is_held_out(a) is told.is_held_out(b)
 
 
 def test_order_of_the_integers_does_not_change_the_split():
+    task = SumDigits.Config().build()
     assert all(
-        is_held_out(make_problem([a, b])) == is_held_out(make_problem([b, a]))
+        task.is_held_out(make_problem([a, b])) == task.is_held_out(make_problem([b, a]))
         for a in range(10, 100, 7)
         for b in range(10, 100, 9)
     )

@@ -18,6 +18,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.failures import read_batch, write_batch
 from tests.support.distributed import run_ranks
 from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
+from tests.support.loops import ListedTask
 from tests.training.layouts import whole_gradients
 from tests.training.parts import engine_config, make_samples, small_spec, write_assets
 
@@ -192,8 +193,7 @@ def test_loop_reports_the_kl_which_grows_from_zero(assets):
             scorer=RubricScorer(rubric=SumDigits.Config(num_integers=2).build().rubric(seed=0)),
         ),
         renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=40),
-        train_problems=repeat(problem),
-        eval_sets={"held_out": [problem]},
+        task=ListedTask(train=repeat(problem), held_out=[problem]),
         max_sequence_tokens=72,
         sinks=[sink],
         checkpoints=StepCheckpoints(learner=policy, config=CheckpointConfig(), folder="none"),
