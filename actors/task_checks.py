@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 
 from rl.clock import run_now
 from rl.loop import Loop
-from rl.rollouts.prompts import Renderer, demonstrated, render_prompt
+from rl.rollouts.prompts import STEP_TIMEOUT_S, Renderer, demonstrated, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
-from rl.types import Completion, Problem, Prompt, Rollout, Turn
+from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
 
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
@@ -33,8 +35,9 @@ def check_task(
     if not sets:
         raise ValueError("the task has no evaluation problems")
     held_out = [problem for problems in sets.values() for problem in problems]
-    for problem in [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]:
-        prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
+    probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
+    for problem, messages in zip(probed, _openings(task, probed), strict=True):
+        render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
     rubric: Rubric = task.rubric(seed=seed)
     problem = held_out[0]
     prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
@@ -46,7 +49,7 @@ def check_task(
 
 def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:
     """What a model is first asked; raises ValueError if it leaves no room."""
-    messages = task.environment(problem).opening()
+    (messages,) = _openings(task, [problem])
     return render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
 
 
@@ -61,8 +64,8 @@ def check_sample_limit(
     limit = loop.max_sample_tokens
     if limit is None:
         return
-    probed = islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)
-    shortest = min(len(renderer.opening(task.environment(problem).opening())) for problem in probed)
+    probed = list(islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS))
+    shortest = min(len(renderer.opening(messages)) for messages in _openings(task, probed))
     longest = max_model_len
     if not shortest < limit < longest:
         raise ValueError(
@@ -93,6 +96,23 @@ def check_demonstrations(
                 f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens with its "
                 f"prompt, more than generator.max_model_len={max_model_len}: raise it"
             )
+
+
+def _openings(task: Task, problems: Sequence[Problem]) -> list[tuple[Message, ...]]:
+    """What a model is first told of each, by environments that are closed again."""
+
+    async def opened() -> list[tuple[Message, ...]]:
+        openings = []
+        for problem in problems:
+            environment = task.environment(problem)
+            try:
+                openings.append(tuple(environment.opening()))
+            finally:
+                async with asyncio.timeout(STEP_TIMEOUT_S):
+                    await environment.close()
+        return openings
+
+    return run_now(opened())
 
 
 def _reply(prompt: Prompt, text: str) -> Rollout:

@@ -55,7 +55,7 @@ def make(
     settings = {"num_prompts": len(groups), "num_samples": 2} | config
     maker = SampleMaker(
         config=Loop.Config(**settings),
-        learner=policy or Referred(reply=lambda prompt, i: ""),  # type: ignore[arg-type]
+        learner=policy or Referred(reply=lambda prompt, i: ""),
         adds_proximal=adds_proximal,
     )
     return asyncio.run(maker.make(Batch(groups=list(groups), dropped=[])))

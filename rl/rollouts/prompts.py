@@ -17,7 +17,7 @@ from rl.rollouts.samples import TokenSpan, supervised_sample
 from rl.types import Completion, Message, Observation, Problem, Prompt, Reply, TrainingSample
 
 STEP_TIMEOUT_S = 60.0
-"""Longest time an environment may take to answer a demonstrated reply."""
+"""Longest time an environment may take outside of rollouts, to answer a demonstrated reply or to close."""
 
 
 class Renderer(Protocol):
@@ -85,7 +85,8 @@ async def demonstrated(problem: Problem, environment: Environment, *, renderer: 
             if observation.messages:
                 told = renderer.continuation(observation.messages, after=completion)
     finally:
-        await environment.close()
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            await environment.close()
     return supervised_sample(spans)
 
 

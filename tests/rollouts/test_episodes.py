@@ -54,8 +54,8 @@ def ids(rollout: Rollout, *, turns: int) -> list[int]:
 def one(**settings: Any) -> tuple[Rollout, ScriptedSampler]:
     sampler = settings.pop("sampler", None) or ScriptedSampler(reply=echo)
     sampling = SamplingParams(max_tokens=16, seed=7)
-    settings = {"sampling": sampling, "problems": PROBLEMS[:1]} | settings
-    ((rollout,),), _ = run(sampler=sampler, **settings)
+    given: dict[str, Any] = {"sampling": sampling, "problems": PROBLEMS[:1]}
+    ((rollout,),), _ = run(sampler=sampler, **given | settings)
     return rollout, sampler
 
 
@@ -273,7 +273,7 @@ def test_an_environment_that_breaks_is_a_failed_rollout_that_names_turn_problem_
         assert rollout.turns[-1].observation == Observation()
     assert [(r.end, r.failure, len(r.turns)) for r in whole] == [("done", None, 3)] * 2
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert sorted(record.getMessage() for record in warned) == sorted(r.failure for r in failed)
+    assert sorted(record.getMessage() for record in warned) == sorted(str(r.failure) for r in failed)
     assert factory.closed == [1] * 4
 
 

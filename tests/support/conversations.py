@@ -34,7 +34,7 @@ class TwinTokenizer:
 class TwinRenderer:
     """`<u>question<a>` and, between two replies, `</a><u>message<a>`."""
 
-    stop_token_ids = (END,)
+    stop_token_ids: tuple[int, ...] = (END,)
 
     def __init__(self) -> None:
         self.tokenizer = TwinTokenizer()

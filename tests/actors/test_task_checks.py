@@ -1,0 +1,113 @@
+"""What is checked of a task before anything starts: several evaluation sets, prompts, demonstrations."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+
+import pytest
+
+from actors.task_checks import check_demonstrations, check_sample_limit, check_task
+from rl.loop import Loop
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.types import Problem, Rollout
+from tests.support.conversations import Counting, TwinRenderer
+
+RENDERER = TwinRenderer()
+PROBLEM = Problem(id="ask/one", question="one", answer="1", demonstration=("first", "second"))
+LONG = Problem(id="ask/long", question="a longer one", answer="1", demonstration=("first", "the second"))
+
+
+@dataclass(kw_only=True)
+class Asking:
+    """A task of two turns."""
+
+    sets: Mapping[str, Sequence[Problem]] = field(default_factory=lambda: {"held_out": [PROBLEM]})
+    training: Sequence[Problem] = (PROBLEM,)
+    made: list[Counting] = field(default_factory=list)
+
+    def train_problems(self, *, seed: int) -> Iterator[Problem]:
+        return cycle(self.training)
+
+    def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
+        return cycle(self.training)
+
+    def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
+        return self.sets
+
+    def environment(self, problem: Problem) -> Counting:
+        self.made.append(Counting(problem=problem, turns=1))
+        return self.made[-1]
+
+    def rubric(self, *, seed: int) -> Rubric:
+        return Rubric(criteria=(Criterion(name="length", function=_length),), correct=_says_second)
+
+
+def _length(rollout: Rollout) -> float:
+    return float(len(rollout.text))
+
+
+def _says_second(rollout: Rollout) -> bool:
+    return rollout.text == "second"
+
+
+def check(task: Asking, *, max_prompt_tokens: int = 9) -> None:
+    check_task(task, renderer=RENDERER, max_prompt_tokens=max_prompt_tokens, seed=0, time_limit_s=5.0)
+
+
+def test_prompts_of_every_set_and_of_training_have_to_fit():
+    check(Asking())
+    for task in (Asking(sets={"near": [PROBLEM], "far": [PROBLEM, LONG]}), Asking(training=[PROBLEM, LONG])):
+        with pytest.raises(ValueError, match=r"problem 'ask/long' has 18 tokens; the context .* room for 9"):
+            check(task)
+        check(task, max_prompt_tokens=18)
+        assert {environment.num_closed for environment in task.made} == {1}
+
+
+def test_a_task_without_evaluation_problems_is_refused_and_an_empty_set_by_its_name():
+    with pytest.raises(ValueError, match="no evaluation problems in its set 'far'"):
+        check(Asking(sets={"near": [PROBLEM], "far": []}))
+    with pytest.raises(ValueError, match=r"the task has no evaluation problems$"):
+        check(Asking(sets={}))
+
+
+def demonstrations(task: Asking, *, max_tokens: int, max_model_len: int) -> None:
+    check_demonstrations(task, renderer=RENDERER, seed=0, max_tokens=max_tokens, max_model_len=max_model_len)
+
+
+def test_every_reply_of_a_demonstration_and_all_its_turns_have_to_fit():
+    # 18 of the prompt, 5 + 1, 16 between the turns and 10 + 1.
+    task = Asking(training=[PROBLEM, LONG])
+    demonstrations(task, max_tokens=11, max_model_len=51)
+    with pytest.raises(ValueError, match=r"'ask/long' has 11 tokens in one reply, more than .*max_tokens=10"):
+        demonstrations(task, max_tokens=10, max_model_len=51)
+    with pytest.raises(ValueError, match=r"'ask/long' has 51 tokens with its prompt, .*max_model_len=50"):
+        demonstrations(task, max_tokens=11, max_model_len=50)
+    assert {environment.num_closed for environment in task.made} == {1}
+
+
+def test_demonstrations_that_do_not_go_with_their_environment_are_refused_also_while_a_loop_runs():
+    task = Asking(training=[replace(PROBLEM, demonstration="first")])
+
+    async def main() -> None:
+        demonstrations(task, max_tokens=20, max_model_len=100)
+
+    with pytest.raises(ValueError, match=r"'ask/one': its environment goes on after reply 1 of the 1"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False), (None, True)])
+def test_a_limit_of_samples_is_one_that_some_sample_meets_and_some_misses(limit, fits):
+    loop = Loop.Config(max_sample_tokens=limit)
+    task = Asking(training=[LONG, PROBLEM])
+
+    def check_limit() -> None:
+        check_sample_limit(loop, task=task, renderer=RENDERER, max_model_len=100, seed=0)
+
+    if fits:
+        check_limit()
+    else:
+        with pytest.raises(
+            ValueError, match=rf"max_sample_tokens={limit}: must be from 10, .* to 99, .* None"
+        ):
+            check_limit()
