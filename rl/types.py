@@ -170,9 +170,7 @@ class Rollout:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The whole conversation, and what the environment said to the last reply."""
-        said = [
-            m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))
-        ]
+        said = [m for t in self.turns for m in (*t.messages, Message(role="assistant", content=t.text))]
         return (*said, *self.turns[-1].observation.messages)
 
 
