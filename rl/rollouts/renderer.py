@@ -164,7 +164,7 @@ def make_renderer(
         ValueError: names the tokenizer's file, or the field that does not fit it.
     """
     renderer = TemplateRenderer(
-        template=_template(config, tokenizer=tokenizer, stop_token_ids=tuple(stop_token_ids)),
+        template=make_template(config, tokenizer=tokenizer, stop_token_ids=tuple(stop_token_ids)),
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         system=config.system,
@@ -174,7 +174,8 @@ def make_renderer(
     return renderer
 
 
-def _template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> Template:
+def make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> Template:
+    """The template of a config's kind; see `make_renderer`."""
     if config.kind == "template":
         return TokenizerTemplate(
             tokenizer,
@@ -214,11 +215,11 @@ def render_prompt(
     return Prompt(problem=problem, token_ids=token_ids)
 
 
-class ChatRenderer:
-    """Renders problems of one turn: the question is the user's.
+class ChatRenderer(TemplateRenderer):
+    """Renders problems of one turn, whose question is all that the user says.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template and an end-of-turn token.
+        tokenizer: a Hugging Face tokenizer with an end-of-turn token.
         max_prompt_tokens: longer prompts are refused.
         stop_token_ids: tokens that end a reply; None: the tokenizer's end of turn alone.
         config: how messages become tokens; None: by the tokenizer's chat template.
@@ -233,21 +234,21 @@ class ChatRenderer:
         config: RendererConfig | None = None,
     ) -> None:
         ends = (tokenizer.eos_token_id,) if stop_token_ids is None else stop_token_ids
-        self.renderer = make_renderer(config or RendererConfig(), tokenizer=tokenizer, stop_token_ids=ends)
-        self.tokenizer = tokenizer
+        config = config or RendererConfig()
+        template = make_template(config, tokenizer=tokenizer, stop_token_ids=ends)
+        super().__init__(template=template, tokenizer=tokenizer, stop_token_ids=ends, system=config.system)
         self.max_prompt_tokens = max_prompt_tokens
-        self.stop_token_ids = self.renderer.stop_token_ids
 
     def prompt(self, problem: Problem) -> Prompt:
         """Raises ValueError for a prompt that leaves no room in the context."""
         messages = [Message(role="user", content=problem.question)]
-        return render_prompt(problem, messages, renderer=self.renderer, max_tokens=self.max_prompt_tokens)
+        return render_prompt(problem, messages, renderer=self, max_tokens=self.max_prompt_tokens)
 
     def demonstration(self, problem: Problem) -> np.ndarray:
         """[C] int32 tokens of the problem's first demonstration, ended as the model should end it."""
         if not problem.demonstrations:
             raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
-        return self.renderer.reply(problem.demonstrations[0])
+        return self.reply(problem.demonstrations[0])
 
     def rollout(self, prompt: Prompt, completion: Completion, *, sample: int) -> Rollout:
         """The completion with its text, as an episode of one turn.
@@ -259,13 +260,9 @@ class ChatRenderer:
             messages=(Message(role="user", content=prompt.problem.question),),
             prompt_ids=prompt.token_ids,
             completion=completion,
-            text=self.renderer.text(completion.token_ids),
+            text=self.text(completion.token_ids),
         )
         return Rollout(prompt=prompt, sample=sample, turns=(turn,))
-
-    def encode(self, text: str) -> np.ndarray:
-        """[T] int32 tokens of a piece of text, without any around it."""
-        return self.renderer.encode(text)
 
 
 def _token_id(tokenizer: Any, token: str) -> int:
