@@ -24,7 +24,7 @@ from actors.task_checks import check_demonstrations, check_sample_limit, check_t
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.renderer import ChatRenderer, RendererConfig
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
@@ -79,6 +79,7 @@ def make_plan(config: RunConfig) -> Plan:
         tokenizer=tokenizer,
         max_prompt_tokens=config.generator.max_model_len - config.loop.sampling.max_tokens,
         stop_token_ids=stop_ids,
+        config=config.renderer,
     )
     check_task(task, renderer=renderer, seed=config.seed, time_limit_s=config.reward.time_limit_s)
     check_sample_limit(config.loop, task=task, renderer=renderer, seed=config.seed)
@@ -112,13 +113,14 @@ def starting_point(config: RunConfig, *, task: Task, source: LoadSource | None) 
     starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
     if config.warmup is None or not starts_here:
         return random_model(cache, spec=spec, seed=config.seed)
+    rendered = {} if config.renderer == RendererConfig() else {"renderer": to_dict(config.renderer)}
     return warmed_up_model(
         cache,
         spec=spec,
         seed=config.seed,
         warmup=config.warmup,
         demonstrations=task.warmup_problems(seed=config.seed),
-        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),
+        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant) | rendered,
     )
 
 
