@@ -9,6 +9,7 @@ import pytest
 
 from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer
+from rl.rollouts.templates.tokenizer_template import REPLIED
 from rl.types import Message
 from tests.support.chat_templates import byte_tokenizer, completion_of, merging_tokenizer, template_files
 
@@ -61,7 +62,7 @@ def conversation(renderer, opening, *turns):
 def written(tmp_path, turn, *, begins="", opens="<|im_start|>assistant\n", **settings):
     """A tokenizer of bytes with the template of a message made up here."""
     build_byte_tokenizer(tmp_path)
-    loop = f"{begins}{{%- for m in messages -%}}{turn}{{%- endfor -%}}"
+    loop = f"{begins}{{% for m in messages %}}{turn}{{% endfor %}}"
     end = f"{{% if add_generation_prompt %}}{opens}{{% endif %}}"
     (tmp_path / "chat_template.jinja").write_text(loop + end)
     file = tmp_path / "tokenizer_config.json"
@@ -215,7 +216,7 @@ CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
             "{{ m.role }}: {{ m.content }}\n",
             "",
             "assistant:",
-            r"puts 'user: What is said t' after a reply, which does not begin with a special token",
+            r"puts '\\nuser: What is said ' after a reply, which does not begin with a special token",
         ),
         (
             "{% if m.role != 'assistant' %}" + CHATML + "{% endif %}",
@@ -261,6 +262,13 @@ def test_an_end_token_that_swallows_the_line_end_after_it_is_no_obstacle(tmp_pat
     end_id = tokenizer.eos_token_id
     assert ids.count(end_id) == 3
     assert all(ids[i + 1] == 257 for i, token in enumerate(ids) if token == end_id)
+
+
+def test_what_the_checks_say_themselves_may_be_said_in_a_conversation(tmp_path):
+    renderer = renderer_of(written(tmp_path, CHATML))
+    told = renderer.continuation([REPLIED, ASKED, REPLIED], after=completion_of([258]))
+    text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in (REPLIED, ASKED, REPLIED))
+    assert renderer.tokenizer.decode(told.tolist()) == f"\n{text}<|im_start|>assistant\n"
 
 
 def test_a_role_that_the_template_does_not_know_after_a_reply_is_named(tmp_path):
