@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.rollouts.prompts import Renderer
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import demonstration_sample
 from rl.types import Prompt, TrainingSample
 from rl.weights.errors import WeightStoreError

@@ -39,7 +39,7 @@ from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.renderer import Renderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
@@ -194,7 +194,7 @@ class Controller(Configurable):
         )
 
     async def _warm_up(
-        self, learner: ActorLearner, *, renderer: ChatRenderer, task: Task, destination: Path
+        self, learner: ActorLearner, *, renderer: Renderer, task: Task, destination: Path
     ) -> None:
         """Supervised steps, kept as a Hugging Face folder; the trainer then starts from that folder,
         as every later run does."""

@@ -24,7 +24,8 @@ from actors.task_checks import check_demonstrations, check_sample_limit, check_t
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.environment import SingleTurn
+from rl.rollouts.renderer import RendererConfig, TemplateRenderer, make_renderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
@@ -42,7 +43,7 @@ class Plan:
     reference: Path | None
     """What the trainer loads into the reference policy, where that is not the starting point."""
     task: Task
-    renderer: ChatRenderer
+    renderer: TemplateRenderer
     canary: LogprobCanary | None
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
@@ -76,10 +77,11 @@ def make_plan(config: RunConfig) -> Plan:
         check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
     tokenizer, stop_ids = start.tokenizer()
     max_model_len, max_new = config.generator.max_model_len, config.loop.sampling.max_tokens
-    renderer = ChatRenderer(
-        tokenizer=tokenizer, max_prompt_tokens=max_model_len - max_new, stop_token_ids=stop_ids
-    )
+    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
     room = min(max_model_len, config.loop.episode.max_tokens or max_model_len) - max_new
+    first = next(iter(task.eval_sets().values()))[0]
+    if not isinstance(task.environment(first), SingleTurn):
+        renderer.check_multi_turn()
     check_task(
         task,
         renderer=renderer,
@@ -94,7 +96,6 @@ def make_plan(config: RunConfig) -> Plan:
         check_demonstrations(
             task, renderer=renderer, seed=config.seed, max_tokens=max_new, max_model_len=max_model_len
         )
-    first = next(iter(task.eval_sets().values()))[0]
     return Plan(
         start=start,
         source=source,
@@ -121,13 +122,14 @@ def starting_point(config: RunConfig, *, task: Task, source: LoadSource | None) 
     starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
     if config.warmup is None or not starts_here:
         return random_model(cache, spec=spec, seed=config.seed)
+    rendered = {} if config.renderer == RendererConfig() else {"renderer": to_dict(config.renderer)}
     return warmed_up_model(
         cache,
         spec=spec,
         seed=config.seed,
         warmup=config.warmup,
         demonstrations=task.warmup_problems(seed=config.seed),
-        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),
+        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant) | rendered,
     )
 
 

@@ -18,6 +18,7 @@ from rl.distributed.seeds import check_seed
 from rl.loop import Loop
 from rl.models.spec import ModelSpec
 from rl.observability.recorder import RecorderConfig
+from rl.rollouts.renderer import RendererConfig
 from rl.supervised import SupervisedWarmup
 from rl.weights.store import WeightStore
 
@@ -59,6 +60,7 @@ class RunConfig(Configurable.Config):
     """Supervised steps that make the starting point; its result is kept for later runs."""
     trainer: PolicyTrainer.Config
     generator: VLLMGenerator.Config
+    renderer: RendererConfig = field(default_factory=RendererConfig)
     reward: RewardActor.Config = field(default_factory=RewardActor.Config)
     weights: WeightStore.Config = field(default_factory=WeightStore.Config)
     loop: Loop.Config = field(default_factory=Loop.Config)

@@ -10,7 +10,8 @@ import numpy as np
 
 from rl.clock import run_now
 from rl.loop import Loop
-from rl.rollouts.prompts import STEP_TIMEOUT_S, Renderer, demonstrated, render_prompt
+from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated
+from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task

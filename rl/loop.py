@@ -34,7 +34,7 @@ from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutWorker
 from rl.rollouts.numbered_problems import NumberedProblems
 from rl.rollouts.producer import Batch, FailedRewards, GroupFilter, NothingToLearnError, RolloutProducer
-from rl.rollouts.prompts import Renderer
+from rl.rollouts.renderer import Renderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.step_clock import StepClock
 from rl.step_metrics import TrainedMinibatch, age_metrics, batch_metrics, time_metrics, training_metrics

@@ -14,7 +14,8 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
 from rl.protocols import Environment, Learner
-from rl.rollouts.prompts import Renderer, demonstrated
+from rl.rollouts.demonstrations import demonstrated
+from rl.rollouts.renderer import Renderer
 from rl.types import OptimParams, Problem
 
 

@@ -17,6 +17,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.config.tree import is_node
 from rl.loop import Loop
+from rl.rollouts.renderer import RendererConfig
 from rl.weights.store import WeightStore
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -110,6 +111,11 @@ def test_every_field_of_loop_and_canary_is_in_their_page_and_no_other():
     rows, _ = documented((DOCS / "async.md").read_text())
     fields = {*fields_of(Loop.Config, prefix="loop."), *fields_of(CanaryConfig, prefix="canary.")}
     assert sorted(rows) == sorted(fields)
+
+
+def test_renderers_have_a_page_with_a_row_for_each_field_and_no_other():
+    rows, _ = documented((DOCS / "renderers.md").read_text())
+    assert sorted(rows) == sorted(fields_of(RendererConfig, prefix="renderer."))
 
 
 def test_every_page_is_linked_from_the_readme_and_every_link_leads_somewhere():

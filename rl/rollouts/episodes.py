@@ -22,7 +22,7 @@ import numpy as np
 from rl.clock import BusyClock, now_s
 from rl.errors import RunError
 from rl.protocols import Environment, Sampler
-from rl.rollouts.prompts import Renderer, render_prompt
+from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
     Completion,

@@ -1,14 +1,13 @@
-"""A folder's tokenizer with what rollouts need of it: a chat template and an end of turn.
+"""A folder's tokenizer with the tokens that end a reply.
 
-The folder may be anybody's; what is wrong with it is said by file.
+The folder may be anybody's; what is wrong with it is said by file. Its chat template is looked at by the
+renderer that uses it (`rl/rollouts/templates/tokenizer_template.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-from jinja2 import TemplateError
 
 from rl.models.hf import read_json_object
 from rl.models.tokenizer import check_tokenizer_files, load_tokenizer, stop_token_ids
@@ -35,7 +34,6 @@ def open_tokenizer(folder: Path, *, vocab_size: int | None = None) -> tuple[Any,
     tokenizer = _load(folder, older=[name for name in beside if name in OLDER_FILES])
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer file {folder / CONFIG} names no eos_token: a reply would have no end")
-    _check_template(folder, tokenizer)
     stop_ids = stop_token_ids(folder, tokenizer=tokenizer)
     if vocab_size is not None:
         _check_vocabulary(folder, tokenizer, stop_ids, vocab_size=vocab_size)
@@ -63,17 +61,6 @@ def _check_text(file: Path) -> None:
         raise ValueError(f"tokenizer file {file} is not text in UTF-8: {error}") from error
 
 
-def _check_template(folder: Path, tokenizer: Any) -> None:
-    file = folder / TEMPLATE if (folder / TEMPLATE).exists() else folder / CONFIG
-    if not tokenizer.chat_template:
-        raise ValueError(f"tokenizer file {file} has no chat_template, and there is no {TEMPLATE} beside it")
-    messages = [{"role": "user", "content": "?"}]
-    try:
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"the chat template of {file} does not render a user's turn: {error}") from error
-
-
 def _check_vocabulary(folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], *, vocab_size: int) -> None:
     valid = f"the model has vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}"
     token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -88,3 +75,8 @@ def _check_end_ids(file: Path, ids: Any) -> None:
     listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(token_id) is int for token_id in listed):
         raise ValueError(f"tokenizer file {file}: eos_token_id={ids!r} is not a token id or a list of them")
+
+
+def template_file(folder: Path) -> Path:
+    """Where a tokenizer's chat template comes from."""
+    return folder / TEMPLATE if (folder / TEMPLATE).exists() else folder / CONFIG

@@ -1,7 +1,8 @@
-from actors.plan import warmup_arithmetic
+from actors.plan import starting_point, warmup_arithmetic
 from configs.sum_digits import tiny, tiny_fsdp2_tp2
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
+from rl.rollouts.renderer import RendererConfig
 from rl.training.optimizer import Optimizer
 
 
@@ -34,3 +35,13 @@ def test_a_trainer_of_ones_own_has_a_warm_up_for_every_setting_that_it_adds():
     second.final_max_norm = 0.05  # type: ignore[attr-defined]
     assert warmup_arithmetic(first)["added"]["final_max_norm"] == 0.2
     assert warmup_arithmetic(second)["added"]["final_max_norm"] == 0.05
+
+
+def test_demonstrations_that_become_other_tokens_have_a_warm_up_of_their_own(tmp_path):
+    config = tiny()
+    config.dump_folder = str(tmp_path)
+    folders = []
+    for renderer in (RendererConfig(), RendererConfig(kind="raw"), RendererConfig(kind="raw", system="Add.")):
+        config.renderer = renderer
+        folders.append(starting_point(config, task=config.task.build(), source=None).warmed_up)
+    assert len(set(folders)) == 3

@@ -40,7 +40,7 @@ def replies(groups: Any) -> list[list[str]]:
     return [[bytes(c.token_ids[:-1].tolist()).decode() for c in group] for group in groups]
 
 
-def test_prompts_of_a_call_are_spread_and_come_back_in_order():
+def test_demonstrations_of_a_call_are_spread_and_come_back_in_order():
     router = Router([named("A"), named("B")])
     groups, _ = run_in_virtual_time(ask(router, "1", "2", "3"))
     assert replies(groups) == [["A10", "A11"], ["B20", "B21"], ["A30", "A31"]]

@@ -55,7 +55,7 @@ def check(task: Asking, *, max_prompt_tokens: int = 9) -> None:
     check_task(task, renderer=RENDERER, max_prompt_tokens=max_prompt_tokens, seed=0, time_limit_s=5.0)
 
 
-def test_prompts_of_every_set_and_of_training_have_to_fit():
+def test_demonstrations_of_every_set_and_of_training_have_to_fit():
     check(Asking())
     for task in (Asking(sets={"near": [PROBLEM], "far": [PROBLEM, LONG]}), Asking(training=[PROBLEM, LONG])):
         with pytest.raises(ValueError, match=r"problem 'ask/long' has 18 tokens; the context .* room for 9"):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.tokenizer import open_tokenizer
+from rl.rollouts.tokenizer import open_tokenizer, template_file
 
 
 @pytest.fixture
@@ -113,19 +113,7 @@ def test_a_chat_template_that_is_no_utf8_is_named(folder):
         open_tokenizer(folder)
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ messages + 1 }}"])
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_chat_template_that_does_not_render_is_named_by_its_file(folder, name, template):
+def test_the_file_of_a_chat_template_is_the_one_that_it_is_read_from(folder):
+    assert template_file(folder).name == "chat_template.jinja"
     (folder / "chat_template.jinja").unlink()
-    if name == "chat_template.jinja":
-        (folder / name).write_text(template)
-    else:
-        change(folder / name, chat_template=template)
-    with pytest.raises(ValueError, match=f"the chat template of {folder}/{name} does not render"):
-        open_tokenizer(folder)
-
-
-def test_a_missing_chat_template_is_told(folder):
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json has no chat_template, and there is no"):
-        open_tokenizer(folder)
+    assert template_file(folder).name == "tokenizer_config.json"

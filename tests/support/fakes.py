@@ -13,7 +13,7 @@ from rl.observability.metrics import Record, reduced
 from rl.protocols import Sampler
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.episodes import Episodes
-from rl.rollouts.prompts import Renderer
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
@@ -36,11 +36,21 @@ class ByteTokenizer:
     """Bytes as token ids, 0 ends a turn; what `ChatRenderer` needs of a tokenizer."""
 
     eos_token_id = 0
+    eos_token = "\0"
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        return f"<{messages[-1]['content']}>"
+        """What is said to the model in angle brackets, its replies as they are."""
+        return "".join(
+            f"{m['content']}\0" if m["role"] == "assistant" else f"<{m['content']}>" for m in messages
+        )
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {self.eos_token: self.eos_token_id}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [chr(token_id) for token_id in ids]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode())

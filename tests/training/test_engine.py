@@ -283,7 +283,7 @@ def test_a_prompt_that_samples_share_changes_no_number(assets, loss):
     np.testing.assert_allclose(of_shared, of_apart, atol=2e-6)
 
 
-def test_prompts_are_not_shared_where_that_would_change_a_number_or_compile_again(assets):
+def test_demonstrations_are_not_shared_where_that_would_change_a_number_or_compile_again(assets):
     compiled = engine_config(max_tokens_per_microbatch=200)
     compiled.compile = CompileConfig(enable=True, backend="eager")
     mixture = engine_config(max_tokens_per_microbatch=200)

@@ -1,4 +1,4 @@
-"""From messages to a prompt that fits, and a demonstrated conversation as a training sample.
+"""A demonstrated conversation as a training sample.
 
 Shape legend: N tokens of what a model is told, C tokens of a completion.
 """
@@ -6,55 +6,17 @@ Shape legend: N tokens of what a model is told, C tokens of a completion.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from rl.errors import RunError
 from rl.protocols import Environment
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import TokenSpan, supervised_sample
-from rl.types import Completion, Message, Observation, Problem, Prompt, Reply, TrainingSample
+from rl.types import Completion, Observation, Problem, Reply, TrainingSample
 
 STEP_TIMEOUT_S = 60.0
 """Longest time an environment may take outside of rollouts, to answer a demonstrated reply or to close."""
-
-
-class Renderer(Protocol):
-    """Messages to tokens, and tokens to text."""
-
-    stop_token_ids: tuple[int, ...]
-    """A reply ends after one of these."""
-
-    def opening(self, messages: Sequence[Message]) -> np.ndarray:
-        """[N] int32, up to where the model's first reply begins."""
-        ...
-
-    def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
-        """[N] int32, all between the last token of `after` and where the model's next reply begins."""
-        ...
-
-    def reply(self, text: str) -> np.ndarray:
-        """[C] int32, as the model should have said it, end of turn included."""
-        ...
-
-    def text(self, token_ids: np.ndarray) -> str:
-        """Decoded, special tokens removed."""
-        ...
-
-
-def render_prompt(
-    problem: Problem, messages: Sequence[Message], *, renderer: Renderer, max_tokens: int
-) -> Prompt:
-    """Raises ValueError for a prompt that leaves no room in the context."""
-    token_ids = renderer.opening(messages)
-    if len(token_ids) > max_tokens:
-        raise ValueError(
-            f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room "
-            f"for {max_tokens} (generator.max_model_len, or loop.episode.max_tokens if that is less, "
-            "less sampling.max_tokens)"
-        )
-    return Prompt(problem=problem, token_ids=token_ids)
 
 
 async def demonstrated(problem: Problem, environment: Environment, *, renderer: Renderer) -> TrainingSample:

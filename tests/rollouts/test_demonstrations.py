@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rl.errors import RunError
+from rl.rollouts.demonstrations import demonstrated
 from rl.rollouts.episodes import Episodes
-from rl.rollouts.prompts import demonstrated, render_prompt
+from rl.rollouts.renderer import render_prompt
 from rl.rollouts.samples import policy_sample
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import Completion, Message, Problem, SamplingParams, TrainingSample

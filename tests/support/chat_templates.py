@@ -1,0 +1,98 @@
+"""Chat templates of published models (the files that TRL brings), on tokenizers made here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.models.tokenizer import build_byte_tokenizer, byte_characters, load_tokenizer
+from rl.types import Completion
+
+ENDS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<\uff5cend▁of▁sentence\uff5c>",
+    "diffusion_gemma": "<turn|>",
+    "gemma4": "<turn|>",
+    "gemma": "<end_of_turn>",
+    "glm4moe": "<|user|>",
+    "gptoss": "<|return|>",
+    "idefics3": "<end_of_utterance>",
+    "llama3": "<|eot_id|>",
+    "llava": "</s>",
+    "muse": "<|eot|>",
+    "phi3": "<|end|>",
+    "smolvlm": "<end_of_utterance>",
+}
+"""The end-of-turn token of a family of models, by how its files' names begin; of the others <|im_end|>."""
+
+NUM_MERGES = 40
+TEXT = (
+    "user\nassistant\nsystem\n\nWhat is 12 + 34? And then, twice? Think first.\n\n"
+    "tool_response and then the answer: it is 46.\n"
+)
+"""What merges are learned from; its line ends are merged too, as those of published tokenizers are."""
+
+_SPECIAL = re.compile(r"<[|\uff5c][^<>\n{}' ]+>|<turn\|>|\[/?INST\]")
+
+
+def template_files() -> dict[str, Path]:
+    """Files by name."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None, "the set-up of the tests installs trl"
+    folder = Path(str(spec.origin)).parent / "chat_templates"
+    files = {path.stem: path for path in sorted(folder.glob("*.jinja"))}
+    assert len(files) > 50
+    return files
+
+
+def byte_tokenizer(folder: Path, name: str) -> Any:
+    """One token a byte, with the special tokens of a published template, and that template."""
+    template = template_files()[name].read_text(encoding="utf-8")
+    end = next((token for prefix, token in ENDS.items() if name.startswith(prefix)), "<|im_end|>")
+    build_byte_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "bos_token": "<bos>",
+        "eos_token": end,
+        "extra_special_tokens": sorted({*_SPECIAL.findall(template), "<start_of_turn>"}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(folder)
+
+
+def merging_tokenizer(folder: Path, name: str) -> Any:
+    """As `byte_tokenizer`, with merges: several token sequences decode to the same text."""
+    from tokenizers import Tokenizer, models, trainers
+
+    byte_tokenizer(folder, name)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = backend.get_added_tokens_decoder()
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer, learner.decoder = backend.pre_tokenizer, backend.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + NUM_MERGES, initial_alphabet=byte_characters(), show_progress=False
+    )
+    learner.train_from_iterator([TEXT] * 2, trainer)
+    for token_id in sorted(special):
+        add = learner.add_special_tokens if special[token_id].special else learner.add_tokens
+        add([special[token_id]])
+    learner.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+def completion_of(token_ids: Sequence[int] | np.ndarray, finish_reason: str = "stop") -> Completion:
+    """A completion of these token ids, logprob -1 each."""
+    ids = np.asarray(token_ids, dtype=np.int32)
+    return Completion(
+        token_ids=ids,
+        logprobs=np.full(len(ids), -1.0, dtype=np.float32),
+        policy_versions=np.zeros(len(ids), dtype=np.int32),
+        finish_reason=finish_reason,  # type: ignore[arg-type]
+    )
