@@ -20,11 +20,10 @@ from actors.checks import (
 )
 from actors.fleet import num_gpus
 from actors.run_config import STARTING_POINTS, RunConfig
-from actors.task_checks import check_demonstrations, check_sample_limit, check_task, prompt_of
+from actors.task_checks import check_demonstrations, check_sample_limit, check_task
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
-from rl.rollouts.environment import SingleTurn
 from rl.rollouts.renderer import RendererConfig, TemplateRenderer, make_renderer
 from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
 from rl.tasks.task import Task
@@ -79,10 +78,7 @@ def make_plan(config: RunConfig) -> Plan:
     max_model_len, max_new = config.generator.max_model_len, config.loop.sampling.max_tokens
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
     room = min(max_model_len, config.loop.episode.max_tokens or max_model_len) - max_new
-    first = next(iter(task.eval_sets().values()))[0]
-    if not isinstance(task.environment(first), SingleTurn):
-        renderer.check_multi_turn()
-    check_task(
+    first_prompt = check_task(
         task,
         renderer=renderer,
         max_prompt_tokens=room,
@@ -104,7 +100,7 @@ def make_plan(config: RunConfig) -> Plan:
         renderer=renderer,
         canary=make_canary(
             config.canary,
-            prompt=prompt_of(task, first, renderer=renderer, max_tokens=room),
+            prompt=first_prompt,
             renderer=renderer,
             dtypes=(config.generator.dtype, config.trainer.training.param_dtype),
             max_tokens=config.generator.max_model_len - 1,

@@ -11,6 +11,7 @@ import numpy as np
 from rl.clock import run_now
 from rl.loop import Loop
 from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated
+from rl.rollouts.environment import SingleTurn
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
@@ -23,8 +24,9 @@ NUM_PROBED_PROBLEMS = 64
 
 def check_task(
     task: Task, *, renderer: Renderer, max_prompt_tokens: int, seed: int, time_limit_s: float
-) -> None:
-    """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems.
+) -> Prompt:
+    """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
+    prompt of the first evaluation problem.
 
     Raises:
         ValueError: names the problem, or the reward function and what it did.
@@ -35,6 +37,8 @@ def check_task(
             raise ValueError(f"the task has no evaluation problems in its set {name!r}")
     if not sets:
         raise ValueError("the task has no evaluation problems")
+    if not isinstance(task.environment(next(iter(sets.values()))[0]), SingleTurn):
+        renderer.check_multi_turn()
     held_out = [problem for problems in sets.values() for problem in problems]
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     for problem, messages in zip(probed, _openings(task, probed), strict=True):
@@ -46,6 +50,7 @@ def check_task(
         score = score_within(rubric, _reply(prompt, text), time_limit_s)
         if score.failure is not None:
             raise ValueError(f"the task's rubric fails: {score.failure}")
+    return prompt
 
 
 def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:

@@ -44,6 +44,10 @@ class Renderer(Protocol):
         """A completion ([C] int32) decoded, special tokens removed."""
         ...
 
+    def check_multi_turn(self) -> None:
+        """Raises ValueError, which says why, where a conversation cannot go on after a reply."""
+        ...
+
 
 @dataclass(kw_only=True, slots=True)
 class RendererConfig:
@@ -210,7 +214,7 @@ def render_prompt(
     if len(token_ids) > max_tokens:
         raise ValueError(
             f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room for "
-            f"{max_tokens} (generator.max_model_len less sampling.max_tokens)"
+            f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens, less loop.sampling.max_tokens)"
         )
     return Prompt(problem=problem, token_ids=token_ids)
 

@@ -22,10 +22,6 @@ INSTRUCTION = (
 """For a model that was taught to follow instructions, but not this task."""
 
 
-EARLY = "n"
-"""Words before it, which seldom belong at the end, are what a hasty demonstration puts there."""
-
-
 class AlphabetSort(GeneratedTask):
     """Every turn with the right list earns its share of 1."""
 
@@ -35,22 +31,30 @@ class AlphabetSort(GeneratedTask):
         """New words of each turn."""
         num_letters: int = 1
         """Of a word."""
+        letters: str = string.ascii_lowercase
+        """That words are made of; fewer are easier to put in order."""
         instruction: str = ""
         """Said before the first words; empty for a model that is warmed up on bare words."""
         haste: float = 0.0
         """Share of the warm-up's later turns that put new words at the end without sorting them in, among
-        words of the alphabet's first half. So a policy warmed up on them has the skill and a habit that is
-        mostly wrong, which is what the policy gradient is to mend."""
+        words that begin in the first half of `letters`. So a policy warmed up on them has the skill and a habit
+        that is mostly wrong, which is what the policy gradient is to mend."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
             if not self.num_words or min(self.num_words) < 1:
                 raise ValueError(f"num_words={self.num_words}: must be a number of at least 1 for each turn")
-            if self.num_letters < 1 or sum(self.num_words) > 26**self.num_letters:
+            if self.num_letters < 1 or sum(self.num_words) > len(self.letters) ** self.num_letters:
                 raise ValueError(
                     f"num_letters={self.num_letters}: must be at least 1, and enough for "
                     f"{sum(self.num_words)} different words"
                 )
+            if (
+                len(set(self.letters)) != len(self.letters)
+                or len(self.letters) < 2
+                or not self.letters.isalpha()
+            ):
+                raise ValueError(f"letters={self.letters!r}: must be different letters")
             if not 0 <= self.haste <= 1:
                 raise ValueError(f"haste={self.haste} is not between 0 and 1")
 
@@ -59,7 +63,7 @@ class AlphabetSort(GeneratedTask):
     def draw(self, generator: random.Random) -> Problem:
         words: dict[str, None] = {}
         while len(words) < sum(self.config.num_words):
-            words["".join(generator.choices(string.ascii_lowercase, k=self.config.num_letters))] = None
+            words["".join(generator.choices(self.config.letters, k=self.config.num_letters))] = None
         drawn, turns = list(words), []
         for count in self.config.num_words:
             turns.append(drawn[:count])
@@ -83,8 +87,9 @@ class AlphabetSort(GeneratedTask):
         problem = self.draw(generator)
         first, *later = problem.info["turns"]
         lists = [sorted(first.split())]
+        middle = sorted(self.config.letters)[len(self.config.letters) // 2]
         for words in later:
-            hasty = words < EARLY and generator.random() < self.config.haste
+            hasty = words < middle and generator.random() < self.config.haste
             lists.append([*lists[-1], *words.split()] if hasty else sorted([*lists[-1], *words.split()]))
         return replace(problem, demonstration=tuple(" ".join(words) for words in lists))
 

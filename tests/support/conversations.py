@@ -49,6 +49,9 @@ class TwinRenderer:
     def reply(self, text: str) -> np.ndarray:
         return np.append(self._ids(text), np.int32(END))
 
+    def check_multi_turn(self) -> None:
+        """It can."""
+
     def text(self, token_ids: np.ndarray) -> str:
         return self.tokenizer.decode(token_ids.tolist())
 
