@@ -37,9 +37,9 @@ def check_task(
             raise ValueError(f"the task has no evaluation problems in its set {name!r}")
     if not sets:
         raise ValueError("the task has no evaluation problems")
-    if not isinstance(task.environment(next(iter(sets.values()))[0]), SingleTurn):
-        renderer.check_multi_turn()
     held_out = [problem for problems in sets.values() for problem in problems]
+    if _has_turns(task, held_out[0]):
+        renderer.check_multi_turn()
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     for problem, messages in zip(probed, _openings(task, probed), strict=True):
         render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
@@ -51,6 +51,12 @@ def check_task(
         if score.failure is not None:
             raise ValueError(f"the task's rubric fails: {score.failure}")
     return prompt
+
+
+def _has_turns(task: Task, problem: Problem) -> bool:
+    environment = task.environment(problem)
+    run_now(environment.close())
+    return not isinstance(environment, SingleTurn)
 
 
 def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:

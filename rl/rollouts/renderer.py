@@ -214,7 +214,7 @@ def render_prompt(
     if len(token_ids) > max_tokens:
         raise ValueError(
             f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room for "
-            f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens, less loop.sampling.max_tokens)"
+            f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens less loop.sampling.max_tokens)"
         )
     return Prompt(problem=problem, token_ids=token_ids)
 

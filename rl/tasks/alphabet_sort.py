@@ -37,8 +37,8 @@ class AlphabetSort(GeneratedTask):
         """Said before the first words; empty for a model that is warmed up on bare words."""
         haste: float = 0.0
         """Share of the warm-up's later turns that put new words at the end without sorting them in, among
-        words that begin in the first half of `letters`. So a policy warmed up on them has the skill and a habit
-        that is mostly wrong, which is what the policy gradient is to mend."""
+        words that begin in the first half of `letters`. So a policy warmed up on them has the skill and a
+        habit that is mostly wrong, which is what the policy gradient is to mend."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
