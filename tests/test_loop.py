@@ -1,5 +1,6 @@
 import asyncio
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from rl.errors import RunError
 from rl.loop import LogprobMismatchError, Loop
 from rl.rollouts.ages import StalePolicyError
+from rl.rollouts.environment import SingleTurn
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.settings import Sampling
 from rl.tasks.sum_digits import SumDigits, is_correct, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
-from rl.types import LoopPosition, Rollout, ServeResult
+from rl.types import LoopPosition, Observation, Reply, Rollout, ServeResult
 from tests.support.fakes import FakePolicy
 from tests.support.loops import PROBLEM, half_right, make_loop
 
@@ -221,6 +223,23 @@ def test_a_tolerated_failure_is_counted_and_left_out_of_the_groups_mean():
     assert record["reward/mean"] == 1.0
     assert len(policy.trained[0]) == 4
     assert all((s.advantages == 0).all() for s in policy.trained[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreaksOnNo(SingleTurn):
+    async def step(self, reply: Reply) -> Observation:
+        if reply.text == "no":
+            raise KeyError("board")
+        return Observation()
+
+
+def test_rollouts_whose_environment_breaks_are_counted_and_not_trained_on():
+    policy = FakePolicy(reply=half_right)
+    (record,) = run_loop(policy, environment=BreaksOnNo.of, max_failed_rewards=0.5)
+    assert record["reward/num_failed"] == 4
+    assert record["reward/mean"] == 1.0
+    assert [len(samples) for samples in policy.trained] == [4]
+    assert all(b"[ANSWER]" in bytes(s.token_ids.tolist()) for s in policy.trained[0])
 
 
 def test_a_group_whose_rewards_all_failed_gives_its_place_to_another_problem():

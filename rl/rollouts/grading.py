@@ -22,9 +22,10 @@ class ScoredRollout:
 
 
 def scored(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[ScoredRollout]:
-    """[<=G]: rollouts whose score failed are left out."""
+    """[<=G]: rollouts whose environment or whose score failed are left out."""
     pairs = zip(rollouts, scores, strict=True)
-    return [ScoredRollout(rollout=r, score=s) for r, s in pairs if s.failure is None]
+    whole = [(r, s) for r, s in pairs if r.failure is None and s.failure is None]
+    return [ScoredRollout(rollout=r, score=s) for r, s in whole]
 
 
 def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:

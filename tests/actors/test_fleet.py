@@ -19,14 +19,17 @@ from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
+from rl.rollouts.episodes import Episodes
 from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import policy_sample
+from rl.rollouts.settings import EpisodeLimits
 from rl.tasks.sum_digits import make_problem
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import SamplingParams
 from rl.weights.errors import WeightCanaryError
+from tests.support.conversations import Counting, TwinRenderer
 from tests.support.fakes import ByteTokenizer, completion, rollout_of
 from tests.support.fleet_actors import AskedGenerator, AskedStore, AskedTrainer, rubric
 from tests.support.monarch_meshes import monarch_meshes
@@ -317,6 +320,39 @@ def test_trainer_and_generator_that_take_turns_serve_what_was_trained(running):
     version, sample, logprobs = running.run(steps())
     assert set(sample.policy_versions[sample.mask]) == {version}
     np.testing.assert_allclose(sample.generator_logprobs[sample.mask], logprobs[sample.mask], atol=1e-4)
+
+
+class Folding(TwinRenderer):
+    """Decodes every id, ten of them and more to the same letter."""
+
+    def text(self, token_ids: np.ndarray) -> str:
+        return "".join(chr(97 + t % 26) for t in token_ids.tolist())
+
+
+def test_every_turn_is_trained_on_as_the_engine_drew_it_and_after_what_it_had_read(running):
+    async def rolled_out():
+        await train(running)
+        await running.publish()
+        episodes = Episodes(
+            sampler=ActorSampler(running.fleet.generators[0]),
+            renderer=Folding(),
+            environment=lambda problem: Counting(problem=problem, turns=2),
+            limits=EpisodeLimits(),
+            max_tokens=256,
+        )
+        sampling = SamplingParams(max_tokens=12, num_samples=2, seed=3)
+        (group,) = await episodes.run([make_problem([47, 82])], sampling=sampling, session="s")
+        samples = [
+            policy_sample(r, advantages_C=np.ones(r.num_completion_tokens), temperature=1.0) for r in group
+        ]
+        return group, samples, await running.learner.compute_logprobs(samples)
+
+    group, samples, logprobs = running.run(rolled_out())
+    for rollout, sample, expected in zip(group, samples, logprobs, strict=True):
+        assert [len(turn.completion.token_ids) for turn in rollout.turns] == [12] * 3
+        assert sample.mask.sum() == 36
+        # The trainer reads the whole conversation at once: other tokens anywhere would give other logprobs.
+        np.testing.assert_allclose(sample.generator_logprobs[sample.mask], expected[sample.mask], atol=1e-4)
 
 
 @pytest.mark.parametrize("num_rollouts", [0, 1, 5])

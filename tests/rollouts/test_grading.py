@@ -1,5 +1,7 @@
 """Which rollouts count, and what of their rewards belongs to which token."""
 
+from dataclasses import replace
+
 import pytest
 
 from rl.rollouts.grading import ScoredRollout, equal_rewards, scored, token_rewards
@@ -37,6 +39,12 @@ def test_rollouts_whose_score_failed_are_left_out_and_the_others_keep_their_orde
     left = scored(rollouts, scores)
     assert [(m.rollout.sample, m.score.reward) for m in left] == [(0, 1.0), (2, 0.0)]
     assert scored(rollouts, [failed] * 4) == []
+
+
+def test_a_rollout_whose_environment_failed_is_left_out_whatever_its_score():
+    whole = conversation((1, drawn(5)))
+    score = Score(reward=1.0, correct=True)
+    assert [m.rollout for m in scored([replace(whole, failure="it broke"), whole], [score] * 2)] == [whole]
 
 
 def test_a_group_is_of_equal_rewards_where_no_sample_did_better():
