@@ -4,30 +4,39 @@ For notebooks, examples and tests. It is the same training engine, and the same 
 `rl.models.generate`; weights are published as a copy, so that what samples is a version and no half step.
 
     async with LocalBackend(config, spec=..., hf_assets_path=...) as local:
-        version = await local.push(); await local.serve(version)
+        await local.serve(await local.push())
         groups = await local.generate(prompts, sampling=...)
-        await local.forward_backward(samples); await local.optim_step()
+        await local.forward_backward(samples)
+        await local.optim_step()
+
+docs/local.md says what it is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from losses.types import Loss
+from rl.distributed.process_group import World
+from rl.distributed.shards import whole_tensor
+from rl.models.batch_invariant.model import make_batch_invariant
+from rl.models.buffers import persistent_buffers
 from rl.models.generate import generate
 from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
 from rl.protocols import Scorer
 from rl.rollouts.rubric import Rubric
+from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.types import (
     Completion,
@@ -49,7 +58,9 @@ class LocalBackend:
     """A `Learner`, a `Sampler` and a `WeightPublisher`.
 
     The learner's calls run one after another in a thread, the sampler's in another, so that a loop may let
-    them overlap.
+    them overlap. A call that is cancelled (by `asyncio.timeout`, say) while it waits for its turn is never
+    made. One that is cancelled later is over for who called: a `generate` ends at its next token, a call of the
+    learner does what it was to do, and the next one waits for that.
     """
 
     def __init__(
@@ -57,19 +68,49 @@ class LocalBackend:
         config: TrainingEngine.Config,
         *,
         spec: ModelSpec,
-        hf_assets_path: str,
+        hf_assets_path: str | None,
         device: torch.device | str | None = None,
+        failure_folder: str | None = None,
     ) -> None:
-        """Raises ValueError as `TrainingEngine` does."""
+        """Arguments are those of `TrainingEngine`: `hf_assets_path` None draws a random model.
+
+        Raises:
+            ValueError: as `TrainingEngine` does; or this process is one of several.
+        """
+        world = World.from_env()
+        if world.size > 1:
+            raise ValueError(
+                f"WORLD_SIZE={world.size}: a local backend is one process alone; layouts of several are for "
+                "the actors (python -m rl.train)"
+            )
         self.engine: TrainingEngine = config.build(
-            model_spec=spec, hf_assets_path=hf_assets_path, device=device
+            model_spec=spec,
+            hf_assets_path=hf_assets_path,
+            device=device,
+            world=world,
+            failure_folder=failure_folder,
         )
-        model = self.engine.policy.spec.model.build().to(self.engine.device)
-        self._model: Qwen3 = model.requires_grad_(False)  # type: ignore[assignment]
-        self._served_version = -1
+        self._learner, self._sampler = _Turns("learner"), _Turns("sampler")
         self._pushed: dict[int, dict[str, Tensor]] = {}
-        self._learning = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
-        self._sampling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
+        """In the order in which they were pushed."""
+        self._served_version: int | None = None
+        try:
+            self._model = self._make_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_model(self) -> Qwen3:
+        """What is sampled from, without weights yet, computing as the learner's forward does."""
+        spec, device = self.engine.policy.spec, self.engine.device
+        model = spec.model.build()
+        assert isinstance(model, Qwen3)
+        make_batch_invariant(model, spec=spec, device=device)
+        model.to(device).requires_grad_(False)
+        dtype = getattr(torch, self.engine.config.training.param_dtype)
+        for parameter in model.parameters():  # not the buffers: tables keep their precision
+            parameter.data = parameter.data.to(dtype)
+        return model
 
     async def __aenter__(self) -> LocalBackend:
         return self
@@ -77,13 +118,17 @@ class LocalBackend:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # In a thread, so that whoever waits for a call is told of its end meanwhile.
+        await asyncio.shield(asyncio.to_thread(self.close))
 
     def close(self) -> None:
-        """End both threads, after what they are at. Idempotent."""
-        self._learning.shutdown()
-        self._sampling.shutdown()
+        """End both threads: after the learner's call that is under way, and the sampler's next token. Calls
+        that wait, and later ones, raise RuntimeError. Idempotent."""
+        self._sampler.close()
+        self._learner.close()
         self.engine.close()
+
+    # Sampler
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
@@ -91,28 +136,45 @@ class LocalBackend:
         """As `Sampler.generate`; calls take turns.
 
         Raises:
-            RuntimeError: no weights were published yet.
+            ValueError: a prompt that is empty or fills the context, or settings out of range.
+            RuntimeError: no weights were published yet, or the backend is closed.
         """
-        if self._served_version < 0:
-            raise RuntimeError("no weights to sample from: push and serve first")
-        return await _within(self._sampling, lambda: self._generate(list(prompts), sampling))
+        cancelled = threading.Event()
+        try:
+            return await self._sampler.run(lambda: self._generate(list(prompts), sampling, cancelled))
+        finally:
+            cancelled.set()
 
-    def _generate(self, prompts: list[np.ndarray], sampling: SamplingParams) -> list[list[Completion]]:
-        return generate(self._model, prompts, sampling=sampling, policy_version=self._served_version)
+    def _generate(
+        self, prompts: list[np.ndarray], sampling: SamplingParams, cancelled: threading.Event
+    ) -> list[list[Completion]]:
+        if self._served_version is None:
+            raise RuntimeError("no weights to sample from: await serve(await push()) first")
+        groups = generate(
+            self._model,
+            prompts,
+            sampling=sampling,
+            policy_version=self._served_version,
+            is_cancelled=lambda: cancelled.is_set() or self._sampler.is_closed,
+        )
+        self._sampler.check_open()  # Else completions may have been ended by `close`.
+        return groups
+
+    # Learner
 
     async def forward_backward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
     ) -> ForwardBackwardResult:
-        return await _within(self._learning, lambda: self.engine.forward_backward(samples, loss=loss))
+        return await self._learner.run(lambda: self.engine.forward_backward(samples, loss=loss))
 
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        return await _within(self._learning, lambda: self.engine.optim_step(params))
+        return await self._learner.run(lambda: self.engine.optim_step(params))
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await _within(self._learning, lambda: self.engine.compute_logprobs(samples))
+        return await self._learner.run(lambda: self.engine.compute_logprobs(samples))
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await _within(self._learning, lambda: self.engine.compute_reference_logprobs(samples))
+        return await self._learner.run(lambda: self.engine.compute_reference_logprobs(samples))
 
     async def save_checkpoint(
         self,
@@ -122,43 +184,89 @@ class LocalBackend:
         model_only: bool = False,
         wait: bool = True,
     ) -> None:
-        await _within(
-            self._learning,
-            lambda: self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait),
+        await self._learner.run(
+            lambda: self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait)
         )
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        return await _within(
-            self._learning, lambda: self.engine.load_checkpoint(folder, model_only=model_only)
-        )
+        return await self._learner.run(lambda: self.engine.load_checkpoint(folder, model_only=model_only))
 
-    async def export_hf(self, folder: str) -> None:
-        await _within(self._learning, lambda: self.engine.export_hf(folder))
+    async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
+        """As `TrainingEngine.export_hf`."""
+        await self._learner.run(lambda: self.engine.export_hf(folder, dtype=dtype))
+
+    async def save_adapter(self, folder: str) -> None:
+        """As `TrainingEngine.save_adapter`."""
+        await self._learner.run(lambda: self.engine.save_adapter(folder))
+
+    # WeightPublisher
 
     async def push(self) -> int:
-        """Keep a copy of the weights as they are now."""
-        version, copy = await _within(self._learning, self._copy)
+        """Keep a copy of the weights as they are now, adapters merged; returns their policy version."""
+        return await self._learner.run(self._push)
+
+    def _push(self) -> int:
+        version = self.engine.policy_version
+        with torch.no_grad():
+            weights = self.engine.model_state_dict().items()
+            copy = {name: whole_tensor(tensor).detach().clone() for name, tensor in weights}
+        self._pushed.pop(version, None)  # Its place is at the end: it may have been loaded since.
         self._pushed[version] = copy
         return version
 
-    def _copy(self) -> tuple[int, dict[str, Tensor]]:
-        with torch.no_grad():
-            copy = {name: tensor.detach().clone() for name, tensor in self.engine.model_state_dict().items()}
-        return self.engine.policy_version, copy
-
     async def serve(self, policy_version: int) -> ServeResult:
-        """Let the next calls of `generate` sample from a pushed version, and forget those before it."""
-        copy = self._pushed[policy_version]
-        await _within(self._sampling, lambda: self._load(copy))
-        self._served_version = policy_version
-        self._pushed = {v: kept for v, kept in self._pushed.items() if v >= policy_version}
+        """Let the next calls of `generate` sample from a pushed version, and forget it and those before it.
+
+        Raises:
+            ValueError: this version is not there.
+        """
+        await self._sampler.run(lambda: self._serve(policy_version))
         return ServeResult()
 
-    def _load(self, copy: dict[str, Tensor]) -> None:
-        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+    def _serve(self, policy_version: int) -> None:
+        kept = list(self._pushed)
+        if policy_version not in kept:
+            if policy_version == self._served_version:
+                return
+            raise ValueError(
+                f"policy_version={policy_version} was not pushed, or one that was pushed later is served: "
+                f"served is {self._served_version}, pushed since {kept}"
+            )
+        tensors = dict(self._model.named_parameters()) | persistent_buffers(self._model)
         with torch.no_grad():
-            for name, tensor in copy.items():
+            for name, tensor in self._pushed[policy_version].items():
                 tensors[name].copy_(tensor)
+        self._served_version = policy_version
+        for version in kept[: kept.index(policy_version) + 1]:
+            del self._pushed[version]
+
+
+class _Turns:
+    """Calls that run one after another, in a thread of their own."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._closed = threading.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("the local backend is closed")
+
+    async def run(self, function: Callable[[], ResultT]) -> ResultT:
+        self.check_open()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._when_open, function)
+
+    def _when_open(self, function: Callable[[], ResultT]) -> ResultT:
+        self.check_open()
+        return function()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pool.shutdown()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +277,3 @@ class LocalScorer(Scorer):
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
         return [[self.rubric.score(rollout) for rollout in group] for group in groups]
-
-
-async def _within(pool: ThreadPoolExecutor, function: Callable[[], ResultT], *args: Any) -> ResultT:
-    return await asyncio.get_running_loop().run_in_executor(pool, function)

@@ -36,6 +36,7 @@ def generate(
     sampling: SamplingParams,
     policy_version: int = 0,
     max_sequences: int = 256,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> list[list[Completion]]:
     """Completions of each prompt ([T] int token ids), `sampling.num_samples` each, in order.
 
@@ -45,6 +46,7 @@ def generate(
 
     Args:
         max_sequences: most completions decoded at once, but at least one prompt's; bounds the cache.
+        is_cancelled: asked before each token. Once it is true, completions end where they are, as "abort".
 
     Raises:
         ValueError: a prompt that is empty or fills the context, or settings out of range.
@@ -61,7 +63,7 @@ def generate(
         batch = _Batch(
             prompts[start : start + group], sampling, seeds[start : start + group], context=context
         )
-        _decode(model, batch, sampling)
+        _decode(model, batch, sampling, is_cancelled)
         completions += batch.completions(policy_version)
     return completions
 
@@ -114,7 +116,11 @@ class _Batch:
         return [made[i : i + self.num_samples] for i in range(0, len(made), self.num_samples)]
 
 
-def _decode(model: Qwen3, batch: _Batch, sampling: SamplingParams) -> None:
+def _decode(
+    model: Qwen3, batch: _Batch, sampling: SamplingParams, is_cancelled: Callable[[], bool]
+) -> None:
+    if is_cancelled():
+        return
     device = model.embed_tokens.weight.device
     uniforms_NC = batch.uniforms.to(device)
     with cached_attention(model) as cache:
@@ -131,7 +137,7 @@ def _decode(model: Qwen3, batch: _Batch, sampling: SamplingParams) -> None:
             for row, token, logprob in zip(rows, tokens_B.tolist(), drawn, strict=True):
                 batch.append(row, token, logprob, stop=sampling.stop_token_ids)
             keep = [i for i, row in enumerate(rows) if batch.finish_reasons[row] is None]
-            if not keep:
+            if not keep or is_cancelled():
                 return
             rows = [rows[i] for i in keep]
             cache.step(rows, positions=(batch.prompt_lengths[rows] + step).tolist())
