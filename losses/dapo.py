@@ -11,9 +11,9 @@ from losses.ppo import PPOLoss
 class DAPOLoss(PPOLoss):
     """PPO's surrogate with a higher upper bound, averaged over all valid tokens of a step.
 
-    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476), equation 8;
-    the bounds are equation 10, the mean over tokens equation 12. Its other two parts are dynamic sampling
-    (loop.equal_groups "drop") and the soft overlong punishment (`rl.rollouts.overlong`).
+    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476),
+    equation 8: the bounds are its section 3.1, the mean over tokens 3.3. Its other two parts are dynamic
+    sampling (loop.equal_groups "drop") and the soft overlong punishment (`rl.rollouts.overlong`).
     """
 
     clip_high: float = 0.28

@@ -20,10 +20,10 @@ class GSPOLoss(PPOLoss):
         s   = exp(mean over the sequence of p - q)            level "sequence"
         s_t = sg(s) exp(p - sg(p))                            level "token", sg: without gradient
 
-    Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), equations 5 and 7; the token variant
-    is its equations 13 and 14. The two have the same values; where the advantages of a sequence are equal, also
-    the same gradients. Where they are not, a token's own advantage moves all of its sequence at level
-    "sequence", and itself alone at level "token". The log of s is clamped to +-20 nats.
+    Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), equations 5 and 7; the token
+    variant is its equations 13 and 14. The two have the same values; where the advantages of a sequence are
+    equal, also the same gradients. Where they are not, a token's own advantage moves all of its sequence at
+    level "sequence", and itself alone at level "token". The log of s is clamped to +-20 nats.
     """
 
     normalization: Normalization = "sequence_mean"

@@ -18,18 +18,18 @@ import numpy as np
 class Advantage:
     """A = (value - baseline) / scale, of all samples of a batch.
 
-    With `credit` "sequence" a value is the sum of a sample's rewards, one number, which all of its tokens get.
+    With `credit` "sequence" a value is the sum of a sample's rewards, one number that all of its tokens get.
     With "token" each token has its own, the discounted sum of the rewards at it and after it. Means and
     standard deviations are over such values: of samples in the first case, of tokens in the second, where a
     long sample counts for more.
 
     The default is GRPO's (arXiv 2402.03300, section 4.1.2) without the division, which Dr. GRPO
-    (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std" divides as GRPO
-    does; "leave_one_out" is RLOO's (arXiv 2402.14740); "batch_mean" with "batch_std" and `credit` "token"
-    is REINFORCE++ (arXiv 2501.03262), "group_mean" with "batch_std" its form with a baseline.
+    (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std" divides as
+    GRPO does; "leave_one_out" is RLOO's (arXiv 2402.14740); "batch_mean" with "batch_std" and `credit`
+    "token" is REINFORCE++ (arXiv 2501.03262), "group_mean" with "batch_std" its form with a baseline.
 
-    Against a baseline of its group, a group in which all samples have the same sum of rewards gets exact zeros.
-    Where all values are equal a baseline leaves exact zeros, and a scale changes nothing.
+    Against a baseline of its group, a group in which all samples have the same sum of rewards gets exact
+    zeros. Where all values are equal a baseline leaves exact zeros, and a scale changes nothing.
 
     Raises:
         ValueError: when made or called, if a field is out of range or has no effect; when called, if a reward
@@ -37,7 +37,7 @@ class Advantage:
     """
 
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """What is taken off: the mean over the group, over the group's other samples, over the batch; or nothing."""
+    """What is taken off: the mean over the group, the group's other samples or the batch; or nothing."""
     scale: Literal["none", "group_std", "batch_std"] = "none"
     """What the rest is divided by: nothing, or its standard deviation over the group or the batch."""
     credit: Literal["sequence", "token"] = "sequence"

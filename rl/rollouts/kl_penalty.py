@@ -15,9 +15,9 @@ def kl_penalty(
 ) -> np.ndarray:
     """[C] float64, an estimate of KL(policy || reference) at each token, see `losses.ops`.
 
-    Part of a reward has no gradient of its own but that of the policy: k1 then gives, on average, the gradient
-    of the divergence, which as a term of a loss it does not; k2 and k3 do not (Tang and Munos, "On a few
-    pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
+    A reward has no gradient of its own, only weighs that of the policy: k1 then gives, on average, the
+    gradient of the divergence, which as a term of a loss it does not; k2 and k3 do not (Tang and Munos, "On a
+    few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
 
     Args:
         logprobs_C: nats, of the policy that drew the tokens.

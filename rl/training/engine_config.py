@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from losses.grpo import GRPOLoss
-from losses.types import Loss
+from losses.types import Loss, uses_entropy
 from rl.config.configurable import Configurable
 from rl.config.tree import check_fields
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
@@ -87,6 +87,7 @@ class EngineConfig(Configurable.Config):
             optimizer=self.optimizer,
             activation_checkpoint=self.activation_checkpoint,
             reference=self.reference.enable,
+            entropy_gradient=uses_entropy(self.loss),
             converters=ModelConverters(
                 self.converters, spec=spec, degrees=degrees, device=torch.device("meta")
             ),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configs.sum_digits import qwen3_8b
+from losses.grpo import GRPOLoss
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
@@ -118,6 +119,8 @@ class Case:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     reshard: Literal["default", "always", "never"] = "default"
     reference: bool = False
+    entropy: bool = False
+    """The loss has a bonus for it."""
     converters: tuple[ModelConverter.Config, ...] = ()
     slow: bool = False
 
@@ -138,6 +141,7 @@ class Case:
             training=TrainingConfig(max_tokens_per_microbatch=self.shape.num_tokens, **self.training),
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
             converters=self.converters,
+            loss=GRPOLoss(entropy_coef=0.1 if self.entropy else 0.0),
         )
         config.reference.enable = self.reference
         # As many rows for each expert: what the estimate is of.
@@ -165,6 +169,10 @@ CASES = {
     "parameters": Case(shape=PARAMETERS),
     "activations": Case(shape=ACTIVATIONS),
     "logits": Case(shape=LOGITS),
+    "logits, entropy": Case(shape=LOGITS, entropy=True),
+    "logits bf16, entropy": Case(shape=LOGITS, training=BF16, entropy=True, slow=True),
+    "logits chunked, entropy": Case(shape=LOGITS, training=CHUNKED, entropy=True, slow=True),
+    "logits TP2, entropy": Case(shape=LOGITS, degrees=TP2, entropy=True, slow=True),
     "mixed": Case(shape=MIXED),
     "parameters bf16": Case(shape=PARAMETERS, training=BF16),
     "activations bf16": Case(shape=ACTIVATIONS, training=BF16),
