@@ -77,7 +77,7 @@ def token_logprobs(
             and, by computing them again, in the backward.
         loss_parallel: leave each rank its part of the vocabulary; False gathers the logits.
         chunk_logprobs: a compiled form of `logprobs_of_chunk`.
-        entropy_gradient: let the entropy have a gradient, which may take the memory of the logprobs once more.
+        entropy_gradient: let the entropy have a gradient; the backward may then take more memory.
 
     Returns:
         [T] float32 nats with gradient, and [T] float32 nats, with gradient if that is asked for.

@@ -221,7 +221,7 @@ def _activations(
 def _logits(module: Qwen3, *, degrees: Degrees, training: TrainingConfig, options: MemoryOptions) -> int:
     """The logits themselves, and three times in float32: their log-softmax, its exponential, its product
     with that for the entropy. Where the entropy has a gradient, four times in float32 in the backward: the
-    log-softmax, its two gradients and their sum. When only their gradient is left, that of the head's weight."""
+    log-softmax, its two gradients and their sum. When only their gradient is left, that of the weight."""
     computed = _size(training.param_dtype)
     num_all = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     num_tokens = min(num_all, training.logits_chunk_tokens or num_all)
