@@ -82,7 +82,7 @@ def test_bonus_is_the_same_with_chunked_logits_and_a_compiled_head(assets, chang
     assert_near(actual, expected)
 
 
-def test_a_loss_without_the_bonus_gets_no_entropy_and_has_the_same_bits(assets):
+def test_a_loss_gets_the_entropy_with_its_gradient_if_it_asks_and_else_nothing(assets):
     seen = []
 
     @dataclasses.dataclass(kw_only=True)
