@@ -8,6 +8,7 @@ Shape legend: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor
 
 from losses.ops import masked_sum, token_shares
-from losses.types import LossInputs
+from losses.types import LossInputs, LossOutput
 
 Normalization = Literal["token_mean", "sequence_mean", "constant", "none"]
 
 
 @dataclass(kw_only=True, slots=True)
-class NormalizedLoss:
+class NormalizedLoss(ABC):
     """Settings of losses that are sums over tokens. With l_t the loss of a token, n the valid tokens of its
     sequence, S the sequences and N the valid tokens of a step:
 
@@ -55,6 +56,10 @@ class NormalizedLoss:
                 f"tokens_per_sequence={length} has no effect with normalization={self.normalization!r}: must "
                 "be None, or normalization 'constant'"
             )
+
+    @abstractmethod
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """As `losses.types.Loss`."""
 
     def shares(self, inputs: LossInputs, valid_T: Tensor) -> Tensor | None:
         """[T] what a token's loss is multiplied by before the sum; None: by 1."""

@@ -22,7 +22,7 @@ Shape legend: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -92,7 +92,7 @@ class Surrogate:
 
 
 @dataclass(kw_only=True, slots=True)
-class PolicyLoss(NormalizedLoss, ABC):
+class PolicyLoss(NormalizedLoss):
     """Settings of every policy loss.
 
     Metrics: `ratio`, and `clipped_fraction`, the share of tokens where a bound took effect; with a reference

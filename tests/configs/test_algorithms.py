@@ -9,6 +9,7 @@ from actors.checks import check_layout
 from configs import algorithms, sum_digits
 from losses.cross_entropy import CrossEntropyLoss
 from losses.dapo import DAPOLoss
+from losses.dr_grpo import DrGRPOLoss
 from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
 from rl.config.cli import parse_cli
 from rl.config.registry import ResolvedRun, registry_functions
@@ -55,7 +56,7 @@ def test_settings_of_losses_and_advantages_are_on_the_command_line():
 def test_constant_of_dr_grpo_is_the_most_tokens_of_a_completion():
     config = sum_digits.tiny()
     config.loop.sampling.max_tokens = 17
-    assert algorithms.dr_grpo(config).trainer.loss.tokens_per_sequence == 17
+    assert algorithms.dr_grpo(config).trainer.loss == DrGRPOLoss(tokens_per_sequence=17)
 
 
 def test_kl_comes_with_its_reference_policy_and_only_to_a_policy_loss():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
 from losses.rloo import RLOOLoss
 from losses.types import Loss, LossInputs
 
-WIDE = {"clip_low": 0.2, "clip_high": 0.3}
+WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo": PPOLoss(),
     "grpo": GRPOLoss(),

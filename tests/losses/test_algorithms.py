@@ -5,6 +5,7 @@ ratios are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from losses.dr_grpo import DrGRPOLoss
 from losses.dro import DROLoss
 from losses.gspo import GSPOLoss
 from losses.importance_sampling import ImportanceSamplingLoss
+from losses.normalization import NormalizedLoss
 from losses.ppo import PPOLoss
 from losses.rloo import RLOOLoss
 from losses.types import LossInputs
@@ -149,8 +151,8 @@ def tinker_sums(batch, name, settings):
     return value, np.concatenate(gradients)
 
 
-NONE = {"normalization": "none"}
-TINKER = {
+NONE: dict[str, Any] = {"normalization": "none"}
+TINKER: dict[str, tuple[NormalizedLoss, dict[str, Any]]] = {
     "cross_entropy": (CrossEntropyLoss(weights="advantages", **NONE), {}),
     "importance_sampling": (ImportanceSamplingLoss(**NONE), {}),
     "ppo": (PPOLoss(clip_low=1 - 0.8, clip_high=1.2 - 1, **NONE), {"bounds": (0.8, 1.2)}),

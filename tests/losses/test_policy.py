@@ -1,6 +1,7 @@
 """What holds of every loss: masks, packing, parts, normalisation, entropy, and what is refused."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.losses.parts import (
 )
 
 NAN = math.nan
-NORMALIZATIONS = [
+NORMALIZATIONS: list[dict[str, Any]] = [
     {"normalization": "token_mean", "tokens_per_sequence": None},
     {"normalization": "sequence_mean", "tokens_per_sequence": None},
     {"normalization": "constant", "tokens_per_sequence": 7.0},
@@ -154,7 +155,7 @@ def test_normalizations_by_hand():
         sequence_ids=torch.tensor([0, 0, 0, 0, 1]),
         num_sequences=2,
     )
-    expected = {
+    expected: dict[str, tuple[list[float], float | None]] = {
         "token_mean": ([-1.0, -1.0, 0.0, -1.0, -1.0], 4.0),
         "sequence_mean": ([-1 / 3, -1 / 3, 0.0, -1 / 3, -1.0], 2.0),
         "constant": ([-1.0, -1.0, 0.0, -1.0, -1.0], 14.0),
@@ -169,9 +170,8 @@ def test_normalizations_by_hand():
             # -r A is -1 of each token, and -p is 1.
             value = sum(gradient) if kind is GRPOLoss else -sum(gradient)
             assert output.loss_sum.item() == pytest.approx(value)
-            assert (output.denominator is None) == (denominator is None)
-            if denominator is not None:
-                assert output.denominator.item() == denominator
+            actual_denominator = None if output.denominator is None else output.denominator.item()
+            assert actual_denominator == denominator
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -185,6 +185,7 @@ def test_entropy_bonus_is_the_entropy_with_its_weight_in_the_same_normalization(
     if plain.normalization == "sequence_mean":
         counts = torch.bincount(given.sequence_ids[given.mask], minlength=6)
         shares = shares / counts[given.sequence_ids].clamp(min=1)
+    assert given.entropy is not None
     entropy = torch.where(given.mask, given.entropy.detach(), 0.0)
     torch.testing.assert_close(after[0], before[0] - 0.2 * (shares * entropy).sum())
     assert torch.equal(after[1], before[1])
@@ -235,6 +236,7 @@ def test_kl_and_entropy_are_left_out_where_the_correction_masks_a_token():
     kept = given.mask & (weights != 0)
     assert kept.any()
     assert not torch.equal(kept, given.mask)
+    assert given.reference_logprobs is not None
     d = torch.where(kept, given.logprobs.detach() - given.reference_logprobs, 0.0)
     torch.testing.assert_close(of_logprobs, 0.3 * d)
     torch.testing.assert_close(of_entropy, torch.where(kept, -0.2, 0.0).double())

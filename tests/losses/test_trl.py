@@ -6,6 +6,7 @@ tokens) and of several processes comes from here.
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from losses.dapo import DAPOLoss
 from losses.dr_grpo import DrGRPOLoss
 from losses.grpo import GRPOLoss
 from losses.gspo import GSPOLoss
+from losses.policy import PolicyLoss
 from losses.ppo import PPOLoss
 from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
 from losses.rloo import RLOOLoss
@@ -88,6 +90,7 @@ def theirs(cls, batch, *, old, more=None, **settings):
 def ours(loss, batch):
     """The same, after the division that the optimizer step makes."""
     inputs = packed(batch)
+    assert inputs.entropy is not None
     output = loss(inputs)
     of_logprobs, of_entropy = torch.autograd.grad(
         output.loss_sum, (inputs.logprobs, inputs.entropy), allow_unused=True
@@ -111,8 +114,8 @@ def assert_same(actual, expected):
     assert actual[1].any()  # there is something to compare
 
 
-KL = {"kl_coef": 0.1}
-LOSSES = {
+KL: dict[str, Any] = {"kl_coef": 0.1}
+LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "grpo": (GRPOLoss(normalization="sequence_mean"), {"loss_type": "grpo"}),
     "grpo with KL": (GRPOLoss(normalization="sequence_mean", **KL), {"loss_type": "grpo", "beta": 0.1}),
     "ppo over the tokens of a batch": (PPOLoss(), {"loss_type": "bnpo"}),
@@ -164,7 +167,7 @@ def test_value_and_gradient_are_those_of_trl(trainers, name):
             assert actual[3]["clipped_fraction"] == pytest.approx(share)
 
 
-CORRECTED = {
+CORRECTED: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     "grpo": (GRPOLoss(normalization="sequence_mean", **KL), {"loss_type": "grpo", "beta": 0.1}),
     "dapo": (DAPOLoss(), {"loss_type": "dapo", "epsilon_high": 0.28}),
     "cispo": (CISPOLoss(clip_high=0.2), {"loss_type": "cispo", "epsilon_high": 1.2}),

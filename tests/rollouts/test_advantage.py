@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ SCALES = ["none", "group_std", "batch_std"]
 )
 def test_equal_rewards_give_exact_zeros_against_a_baseline(baseline, scale, credit):
     # 0.1 has no exact mean in floating point: a naive difference would leave a residue, and eps enlarge it.
-    settings = {"baseline": baseline, "scale": scale, "credit": credit}
+    settings: dict[str, Any] = {"baseline": baseline, "scale": scale, "credit": credit}
     equal = final(*[0.1] * 7)
     for group in Advantage(**settings)([equal, equal]):
         for advantages in group:
@@ -134,7 +135,7 @@ def test_equal_sums_of_turns_give_zeros_by_token_too():
 def test_a_sample_without_others_or_without_tokens_teaches_nothing():
     assert by_sample(Advantage(baseline="leave_one_out")([final(2.0)])) == [[0.0]]
     for baseline, credit in itertools.product(BASELINES, ["sequence", "token"]):
-        settings = {"baseline": baseline, "scale": "group_std", "credit": credit}
+        settings: dict[str, Any] = {"baseline": baseline, "scale": "group_std", "credit": credit}
         (plain,) = Advantage(**settings)([final(1.0, 0.0)])
         (group,) = Advantage(**settings)([[*final(1.0, 0.0), np.zeros(0)]])
         assert [a.tolist() for a in group] == [*(a.tolist() for a in plain), []]

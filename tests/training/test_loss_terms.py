@@ -58,14 +58,14 @@ def test_bonus_moves_the_policy_by_the_gradient_of_the_mean_entropy(assets):
     entropy = engine.forward_backward(drawn).entropy_mean
     assert value == pytest.approx(plain_value - 0.7 * entropy, rel=1e-5)
     direction = {name: (plain[name] - bonus[name]) / 0.7 for name in plain}
-    slope = sum(float((d.astype(np.float64) ** 2).sum()) for d in direction.values())
+    slope = float(sum((d.astype(np.float64) ** 2).sum() for d in direction.values()))
     step = 0.01 / np.sqrt(slope)
     ends = []
     for sign in (1, -1):
         moved = make_engine(assets)
         with torch.no_grad():
             for name, parameter in moved.policy.parameters.items():
-                parameter += sign * step * torch.from_numpy(direction[name])
+                parameter.add_(torch.from_numpy(direction[name]), alpha=sign * step)
         ends.append(moved.forward_backward(drawn).entropy_mean)
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-2)
 
