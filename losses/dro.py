@@ -14,9 +14,9 @@ class DROLoss(PolicyLoss):
     """J = A p - beta / 2 (p - q)^2.
 
     Richemond et al., "Offline Regularised Reinforcement Learning for Large Language Models Alignment"
-    (arXiv:2405.19107), section 3: the squared error of A against beta (p - q), of which p alone is trained,
-    by token and with the generator as the policy not to leave. Its maximum is p = q + A / beta. It weighs
-    data as it was drawn: a `correction` is refused.
+    (arXiv:2405.19107): the mean squared error of its policy loss, (R - V - beta (p - q))^2 / (2 beta), less
+    what does not depend on p; with A for R - V, by token, and the generator as the policy not to leave. The
+    maximum is p = q + A / beta. It takes data as it was drawn: a `correction` is refused.
     """
 
     beta: float = 0.05

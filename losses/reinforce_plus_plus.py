@@ -13,9 +13,12 @@ class ReinforcePlusPlusLoss(PPOLoss):
     """PPO's surrogate of advantages that are normalised over the whole batch.
 
     Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization"
-    (arXiv:2501.03262). What makes it is the advantage: returns of rewards less a KL penalty by token, less
-    their mean over all tokens of the batch, over their standard deviation. The form with a baseline takes the
-    group's mean from the rewards first, and has the KL in the loss, as k2.
+    (arXiv:2501.03262). What makes it is the advantage: of token t of a sample with reward R
+
+        A_t = R - beta (sum of the KL penalties k1 from t on),  (A_t - mean) / std over the batch's tokens
+
+    The form with a baseline takes the group's mean from R, divides by the batch's deviation, and has the KL
+    in the loss, as k2.
     """
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"

@@ -16,9 +16,12 @@ class RLOOLoss(PPOLoss):
     """PPO's surrogate with a whole sequence as one action: its ratio is the product of its tokens' ratios.
 
     Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
-    in LLMs" (arXiv:2402.14740), section 3.2. The leave-one-out baseline, after Kool et al. (2019), is the
-    advantage's. On policy the ratio is 1 and the gradient that of REINFORCE, -A grad log p(sequence). The log
-    of the ratio is clamped to +-20 nats.
+    in LLMs" (arXiv:2402.14740), its RLOO estimator: the mean over the k samples y of a prompt of
+
+        (R(y) - mean of the other samples' R) grad log p(y)
+
+    The difference, after Kool et al. (2019), is the advantage's. On policy the ratio is 1 and this is the
+    gradient; the clip is for further steps on the same data. The log of the ratio is clamped to +-20 nats.
     """
 
     normalization: Normalization = "sequence_mean"
