@@ -64,9 +64,11 @@ def confine(
     for name, limit in limits.items():
         number = getattr(resource, name)
         _, hard = resource.getrlimit(number)
-        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # A second more for CPU time, as the signal at the first limit tells what happened.
-        resource.setrlimit(number, (most, most + 1 if name == "RLIMIT_CPU" and most < hard else most))
+        # For CPU time a second more, as the signal at the first limit tells what happened.
+        both = [limit, limit + 1 if name == "RLIMIT_CPU" else limit]
+        if hard != resource.RLIM_INFINITY:
+            both = [min(value, hard) for value in both]
+        resource.setrlimit(number, (both[0], both[1]))
     _drop_capabilities()
     _end_with(parent)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

@@ -111,8 +111,10 @@ def test_malformed_call_becomes_an_error_and_the_next_is_read(body, said):
 
 def test_call_without_an_end_is_an_error():
     (bad,) = parse_calls('<tool_call>{"name": "a", "arguments": {}}')
+    assert isinstance(bad, BadCall)
     assert "has no </tool_call>" in bad.error
     (cut_off,) = parse_calls('<tool_call>{"name": "a", "argu')
+    assert isinstance(cut_off, BadCall)
     assert "is not valid JSON" in cut_off.error
 
 
