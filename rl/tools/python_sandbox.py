@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +157,7 @@ class PythonSandbox(Configurable):
                     ),
                 )
             finally:
-                shutil.rmtree(folder, onerror=_log_remains)
+                _remove(folder)
         if ended.status == NOT_CONFINED and ended.stderr.startswith(token.encode()):
             raise RunError(f"the Python sandbox: {ended.stderr.decode().removeprefix(token).strip()}")
         return SandboxResult(
@@ -234,5 +234,8 @@ class PythonSandbox(Configurable):
         return Confinement(seccomp=not missing, landlock_abi=int(landlock))
 
 
-def _log_remains(function: Callable[..., Any], path: str, error: Any) -> None:
-    logger.warning("Python sandbox: %s could not be removed: %s", path, error[1])
+def _remove(folder: str) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("Python sandbox: %s could not be removed: %s", folder, error)

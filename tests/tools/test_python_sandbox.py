@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from rl.tools.calls import ToolCall, render_call
+from rl.tools.environment import ToolEnvironment
 from rl.tools.python_sandbox import ROOT, PythonSandbox
 from rl.tools.tool import ToolError, ToolTimeoutError, check_tools
+from rl.types import Problem, Reply
+from tests.support.fakes import completion
 
 DEADLINE_S = 20.0
 """Of waiting for what comes within milliseconds on an idle machine."""
@@ -328,16 +332,27 @@ def test_threads_have_a_number():
     assert run(limited(max_threads=8), code).reason == "thread limit"
 
 
-def test_only_as_many_run_at_once_as_there_are_places():
+def test_only_as_many_run_at_once_as_there_are_places(folders):
     sandbox = limited(num_at_once=2)
-    code = "import time\na = time.monotonic()\ntime.sleep(0.1)\nprint(a, time.monotonic())"
 
-    async def many():
-        return await asyncio.gather(*[sandbox.run(code) for _ in range(5)])
+    async def begin(code, *, num):
+        calls = [asyncio.create_task(sandbox.run(code)) for _ in range(num)]
+        async with asyncio.timeout(DEADLINE_S):
+            while len(list(folders.glob("*/begun"))) < 2:
+                await asyncio.sleep(0.005)
+        return calls
 
-    spans = [tuple(map(float, result.stdout.split())) for result in asyncio.run(many())]
-    at_once = [sum(begin <= start < end for begin, end in spans) for start, _ in spans]
-    assert max(at_once) == 2
+    async def three():
+        calls = await begin("open('begun', 'w'); import time; time.sleep(60)", num=3)
+        assert len(list(folders.iterdir())) == len(processes_in(folders)) == 2
+        calls[0].cancel()
+        last = asyncio.create_task(sandbox.run("'its turn after the third'"))
+        await asyncio.wait([calls[0]])
+        calls[1].cancel()
+        calls[2].cancel()
+        return (await last).stdout
+
+    assert asyncio.run(three()) == "'its turn after the third'\n"
 
 
 def test_cancelled_call_leaves_nothing(sandbox, folders):
@@ -357,6 +372,80 @@ def test_cancelled_call_leaves_nothing(sandbox, folders):
         assert processes_in(folders) == []
 
     asyncio.run(cancel_one())
+
+
+def test_process_holds_no_rights_that_it_could_use(sandbox, folders):
+    async def look():
+        call = asyncio.create_task(sandbox.run("open('begun', 'w'); import time; time.sleep(60)"))
+        async with asyncio.timeout(DEADLINE_S):
+            while not list(folders.glob("*/begun")):
+                await asyncio.sleep(0.005)
+        (pid,) = processes_in(folders)
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        return status
+
+    status = asyncio.run(look())
+    assert [int(status[f"Cap{name}"], 16) for name in ("Prm", "Eff", "Inh", "Amb")] == [0, 0, 0, 0]
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+
+@pytest.mark.medium
+def test_code_that_ended_in_time_is_not_late_because_the_loop_was_busy(folders):
+    sandbox = limited(time_limit_s=2.0)
+
+    async def busy():
+        call = asyncio.create_task(sandbox.run("open('begun', 'w'); import time; time.sleep(0.1); 1"))
+        started = time.monotonic()
+        while not list(folders.glob("*/begun")):
+            await asyncio.sleep(0)
+        wait_until(lambda: not processes_in(folders) and time.monotonic() > started + 2.1)
+        return await call
+
+    result = asyncio.run(busy())
+    assert (result.reason, result.stdout) == ("ok", "1\n")
+
+
+def python(code):
+    return render_call(ToolCall(name="python", arguments={"code": code}))
+
+
+def episode(sandbox):
+    return ToolEnvironment(problem=Problem(id="p/0", question="?", answer=""), tools=[sandbox])
+
+
+def reply(*calls):
+    return Reply(text="\n".join(calls), completion=completion("x"))
+
+
+@pytest.mark.medium
+def test_environment_counts_what_became_of_code():
+    env = episode(limited(time_limit_s=2.0, num_at_once=3))
+    observation = asyncio.run(env.step(reply(python("6 * 7"), python("1 / 0"), python("while True: pass"))))
+    told = [message.content for message in observation.messages]
+    assert told[0] == "42"
+    assert told[1].endswith("ZeroDivisionError: division by zero")
+    assert told[2] == "Error: stopped at its time limit"
+    counts = {name: value for name, value in observation.metrics.items() if name != "tools/s"}
+    assert counts == {"tools/calls": 3, "tools/errors": 2, "tools/timeouts": 1}
+    assert 2.0 <= observation.metrics["tools/s"] < DEADLINE_S
+
+
+def test_closed_episode_ends_its_code(sandbox, folders):
+    async def close_one():
+        env = episode(sandbox)
+        stepping = asyncio.create_task(
+            env.step(reply(python("open('begun', 'w'); import time; time.sleep(60)")))
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while not list(folders.glob("*/begun")):
+                await asyncio.sleep(0.005)
+        await env.close()
+        assert processes_in(folders) == []
+        await asyncio.gather(stepping, return_exceptions=True)
+
+    asyncio.run(close_one())
 
 
 @pytest.mark.medium
