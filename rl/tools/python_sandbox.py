@@ -60,6 +60,8 @@ class SandboxResult:
     stdout: str
     stderr: str
     """Its end; the traceback of an error."""
+    status: int
+    """As of `subprocess.Popen.returncode`: negative for a signal."""
     wall_s: float
 
     @property
@@ -68,7 +70,11 @@ class SandboxResult:
         said = "\n".join(part.rstrip("\n") for part in (self.stdout, self.stderr) if part.strip())
         if self.reason not in ("ok", "error"):
             return f"{said}\nError: stopped at its {self.reason}".lstrip("\n")
-        return said or ("(no output)" if self.reason == "ok" else "Error: the process ended without a word")
+        if self.status < 0:
+            number = -self.status
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            return f"{said}\nError: ended by {name}".lstrip("\n")
+        return said or ("(no output)" if self.reason == "ok" else f"Error: exit status {self.status}")
 
 
 class PythonSandbox(Configurable):
@@ -164,6 +170,7 @@ class PythonSandbox(Configurable):
             reason=self._reason(ended),
             stdout=ended.stdout.decode(errors="replace"),
             stderr=ended.stderr.decode(errors="replace"),
+            status=ended.status,
             wall_s=ended.wall_s,
         )
 

@@ -146,6 +146,25 @@ def test_error_quotes_no_more_than_a_little_of_a_long_argument():
     assert len(found.error) < 300
 
 
+def test_no_depth_of_nesting_gets_through_as_an_exception():
+    """Where the parser stands it and what comes after it does not, too."""
+    said = set()
+    for depth in range(2, 1200):
+        nested = "[" * depth + "]" * depth
+        (told,) = parse_calls(
+            f'<tool_call>{{"name": "calculator", "arguments": {{"expression": {nested}}}}}</tool_call>'
+        )
+        found = check_call(told, TOOLS) if isinstance(told, ToolCall) else told
+        assert isinstance(found, BadCall)
+        said.add("too deeply" if "too deeply" in found.error else "type")
+    assert said == {"too deeply", "type"}
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    found = check_call(call("calculator", expression=deep), TOOLS)
+    assert found == BadCall(error="Error: arguments of calculator are nested too deeply")
+
+
 def test_call_that_fits_finds_its_tool():
     assert check_call(call("calculator", expression="1"), TOOLS) is TOOLS[0]
     assert check_call(call("search", query="a", sources=None), TOOLS) is TOOLS[1]
