@@ -1,0 +1,175 @@
+"""The whole of GRPO in one file, on four calls: generate, forward_backward, optim_step, push and serve.
+
+    python examples/rl_loop.py --steps 50 --seed 0 --output outputs/rl_loop
+
+In one process, without actors: a random Qwen3 of 0.8M parameters is warmed up on demonstrations of
+sum-digits (`47 82` -> `4+7=11 11+8=19 19+2=21 [ANSWER] 21`), most of which leave out a last digit of 4 or
+more; then rewards alone teach it to add that one too. What is printed is greedy accuracy on problems that are
+held out. The same four calls drive actors on many machines (rl/protocols.py), and `rl/loop.py` is this loop
+with all that a long run needs.
+
+Shape legend: P prompts of a step, G samples of each, C tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, this is found in its own tree
+
+from losses.cross_entropy import CrossEntropyLoss
+from losses.grpo import GRPOLoss
+from rl.local import LocalBackend
+from rl.models.qwen3 import model_registry
+from rl.models.starting_point import write_random_model
+from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.samples import demonstration_sample, policy_sample
+from rl.rollouts.tokenizer import open_tokenizer
+from rl.tasks.sum_digits import SumDigits, parse_answer
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.training.optimizer import Optimizer
+from rl.types import OptimParams, Problem, Rollout, SamplingParams
+
+MAX_TOKENS = 32
+"""Of a completion."""
+
+
+def reward(rollout: Rollout) -> float:
+    """1 for the right answer, 0.1 for another one of the right form, 0 for none."""
+    answer = parse_answer(rollout.text)
+    if answer == rollout.prompt.problem.answer:
+        return 1.0
+    return 0.1 if answer is not None and rollout.completion.finish_reason == "stop" else 0.0
+
+
+async def accuracy(local: LocalBackend, renderer: ChatRenderer, problems: list[Problem]) -> float:
+    """Share of right greedy replies."""
+    prompts = [renderer.prompt(problem) for problem in problems]
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids)
+    groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
+    replies = [renderer.text(completion.token_ids) for (completion,) in groups_P1]
+    right = [parse_answer(reply) == problem.answer for reply, problem in zip(replies, problems, strict=True)]
+    return float(np.mean(right))
+
+
+async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
+    """Returns (step, greedy accuracy) pairs; the first is of the warmed-up model."""
+    started = time.perf_counter()
+    output = Path(args.output)
+    if output.exists():
+        raise SystemExit(f"--output {output} is there already: name another folder, or remove it")
+    task: SumDigits = SumDigits.Config(num_integers=2, haste=0.85, num_eval=args.num_eval).build()
+    held_out = task.eval_sets()["held_out"]
+
+    # A random model with a tokenizer of bytes, as a Hugging Face folder; any other Qwen3 folder would do.
+    spec = model_registry("tiny")
+    folder = write_random_model(output / "random", spec=spec, seed=args.seed)
+    tokenizer, ends = open_tokenizer(folder)
+    renderer = ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=96, stop_token_ids=ends)
+    config = TrainingEngine.Config(
+        optimizer=Optimizer.Config(betas=(0.9, 0.95), weight_decay=0.0),
+        training=TrainingConfig(max_tokens_per_microbatch=2048, max_norm=1.0),
+    )
+
+    async with LocalBackend(config, spec=spec, hf_assets_path=str(folder)) as local:
+        # Warm-up: cross-entropy on demonstrations; the learning rate rises for 20 steps, then decays.
+        demonstrated = task.warmup_problems(seed=args.seed)
+        for step in range(args.warmup_steps):
+            problems = list(islice(demonstrated, 64))
+            samples = [
+                demonstration_sample(renderer.prompt(problem).token_ids, renderer.demonstration(problem))
+                for problem in problems
+            ]
+            gradient = await local.forward_backward(samples, loss=CrossEntropyLoss())
+            cosine = 0.5 * (1 + math.cos(math.pi * step / args.warmup_steps))
+            lr = args.warmup_lr * min(1.0, (step + 1) / 20) * (0.1 + 0.9 * cosine)
+            await local.optim_step(OptimParams(lr=lr, weight_decay=0.01))
+            if step % 50 == 0 or step == args.warmup_steps - 1:
+                print(f"warm-up step {step + 1:3}  loss {gradient.loss_mean:.3f} nats a token", flush=True)
+        await local.export_hf(str(output / "warm"), dtype="float32")
+        await local.load_checkpoint(str(output / "warm"))  # The same weights, a new optimizer, step 0.
+        await local.serve(await local.push())
+        curve = [(0, await accuracy(local, renderer, held_out))]
+        print(f"GRPO step   0  greedy accuracy {curve[0][1]:.3f}  {time.perf_counter() - started:.0f} s")
+
+        train_problems = task.train_problems(seed=args.seed)
+        for step in range(1, args.steps + 1):
+            # Generate G completions of each of P prompts, from the weights that are served.
+            prompts = [renderer.prompt(problem) for problem in islice(train_problems, args.num_prompts)]
+            sampling = SamplingParams(
+                max_tokens=MAX_TOKENS,
+                num_samples=args.num_samples,
+                stop_token_ids=renderer.stop_token_ids,
+                seed=args.seed * 1_000_003 + step,
+            )
+            groups_PG = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
+
+            # Reward each; its advantage is what it is better than the mean of its group, for all its tokens.
+            samples, rewards_PG = [], []
+            for prompt, completions_G in zip(prompts, groups_PG, strict=True):
+                rollouts_G = [renderer.rollout(prompt, c, sample=i) for i, c in enumerate(completions_G)]
+                rewards_G = np.array([reward(rollout) for rollout in rollouts_G])
+                rewards_PG.append(rewards_G)
+                for rollout, advantage in zip(rollouts_G, rewards_G - rewards_G.mean(), strict=True):
+                    advantages_C = np.full(rollout.num_completion_tokens, advantage, dtype=np.float32)
+                    samples.append(policy_sample(rollout, advantages_C=advantages_C, temperature=1.0))
+
+            # The gradient, in as many calls as one likes; one step of the optimizer.
+            gradient = await local.forward_backward(samples, loss=GRPOLoss())
+            await local.optim_step(OptimParams(lr=args.lr * min(1.0, step / 10)))
+
+            # Publish: what samples next is the new version.
+            await local.serve(await local.push())
+
+            if step % args.eval_every == 0 or step == args.steps:
+                curve.append((step, await accuracy(local, renderer, held_out)))
+                print(
+                    f"GRPO step {step:3}  greedy accuracy {curve[-1][1]:.3f}  "
+                    f"reward {np.mean(rewards_PG):.3f}  ratio {gradient.ratio_mean:.6f}  {time.perf_counter() - started:.0f} s",
+                    flush=True,
+                )
+        await local.export_hf(str(output / "hf"))
+
+    print(f"\ngreedy accuracy on {len(held_out)} held-out problems, by step of GRPO")
+    for step, value in curve:
+        print(f"{step:4} {value:.3f} |{'#' * round(50 * value)}")
+    print(f"\nHugging Face folder: {output / 'hf'}")
+    return curve
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="GRPO on sum-digits in one process, on a CPU or a GPU.")
+    parser.add_argument("--steps", type=int, default=50, help="of GRPO")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the problems and the sampling")
+    parser.add_argument("--lr", type=float, default=4e-5, help="peak learning rate of GRPO")
+    parser.add_argument("--output", default="outputs/rl_loop", help="a new folder")
+    parser.add_argument("--warmup_steps", type=int, default=300, help="supervised, of 64 demonstrations")
+    parser.add_argument("--warmup_lr", type=float, default=5e-3, help="peak learning rate of the warm-up")
+    parser.add_argument("--num_prompts", type=int, default=32, help="P, of a step")
+    parser.add_argument("--num_samples", type=int, default=8, help="G, of each prompt")
+    parser.add_argument("--eval_every", type=int, default=10, help="steps between evaluations")
+    parser.add_argument("--num_eval", type=int, default=256, help="held-out problems")
+    args = parser.parse_args(argv)
+    for name, least in (
+        ("steps", 1),
+        ("warmup_steps", 1),
+        ("num_prompts", 1),
+        ("num_samples", 2),
+        ("eval_every", 1),
+    ):
+        if getattr(args, name) < least:
+            parser.error(f"--{name}={getattr(args, name)}: must be at least {least}")
+    return args
+
+
+if __name__ == "__main__":
+    asyncio.run(main(parse_args()))
