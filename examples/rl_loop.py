@@ -134,7 +134,8 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
                 curve.append((step, await accuracy(local, renderer, held_out)))
                 print(
                     f"GRPO step {step:3}  greedy accuracy {curve[-1][1]:.3f}  "
-                    f"reward {np.mean(rewards_PG):.3f}  ratio {gradient.ratio_mean:.6f}  {time.perf_counter() - started:.0f} s",
+                    f"reward {np.mean(rewards_PG):.3f}  ratio {gradient.ratio_mean:.6f}  "
+                    f"{time.perf_counter() - started:.0f} s",
                     flush=True,
                 )
         await local.export_hf(str(output / "hf"))
