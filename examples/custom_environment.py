@@ -1,0 +1,136 @@
+"""An environment of your own: guess a number, and be told "higher" or "lower" until it is found.
+
+    python -m rl.train --module examples.custom_environment --config tiny
+
+    user   10-16     model  13
+    user   lower     model  11
+    user   higher    model  12     found: the episode is over
+
+An environment says what the model is told; a task makes problems, an environment for each episode, and says
+what an episode earns. Here the environment also takes something off for every wrong guess, at that guess, and
+the task's reward function gives 1 for the number. The warm-up's demonstrations mostly guess one number after
+another from below, which finds 3 numbers of 7; what rewards have to find is to halve what is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.controller import Controller
+from configs import sum_digits
+from rl.rollouts.renderer import RendererConfig
+from rl.supervised import SupervisedWarmup
+from rl.tasks.generated import GeneratedTask
+from rl.types import Message, Observation, Problem, Reply, Rollout
+
+
+class GuessNumber(GeneratedTask):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GeneratedTask.Config):
+        num_eval: int = 64
+        width: int = 7
+        """How many numbers it may be."""
+        max_guesses: int = 3
+        """Of an episode."""
+        wrong_guess: float = -0.1
+        """What each costs."""
+        halving: float = 0.15
+        """Share of the warm-up's guesses that halve what is left; the others are the lowest number left."""
+
+        def __post_init__(self) -> None:
+            # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
+            GeneratedTask.Config.__post_init__(self)
+            if not 2 <= self.width <= 20:
+                raise ValueError(f"width={self.width} is not between 2 and 20")
+            if self.max_guesses < 1:
+                raise ValueError(f"max_guesses={self.max_guesses} is less than 1")
+            if not 0 <= self.halving <= 1:
+                raise ValueError(f"halving={self.halving} is not between 0 and 1")
+
+    config: Config
+
+    def draw(self, generator: random.Random) -> Problem:
+        low = generator.randint(10, 80)
+        high = low + self.config.width - 1
+        secret = generator.randint(low, high)
+        return Problem(
+            id=f"guess/{low}-{high}/{secret}",
+            question=f"{low}-{high}",
+            answer=str(secret),
+            info={"low": low, "high": high},
+        )
+
+    def warmup_problem(self, generator: random.Random) -> Problem:
+        """With demonstrated guesses; what the environment answers to each is known here."""
+        problem = self.draw(generator)
+        low, high, secret = problem.info["low"], problem.info["high"], int(problem.answer)
+        guesses: list[int] = []
+        while secret not in guesses and len(guesses) < self.config.max_guesses:
+            guess = (low + high) // 2 if generator.random() < self.config.halving else low
+            guesses.append(guess)
+            low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+        return Problem(
+            id=problem.id,
+            question=problem.question,
+            answer=problem.answer,
+            demonstration=tuple(map(str, guesses)),
+            info=problem.info,
+        )
+
+    def environment(self, problem: Problem) -> HigherOrLower:
+        return HigherOrLower(
+            problem=problem, max_guesses=self.config.max_guesses, wrong_guess=self.config.wrong_guess
+        )
+
+    def reward(self, rollout: Rollout) -> float:
+        """1 for the number; what the environment gave in the turns comes on top."""
+        return float(rollout.text.strip() == rollout.prompt.problem.answer)
+
+
+@dataclass(kw_only=True, slots=True)
+class HigherOrLower:
+    """One episode. Whatever is no number ends it."""
+
+    problem: Problem
+    max_guesses: int
+    wrong_guess: float
+    num_guesses: int = field(default=0, init=False)
+
+    def opening(self) -> Sequence[Message]:
+        """The same for every episode of a problem."""
+        return (Message(role="user", content=self.problem.question),)
+
+    async def step(self, reply: Reply) -> Observation:
+        """No messages: the episode is over."""
+        self.num_guesses += 1
+        text, secret = reply.text.strip(), int(self.problem.answer)
+        if not (text.isascii() and text.isdigit()):
+            return Observation(reward=self.wrong_guess, metrics={"no_number": 1.0})
+        guess = int(text)
+        if guess == secret:
+            return Observation(metrics={"guesses": self.num_guesses})
+        if self.num_guesses == self.max_guesses:
+            return Observation(reward=self.wrong_guess)
+        hint = "higher" if secret > guess else "lower"
+        return Observation(messages=(Message(role="user", content=hint),), reward=self.wrong_guess)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def tiny() -> Controller.Config:
+    """A model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
+    config = sum_digits.tiny()
+    config.description = "Qwen3 of 0.8M parameters guesses numbers, on a CPU"
+    config.task = GuessNumber.Config()
+    config.renderer = RendererConfig(kind="raw")  # no template around the words: short episodes
+    config.warmup = SupervisedWarmup.Config(num_steps=150)
+    config.loop.num_steps = 40
+    config.loop.sampling.max_tokens = 4
+    config.loop.episode.max_turns = 8
+    # A guess is paid for what comes of it and after it, not for the guesses before.
+    config.loop.advantage.credit = "token"
+    config.generator.max_model_len = 64
+    return config
