@@ -1,0 +1,142 @@
+"""A model that calls tools: a calculator, and Python in a sandbox.
+
+    python -m rl.train --module examples.multi_turn_tools --config tiny
+    python -m rl.train --module examples.multi_turn_tools --config qwen3_0_6b --hf_assets_path Qwen3-0.6B
+
+    user   37*48    model  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
+    tool   1776     model  = 1776       a reply without a call: the episode is over
+
+Products are for the calculator, binary numbers for Python. The tiny model's demonstrations mostly answer at
+once, with a number that is wrong; what rewards have to find is that to ask a tool is worth it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from actors.controller import Controller
+from configs import sum_digits
+from rl.rollouts.renderer import RendererConfig
+from rl.supervised import SupervisedWarmup
+from rl.tasks.generated import GeneratedTask
+from rl.tools.calculator import Calculator
+from rl.tools.calls import ToolCall, render_call
+from rl.tools.environment import ToolEnvironment
+from rl.tools.python_sandbox import PythonSandbox
+from rl.tools.tool import Tool
+from rl.types import Message, Problem, Rollout
+
+NUMBER = re.compile(r"[0-9]+")
+INSTRUCTION = "What is {asked}? Work it out with a tool, and then reply with the number alone."
+"""For a model that was taught to follow instructions and to call tools."""
+
+
+class Arithmetic(GeneratedTask):
+    """What is asked is worked out by a tool; the last number of the last reply is the answer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GeneratedTask.Config):
+        num_eval: int = 64
+        python_share: float = 0.25
+        """Share of the problems that are for Python."""
+        announce: bool = True
+        """Tell the model in a system message which tools there are, and what to do. Off for a tiny model,
+        which knows them from its warm-up."""
+        guesses: float = 0.0
+        """Share of the warm-up's demonstrations that answer without a tool, and wrong."""
+        num_digits: int = 2
+        """Of the larger factors."""
+        max_calls: int = 4
+        """Of an episode."""
+        sandbox: PythonSandbox.Config = field(default_factory=PythonSandbox.Config)
+
+        def __post_init__(self) -> None:
+            # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
+            GeneratedTask.Config.__post_init__(self)
+            for name in ("python_share", "guesses"):
+                if not 0 <= getattr(self, name) <= 1:
+                    raise ValueError(f"{name}={getattr(self, name)} is not between 0 and 1")
+            if not 2 <= self.num_digits <= 9:
+                raise ValueError(f"num_digits={self.num_digits} is not between 2 and 9")
+
+    config: Config
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:
+        """For all episodes."""
+        return (Calculator(), self.config.sandbox.build())
+
+    def __getstate__(self) -> dict[str, object]:
+        """For the processes that score: they call no tools."""
+        return {"config": self.config}
+
+    def draw(self, generator: random.Random) -> Problem:
+        if generator.random() < self.config.python_share:
+            number = generator.randint(128, 1023)
+            short, asked, answer = f"bin {number}", f"{number} as a binary number", f"{number:b}"
+            call = ToolCall(name="python", arguments={"code": f"print(bin({number})[2:])"})
+        else:
+            a, b = (generator.randint(10, 10**self.config.num_digits - 1) for _ in range(2))
+            short, asked, answer = f"{a}*{b}", f"{a} times {b}", str(a * b)
+            call = ToolCall(name="calculator", arguments={"expression": short})
+        return Problem(
+            id=f"arithmetic/{short.replace(' ', '-')}",
+            question=INSTRUCTION.format(asked=asked) if self.config.announce else short,
+            answer=answer,
+            demonstration=(render_call(call), f"= {answer}"),
+        )
+
+    def warmup_problem(self, generator: random.Random) -> Problem:
+        """With the demonstrations of `guesses`: the right digits in some other order."""
+        problem = self.draw(generator)
+        if generator.random() >= self.config.guesses:
+            return problem
+        digits = "".join(generator.sample(problem.answer, len(problem.answer)))
+        return replace(problem, demonstration=f"about {digits}")
+
+    def environment(self, problem: Problem) -> ToolEnvironment:
+        made = ToolEnvironment if self.config.announce else Unannounced
+        return made(problem=problem, tools=self.tools, max_calls=self.config.max_calls)
+
+    def reward(self, rollout: Rollout) -> float:
+        """1 for the right number at the end of the last reply."""
+        numbers = NUMBER.findall(rollout.text.replace(",", ""))
+        return float(bool(numbers) and numbers[-1] == rollout.prompt.problem.answer)
+
+
+class Unannounced(ToolEnvironment):
+    """Only the question is said."""
+
+    def opening(self) -> Sequence[Message]:
+        return (Message(role="user", content=self.problem.question),)
+
+
+def tiny() -> Controller.Config:
+    """A model of 0.8M parameters that this run makes and warms up itself; two CPU cores, no GPU."""
+    config = sum_digits.tiny()
+    config.description = "Qwen3 of 0.8M parameters calls tools, on a CPU"
+    config.task = Arithmetic.Config(announce=False, guesses=0.6)
+    config.renderer = RendererConfig(kind="raw")  # no template around the words: short episodes
+    config.warmup = SupervisedWarmup.Config(num_steps=300, num_demonstrations=32)
+    config.loop.num_steps = 20
+    config.loop.num_prompts = 16
+    config.loop.sampling.max_tokens = 112
+    config.loop.eval_every = 5
+    config.generator.max_model_len = 256
+    return config
+
+
+def qwen3_0_6b() -> Controller.Config:
+    """Two GPUs: one trains, one generates."""
+    config = sum_digits.qwen3_0_6b()
+    config.description = "Qwen3-0.6B calls tools, on GPUs"
+    config.task = Arithmetic.Config(num_digits=6, num_eval=256)
+    config.renderer = RendererConfig(kind="qwen3")
+    config.loop.episode.max_turns = 6
+    config.loop.sampling.max_tokens = 1024
+    config.generator.max_model_len = 8192
+    return config
