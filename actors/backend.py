@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.calls import Group
+from actors.calls import ActorGroup, Group
 from actors.sync_check import SyncCheck, give_up
 from losses.types import Loss
 from rl.errors import RunError
@@ -158,18 +158,53 @@ class ActorPublisher:
 
 
 class ActorScorer:
-    """A `Scorer` over the processes of a `RewardActor`."""
+    """A `Scorer` over the processes of a `RewardActor`; calls overlap.
 
-    def __init__(self, reward: Group, *, num_procs: int) -> None:
-        self.reward = reward
-        self.num_procs = num_procs
+    Each process is asked for its share alone, so that a slow one holds up nobody who does not wait for it.
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        shares = [list(rollouts[i :: self.num_procs]) for i in range(self.num_procs)]
-        answers = await self.reward.call("score", shares, limit="score_s")
-        scores: list[Score | None] = [None] * len(rollouts)
-        for i, answer in enumerate(answers):
-            scores[i :: self.num_procs] = answer
-        complete = [s for s in scores if s is not None]
-        assert len(complete) == len(rollouts), f"{len(complete)} scores of {len(rollouts)} rollouts"
+    Args:
+        num_procs: of the actor's mesh.
+        keep_groups: whether the rollouts of a problem go to one process, as functions of a group need it.
+            Without such functions to divide them is more even (`Rubric.has_group_functions`).
+    """
+
+    def __init__(self, reward: ActorGroup, *, num_procs: int, keep_groups: bool = True) -> None:
+        self.keep_groups = keep_groups
+        self._ranks = [reward.at_rank(rank) for rank in range(num_procs)]
+        self._num_asked = [0] * num_procs
+        """Rollouts that each process has yet to score."""
+
+    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+        shares = self._divide([len(group) for group in groups])
+        scores: list[list[Score | None]] = [[None] * len(group) for group in groups]
+
+        async def ask(rank: int, share: _Share) -> None:
+            asked = [[groups[number][i] for i in members] for number, members in share.items()]
+            try:
+                call = self._ranks[rank].call("score", asked, self.keep_groups, limit="score_s")
+                (answers,) = await call
+            finally:
+                self._num_asked[rank] -= sum(map(len, asked))
+            for (number, members), answer in zip(share.items(), answers, strict=True):
+                for i, score in zip(members, answer, strict=True):
+                    scores[number][i] = score
+
+        await asyncio.gather(*(ask(rank, share) for rank, share in shares.items()))
+        complete = [[score for score in group if score is not None] for group in scores]
+        assert list(map(len, complete)) == list(map(len, groups)), "a rollout was asked of nobody"
         return complete
+
+    def _divide(self, sizes: Sequence[int]) -> dict[int, _Share]:
+        """Each group, or each rollout, to the process that has the fewest rollouts to score."""
+        shares: dict[int, _Share] = {}
+        for number, size in enumerate(sizes):
+            members = list(range(size))
+            for piece in [members] if self.keep_groups else [[i] for i in members]:
+                rank = self._num_asked.index(min(self._num_asked))
+                self._num_asked[rank] += len(piece)
+                shares.setdefault(rank, {}).setdefault(number, []).extend(piece)
+        return shares
+
+
+_Share = dict[int, list[int]]
+"""Rollouts of one process: their places in their groups, by the group's number."""

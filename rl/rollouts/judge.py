@@ -25,6 +25,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+import openai
+
 from rl.rollouts.rubric_functions import shortened
 from rl.types import Rollout
 
@@ -173,20 +175,27 @@ class Judge:
     def __post_init__(self) -> None:
         url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"base_url={self.base_url!r}: must begin with http:// or https:// and name a host")
+            raise ValueError(
+                f"base_url={self.base_url!r}: must begin with http:// or https:// and name a host"
+            )
         if url.username is not None or url.password is not None or url.query or url.fragment:
             raise ValueError(
-                f"base_url: {url.scheme}://{url.hostname}... must have neither a user, a query nor a fragment; "
-                "a key belongs into the variable that api_key_env names"
+                f"base_url: {url.scheme}://{url.hostname}... must have neither a user, a query nor a "
+                "fragment; a key belongs into the variable that api_key_env names"
             )
         if not self.model:
             raise ValueError("model='': must be the name that the server has for it")
-        if not {"{reply}", "{conversation}"} & set(m[0] for m in PLACEHOLDER.finditer(self.template)):
+        if not {"{reply}", "{conversation}"} & {m[0] for m in PLACEHOLDER.finditer(self.template)}:
             raise ValueError(
-                f"template={shortened(self.template)!r}: must have {{reply}} or {{conversation}}, or the judge "
-                "does not see what it grades"
+                f"template={shortened(self.template)!r}: must have {{reply}} or {{conversation}}, or the "
+                "judge does not see what it grades"
             )
-        for name, least in (("max_tokens", 1), ("max_retries", 0), ("max_concurrency", 1), ("temperature", 0)):
+        for name, least in (
+            ("max_tokens", 1),
+            ("max_retries", 0),
+            ("max_concurrency", 1),
+            ("temperature", 0),
+        ):
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
@@ -218,8 +227,6 @@ class Judge:
         return PLACEHOLDER.sub(lambda match: texts[match[1]], self.template)
 
     async def _ask(self, prompt: str) -> str:
-        import openai  # Late: it takes half a second, and this module may be imported for nothing.
-
         system = [{"role": "system", "content": self.system}] if self.system else []
         request: dict[str, Any] = {
             "model": self.model,
@@ -256,8 +263,6 @@ class Judge:
 
     def _client(self) -> Any:
         """Kept for each event loop, which its connections are of."""
-        import openai
-
         key = _key(self.api_key_env)
         settings = (self.base_url, key, self.timeout_s, self.max_retries)
         clients = _clients.setdefault(asyncio.get_running_loop(), {})

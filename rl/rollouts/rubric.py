@@ -56,7 +56,6 @@ RIGHT = 1.0 - 1e-6
 """From this on a reward, or a criterion's value, means a right answer; less than 1 for sums of floats."""
 ENVIRONMENT = "environment"
 """The part of a score that the environment gave, turn by turn."""
-CORRECT = "correct"
 MAX_CONCURRENCY = 64
 
 
@@ -93,7 +92,7 @@ class Rubric:
                 raise ValueError(f"two criteria have the name {name!r}: each needs its own")
         if ENVIRONMENT in names:
             raise ValueError(
-                f"a criterion has the name {ENVIRONMENT!r}, which is for the rewards of the environment's turns"
+                f"a criterion has the name {ENVIRONMENT!r}, which is for the rewards of its turns"
             )
         if isinstance(self.correct, str) and self.correct not in names:
             raise ValueError(
@@ -192,13 +191,12 @@ class Rubric:
         if any(t.observation.reward for t in rollout.turns):
             parts[ENVIRONMENT] = given_by_environment
         asked = [r.correct for r, _ in results if r.correct is not None]
-        unparsed = {name: value for name, value in values.items() if value.unparsed}
-        unparsed |= {CORRECT: value for value in asked if value.unparsed}
+        answered = values | ({"correct": asked[0]} if asked and asked[0].unparsed else {})
         return Score(
             reward=reward,
             correct=self._is_correct(reward, values, asked),
             parts=parts,
-            unparsed=tuple(unparsed),
+            unparsed=tuple(name for name, value in answered.items() if value.unparsed),
         )
 
     def _is_correct(self, reward: float, values: dict[str, Value], asked: Sequence[Value]) -> bool:

@@ -146,7 +146,7 @@ async def async_values_of(
         if task is not None and task.cancelling():
             raise
         raise ScoringError(f"{name} raised {shown(error)}") from None
-    except (Exception, SystemExit) as error:  # a user's function
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function)
         if timeout.expired():
             assert limit_s is not None
             raise ScoringError(too_long([criterion.name], limit_s, len(rollouts))) from None
@@ -234,7 +234,7 @@ def _called(
         given = call()
     except UnparsedAnswer as answer:
         return _unparsed(name, answer, num)
-    except (Exception, SystemExit) as error:  # a user's function
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's function)
         raise ScoringError(f"{name} raised {shown(error)}") from None
     if inspect.isawaitable(given):
         if inspect.iscoroutine(given):
@@ -256,7 +256,7 @@ def _read(criterion: Criterion | GroupCriterion, given: Any, num: int) -> list[V
         return [Value(value=_finite(name, given))]
     try:
         numbers = list(given)
-    except (Exception, SystemExit):  # a user's object
+    except (Exception, SystemExit):  # noqa: BLE001  (a user's object)
         raise ScoringError(
             f"{name} is {shown(given)}, where {num} numbers are wanted, one for each rollout of the group"
         ) from None
@@ -268,7 +268,7 @@ def _read(criterion: Criterion | GroupCriterion, given: Any, num: int) -> list[V
 def _finite(name: str, given: Any) -> float:
     try:
         number = float(given)
-    except (Exception, SystemExit):  # a user's object
+    except (Exception, SystemExit):  # noqa: BLE001  (a user's object)
         raise ScoringError(f"{name} is {shown(given)}, not a number") from None
     if not math.isfinite(number):
         raise ScoringError(f"{name} is {number}, not a finite number")

@@ -1,8 +1,8 @@
 """Scoring with a time limit, in a process that can be killed.
 
 A reward function is somebody's code: it may loop for ever, in Python (a signal interrupts it) or in C (its
-process is killed and started again), and it may end its process. Whatever it does, one score fails, or a group's
-where it is a function of a group; what else was under way is scored again.
+process is killed and started again), and it may end its process. Whatever it does, one score fails, or all of
+a group where it is a function of a group; what else was under way is scored again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from typing import Any
 from rl.errors import RunError
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric, RubricCall
 from rl.rollouts.rubric_functions import CallResult, named, too_long
+from rl.rollouts.scoring_limit import score_within
 from rl.rollouts.scoring_process import BEGAN, HEADER, frame, serve
 from rl.types import Rollout, Score
 
-GRACE_S = 1.0
+__all__ = ["ScoringWorker", "score_within"]
+
+GRACE_S = 2.0
 """How much longer than its limit a call may take before its process is killed."""
 LOOK_EVERY_S = 0.2
 """How often it is looked whether a call is overdue, and whether the process lives."""
@@ -149,14 +152,15 @@ class ScoringWorker:
                 num_idle_ends = 0 if self._blame(late, link.process.exitcode) else num_idle_ends + 1
                 if num_idle_ends == MOST_IDLE_ENDS and self._work:
                     raise RunError(
-                        f"the scoring process ended {MOST_IDLE_ENDS} times before it called a reward function "
-                        f"(exit code {link.process.exitcode}); its own error is on stderr"
+                        f"the scoring process ended {MOST_IDLE_ENDS} times before it called a reward "
+                        f"function (exit code {link.process.exitcode}); its own error is on stderr"
                     )
         except Exception as raised:  # noqa: BLE001  (goes to everybody who waits)
             error = raised
         finally:
             self._link = None
-            for waiting in (started, *(work.result for work in self._work.values())):
+            unanswered: list[asyncio.Future[Any]] = [started, *(w.result for w in self._work.values())]
+            for waiting in unanswered:
                 if not waiting.done():
                     waiting.set_exception(error)
                     waiting.exception()  # Retrieved, should nobody wait.

@@ -1,7 +1,7 @@
 """A time limit on what the main thread does, whatever that does with alarms of its own.
 
-`signal.alarm` and `signal.setitimer` share one timer for a process, and libraries use it: math-verify sets and
-clears it at each parse and comparison. So the limit here is kept by a thread, which sends the main thread
+`signal.alarm` and `signal.setitimer` share one timer for a process, and libraries use it: math-verify sets
+and clears it at each parse and comparison. So the limit here is kept by a thread, which sends the main thread
 another signal.
 """
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 SIGNAL = signal.SIGRTMIN + 5
 """The first few of the real-time signals are used by C libraries here and there."""
 SHORTEST_LOOK_S = 0.005
+AGAIN_S = 0.25
+"""What is overdue is interrupted again after so long: an exception is lost where Python calls a `__del__`."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,16 +80,18 @@ class MainThreadLimit:
 
     def _look(self) -> None:
         wait_s = self._look_after_s
+        again_at = 0.0
         while not self._closed.wait(wait_s):
             wait_s = self._look_after_s
-            running = self._running
-            if running is None or running is self._overdue:
+            running, now = self._running, time.monotonic()
+            if running is None:
                 continue
-            left_s = running.ends_at - time.monotonic()
-            if left_s > 0:
-                wait_s = max(SHORTEST_LOOK_S, min(left_s, self._look_after_s))
+            due_at = again_at if running is self._overdue else running.ends_at
+            if now < due_at:
+                wait_s = max(SHORTEST_LOOK_S, min(due_at - now, self._look_after_s))
                 continue
-            self._overdue = running
+            self._overdue, again_at = running, now + AGAIN_S
+            wait_s = min(AGAIN_S, self._look_after_s)
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, SIGNAL)

@@ -1,9 +1,9 @@
-"""The process that calls reward functions: sync ones in its main thread, async ones in an event loop beside it.
+"""The process that calls reward functions: sync ones in its main thread, async ones in an event loop.
 
 What goes over the link, each as a frame (number of the call, length, pickle):
 
     to the process      RubricCall
-    from the process    READY once; then for each call BEGAN, when its functions are called, and its CallResult
+    from the process    READY once; for each call BEGAN, when its functions are called, and its CallResult
 
 That a call began is told before anything of somebody else's code runs, so that who started the process knows
 what it was at when it ends or hangs.

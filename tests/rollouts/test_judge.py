@@ -144,7 +144,9 @@ def test_the_conversation_is_all_that_was_said(server):
     judge = judge_of(server, template="{conversation}", max_tokens=None)
     graded(judge, replied("20?", "21"))
     (request,) = server.requests
-    assert request["messages"][0]["content"] == "user: 47 82\n\nassistant: 20?\n\nuser: and 1?\n\nassistant: 21"
+    assert (
+        request["messages"][0]["content"] == "user: 47 82\n\nassistant: 20?\n\nuser: and 1?\n\nassistant: 21"
+    )
     assert "max_tokens" not in request
 
 

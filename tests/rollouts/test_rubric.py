@@ -137,12 +137,17 @@ def test_an_environments_reward_that_is_not_finite_is_a_failed_score():
 
 def test_a_rollout_whose_environment_failed_is_a_failed_score_and_no_function_sees_it():
     seen = []
+
+    def see(what, value):
+        seen.append(what)
+        return value
+
     rubric = Rubric(
         criteria=(
-            Criterion(name="one", function=lambda r: seen.append(r.text) or 1.0),
-            GroupCriterion(name="all", function=lambda rs: [seen.append([r.text for r in rs]) or 0.0] * len(rs)),
+            Criterion(name="one", function=lambda r: see(r.text, 1.0)),
+            GroupCriterion(name="all", function=lambda rs: see([r.text for r in rs], [0.0] * len(rs))),
         ),
-        correct=lambda r: seen.append(r.text) or True,
+        correct=lambda r: see(r.text, True),
     )
     group = [replied("a"), replied("b", failure="step raised KeyError('x')"), replied("c")]
     scores = score_group(rubric, group)
@@ -249,7 +254,7 @@ async def raises_cancelled(rollout):
     raise asyncio.CancelledError
 
 
-class NoRepr(Exception):
+class NoReprError(Exception):
     def __repr__(self):
         raise RuntimeError
 
@@ -259,13 +264,16 @@ class NoRepr(Exception):
     [
         (raising(ValueError("bad reply")), "raised ValueError('bad reply')"),
         (raising(SystemExit(3)), "raised SystemExit(3)"),
-        (raising(NoRepr()), "raised a NoRepr that has no repr"),
+        (raising(NoReprError()), "raised a NoReprError that has no repr"),
         (lambda r: math.nan, "is nan, not a finite number"),
         (lambda r: -math.inf, "is -inf, not a finite number"),
         (lambda r: None, "is None, not a number"),
         (lambda r: "high", "is 'high', not a number"),
-        (lambda r: number_later(r), "returned something to await: define the function itself with `async def`"),
-        (raises_timeout, "raised TimeoutError(\"the service's own\")"),
+        (
+            lambda r: number_later(r),
+            "returned something to await: define the function itself with `async def`",
+        ),
+        (raises_timeout, 'raised TimeoutError("the service\'s own")'),
         (raises_cancelled, "raised CancelledError()"),
     ],
 )
@@ -332,7 +340,7 @@ def test_names_functions_and_correct_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="name='': must be a text"):
         Criterion(name="", function=number)
     with pytest.raises(ValueError, match="function=None cannot be called: give a function of a rollout"):
-        Criterion(name="one", function=None)
+        Criterion(name="one", function=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="two criteria have the name 'one'"):
         Rubric(criteria=(one, GroupCriterion(name="one", function=rank)))
     with pytest.raises(ValueError, match="a criterion has the name 'environment'"):
@@ -340,7 +348,7 @@ def test_names_functions_and_correct_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="correct='two' is no criterion of the rubric: it has one"):
         Rubric(criteria=(one,), correct="two")
     with pytest.raises(ValueError, match="correct is an async function"):
-        Rubric(criteria=(one,), correct=number_later)
+        Rubric(criteria=(one,), correct=number_later)  # type: ignore[arg-type]
 
     class Judge:
         max_concurrency = 0
@@ -348,5 +356,7 @@ def test_names_functions_and_correct_that_do_not_fit_are_refused():
         async def __call__(self, rollout):
             return 1.0
 
-    with pytest.raises(ValueError, match="criterion 'judge': max_concurrency=0 is not a number of at least 1"):
+    with pytest.raises(
+        ValueError, match="criterion 'judge': max_concurrency=0 is not a number of at least 1"
+    ):
         Criterion(name="judge", function=Judge())
