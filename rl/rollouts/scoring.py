@@ -29,7 +29,7 @@ from rl.types import Rollout, Score
 
 __all__ = ["ScoringWorker", "score_within"]
 
-GRACE_S = 2.0
+GRACE_S = 1.5
 """How much longer than its limit a call may take before its process is killed."""
 LOOK_EVERY_S = 0.2
 """How often it is looked whether a call is overdue, and whether the process lives."""

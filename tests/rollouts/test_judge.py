@@ -262,6 +262,7 @@ def test_it_scores_a_group_with_so_many_requests_at_once_and_a_failure_fails_one
     assert sum(s.reward for s in scores) == 8.0
 
 
+@pytest.mark.medium
 def test_it_scores_in_a_process_with_the_key_of_the_environment(server):
     """Two calls overlap: each is answered only when the other has arrived."""
     server.at_once = 2
