@@ -30,7 +30,6 @@ from rl.types import Rollout, Score
 __all__ = ["ScoringWorker", "score_within"]
 
 GRACE_S = 1.5
-"""How much longer than its limit a call may take before its process is killed."""
 LOOK_EVERY_S = 0.2
 """How often it is looked whether a call is overdue, and whether the process lives."""
 START_S = 120.0
@@ -50,12 +49,13 @@ class _Work:
     names: tuple[str, ...]
     num_rollouts: int
     limit_s: float
+    kill_after_s: float
     result: asyncio.Future[CallResult]
     began_at: float | None = None
     """By `time.monotonic`; None while it waits in the process, or for one."""
 
     def is_overdue(self) -> bool:
-        return self.began_at is not None and time.monotonic() - self.began_at > self.limit_s + GRACE_S
+        return self.began_at is not None and time.monotonic() - self.began_at > self.kill_after_s
 
 
 class ScoringWorker:
@@ -65,14 +65,21 @@ class ScoringWorker:
         time_limit_s: longest time that the sync functions of one rollout may take together, and each async
             function of one. A function of a group has that for each of its rollouts.
         max_concurrency: async reward functions under way at once; who waits for a place is not timed.
+        grace_s: how much longer than its limit a call may take before its process is killed.
     """
 
     def __init__(
-        self, *, rubric: Rubric, time_limit_s: float, max_concurrency: int = MAX_CONCURRENCY
+        self,
+        *,
+        rubric: Rubric,
+        time_limit_s: float,
+        max_concurrency: int = MAX_CONCURRENCY,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
         self.max_concurrency = max_concurrency
+        self.grace_s = grace_s
         self._ids = itertools.count(1)
         self._work: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
@@ -117,13 +124,14 @@ class ScoringWorker:
         return self._started
 
     def _submit(self, call: RubricCall) -> _Work:
-        call_id = next(self._ids)
+        call_id, limit_s = next(self._ids), self.time_limit_s * len(call.rollouts)
         work = _Work(
             call_id=call_id,
             frame=frame(call_id, call),
             names=call.names,
             num_rollouts=len(call.rollouts),
-            limit_s=self.time_limit_s * len(call.rollouts),
+            limit_s=limit_s,
+            kill_after_s=limit_s + self.grace_s,
             result=asyncio.get_running_loop().create_future(),
         )
         self._work[call_id] = work

@@ -25,7 +25,7 @@ def driven():
 
 @pytest.fixture(scope="module")
 def mixed():
-    driven = Driven(MIXED)
+    driven = Driven(MIXED, grace_s=0.6)
     yield driven
     driven.close()
 
@@ -167,7 +167,8 @@ def test_a_function_that_stops_all_of_the_process_fails_alone(mixed, guilty, say
     """Others are under way at the same time, and are scored by the next process."""
     settings = {"text": "1"} | guilty
     bad = replied(settings.pop("text"), **settings)
-    groups = mixed.score_each([replied("1")], [bad, replied("2")], [replied("3"), replied("4")])
+    others = [replied(str(i), question="wait") for i in range(1, 5)]
+    groups = mixed.score_each(others[:1], [bad, others[1]], others[2:])
     assert [[s.reward for s in scores] for scores in groups] == [[111.0], [0.0, 212.0], [213.0, 214.0]]
     assert says in failure_of(groups[1][0])
 

@@ -103,6 +103,8 @@ async def later(rollout):
         _together += 1
         while _together % 4:
             await asyncio.sleep(0.001)
+    elif what == "wait":
+        await asyncio.sleep(LIMIT_S / 2)
     elif what == "take long":
         await asyncio.sleep(60)
     elif what == "block":
