@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -176,23 +177,25 @@ class ActorScorer:
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
         shares = self._divide([len(group) for group in groups])
-        scores: list[list[Score | None]] = [[None] * len(group) for group in groups]
-
-        async def ask(rank: int, share: _Share) -> None:
+        asking = []
+        for rank, share in shares.items():
             asked = [[groups[number][i] for i in members] for number, members in share.items()]
-            try:
-                call = self._ranks[rank].call("score", asked, self.keep_groups, limit="score_s")
-                (answers,) = await call
-            finally:
-                self._num_asked[rank] -= sum(map(len, asked))
+            task = asyncio.ensure_future(
+                self._ranks[rank].call("score", asked, self.keep_groups, limit="score_s")
+            )
+            task.add_done_callback(partial(self._answered, rank, sum(map(len, asked))))
+            asking.append(task)
+        scores: list[list[Score | None]] = [[None] * len(group) for group in groups]
+        for share, (answers,) in zip(shares.values(), await asyncio.gather(*asking), strict=True):
             for (number, members), answer in zip(share.items(), answers, strict=True):
                 for i, score in zip(members, answer, strict=True):
                     scores[number][i] = score
-
-        await asyncio.gather(*(ask(rank, share) for rank, share in shares.items()))
         complete = [[score for score in group if score is not None] for group in scores]
         assert list(map(len, complete)) == list(map(len, groups)), "a rollout was asked of nobody"
         return complete
+
+    def _answered(self, rank: int, num_rollouts: int, task: asyncio.Task[Any]) -> None:
+        self._num_asked[rank] -= num_rollouts
 
     def _divide(self, sizes: Sequence[int]) -> dict[int, _Share]:
         """Each group, or each rollout, to the process that has the fewest rollouts to score."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,33 @@ def test_async_functions_of_several_calls_overlap_in_one_process(rewards):
         return await asyncio.gather(*(scorer.score([rollouts("meet")]) for _ in range(2)))
 
     assert [scores[0][0].failure for scores in rewards.run(steps())] == [None, None]
+
+
+@pytest.mark.medium
+def test_a_call_that_is_given_up_counts_no_longer(rewards):
+    """Its process would get less than the other for ever."""
+    scorer = ActorScorer(rewards.alone, num_procs=2)
+
+    async def steps():
+        given_up = asyncio.ensure_future(scorer.score([rollouts(*["x"] * 5)]))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        return [await scorer.score([rollouts("x")]) for _ in range(2)]
+
+    first, second = rewards.run(steps())
+    assert processes(first[0]) == processes(second[0])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_ranks_are_counted_through_the_processes_of_several_hosts(rewards, num_hosts):
+    mesh = rewards.alone.mesh.split(procs=("hosts", "procs"), hosts=num_hosts)
+    scores = rewards.score(replace(rewards.alone, mesh=mesh), ["x"] * 2)
+    assert processes(scores[0]) == processes(rewards.score(rewards.alone, ["x"] * 2)[0])
+    with pytest.raises(AssertionError, match="alone has 2 ranks, there is no rank 2"):
+        replace(rewards.alone, mesh=mesh).at_rank(2)
 
 
 @pytest.mark.medium

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 from rl.rollouts.rubric import Rubric
 from tests.support.scored import replied
@@ -13,7 +14,7 @@ BLOCKS = re.findall(
 
 
 def run(block):
-    names = {}
+    names: dict[str, Any] = {}
     exec(block, names)
     return names
 
