@@ -276,4 +276,8 @@ class LocalScorer(Scorer):
     rubric: Rubric
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        return [[self.rubric.score(rollout) for rollout in group] for group in groups]
+        return list(await asyncio.gather(*map(self.rubric.score_group, groups)))
+
+
+async def _within(pool: ThreadPoolExecutor, function: Callable[[], ResultT], *args: Any) -> ResultT:
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
