@@ -36,7 +36,7 @@ class GuessNumber(GeneratedTask):
         """Of an episode."""
         wrong_guess: float = -0.1
         """What each costs."""
-        halving: float = 0.15
+        halving: float = 0.3
         """Share of the warm-up's guesses that halve what is left; the others are the lowest number left."""
 
         def __post_init__(self) -> None:
@@ -127,7 +127,8 @@ def tiny() -> Controller.Config:
     config.task = GuessNumber.Config()
     config.renderer = RendererConfig(kind="raw")  # no template around the words: short episodes
     config.warmup = SupervisedWarmup.Config(num_steps=150)
-    config.loop.num_steps = 40
+    config.trainer.optimizer.lr = 1e-4
+    config.loop.num_steps = 60
     config.loop.sampling.max_tokens = 4
     config.loop.episode.max_turns = 8
     # A guess is paid for what comes of it and after it, not for the guesses before.

@@ -277,7 +277,3 @@ class LocalScorer(Scorer):
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
         return list(await asyncio.gather(*map(self.rubric.score_group, groups)))
-
-
-async def _within(pool: ThreadPoolExecutor, function: Callable[[], ResultT], *args: Any) -> ResultT:
-    return await asyncio.get_running_loop().run_in_executor(pool, function)

@@ -1,0 +1,96 @@
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from examples.sft_loop import (
+    batch_of_step,
+    conversation_sample,
+    lr_at,
+    main,
+    parse_args,
+    read_conversations,
+    write_running_sums,
+)
+from rl.models.tokenizer import build_byte_tokenizer
+from rl.rollouts.renderer import RendererConfig, make_renderer
+from rl.rollouts.tokenizer import open_tokenizer
+
+SHORT = ["--batch_size", "4", "--eval_every", "2", "--save_every", "2", "--warmup_steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_byte_tokenizer(folder)
+    return open_tokenizer(folder)
+
+
+def run(output, *options):
+    return asyncio.run(main(parse_args([*SHORT, *options, "--output", str(output)])))
+
+
+def test_every_reply_of_a_conversation_is_trained_on_and_nothing_else(tokenizer, tmp_path):
+    write_running_sums(tmp_path / "data.jsonl", num=1, seed=0)
+    (messages,) = read_conversations(tmp_path / "data.jsonl")
+    tokens, ends = tokenizer
+    renderer = make_renderer(RendererConfig(), tokenizer=tokens, stop_token_ids=ends, multi_turn=True)
+    sample = conversation_sample(messages, renderer)
+    # The tokens are the template's of the whole conversation, but for the line end after the last turn.
+    whole = tokens.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in messages], tokenize=False
+    )
+    assert tokens.decode(sample.token_ids) == whole.removesuffix("\n")
+    starts = np.flatnonzero(np.diff(sample.mask.astype(int)) == 1) + 1
+    stops = [*(np.flatnonzero(np.diff(sample.mask.astype(int)) == -1) + 1), len(sample.mask)]
+    said = [tokens.decode(sample.token_ids[a:b]) for a, b in zip(starts, stops, strict=True)]
+    assert said == [m.content + "<|im_end|>" for m in messages if m.role == "assistant"]
+    assert len(said) == 3
+
+
+def test_the_held_out_loss_falls_and_a_run_that_was_continued_ends_as_one_in_one_go(tmp_path):
+    whole = run(tmp_path / "whole", "--steps", "6")
+    assert [step for step, _ in whole] == [0, 2, 4, 6]
+    assert whole[-1][1] < whole[0][1] - 1.0
+    rest = run(tmp_path / "rest", "--steps", "6", "--resume", str(tmp_path / "whole" / "step-4"))
+    assert [step for step, _ in rest] == [4, 6]
+    assert [loss for _, loss in rest] == [loss for _, loss in whole[-2:]]
+    assert (tmp_path / "rest" / "hf" / "config.json").exists()
+
+
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own():
+    places = [p for step in range(6) for p in batch_of_step(step, num_samples=9, batch_size=3, seed=1)]
+    first, second = places[:9], places[9:]
+    assert sorted(first) == sorted(second) == list(range(9))
+    assert first != second
+    assert batch_of_step(1, num_samples=9, batch_size=5, seed=1) == places[5:10]
+
+
+def test_the_learning_rate_rises_and_decays_to_a_tenth():
+    args = parse_args(["--lr", "1.0", "--steps", "100", "--warmup_steps", "4"])
+    assert [round(lr_at(step, args), 2) for step in (0, 1, 3, 50, 100)] == [0.25, 0.5, 1.0, 0.55, 0.1]
+
+
+USER = {"role": "user", "content": "3"}
+REPLY = {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"text": "a"}, r"line 2 has no list `messages`; it has \['text'\]"),
+        ({"messages": [USER, {"role": "assistant"}]}, r"line 2: .* is no message with a `role` and a text"),
+        ({"messages": [{"role": "bot", "content": ""}, REPLY]}, "line 2: role='bot': must be one of"),
+        ({"messages": [REPLY]}, "line 2: a conversation must begin with another role and end with"),
+        ({"messages": [USER, REPLY, USER]}, "line 2: a conversation must begin with another role and end"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, row, says):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": [USER, REPLY]}) + "\n" + json.dumps(row))
+    with pytest.raises(ValueError, match=says):
+        read_conversations(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        read_conversations(path)
