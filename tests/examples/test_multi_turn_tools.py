@@ -1,0 +1,139 @@
+import asyncio
+import pickle
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from examples.multi_turn_tools import Arithmetic, qwen3_0_6b, tiny
+from rl.config.cli import parse_cli
+from rl.models.tokenizer import build_byte_tokenizer
+from rl.observability.metrics import read_metrics
+from rl.rollouts.demonstrations import demonstrated
+from rl.rollouts.renderer import make_renderer
+from rl.rollouts.tokenizer import open_tokenizer
+from rl.tools.calls import ToolCall, render_call
+from rl.types import Reply
+from tests.support.scored import COMPLETION, replied
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def task():
+    return Arithmetic.Config(announce=False).build()
+
+
+def step(environment, text):
+    return asyncio.run(environment.step(Reply(text=text, completion=COMPLETION)))
+
+
+def problem_of(task, kind):
+    return next(p for p in task.train_problems(seed=0) if (p.question.startswith("bin")) == (kind == "bin"))
+
+
+@pytest.mark.parametrize("kind", ["bin", "product"])
+def test_the_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
+    problem = problem_of(task, kind)
+    environment = task.environment(problem)
+    observation = step(environment, problem.demonstrations[0])
+    assert [(m.role, m.content) for m in observation.messages] == [("tool", problem.answer)]
+    assert observation.metrics["tools/calls"] == 1
+    assert observation.metrics["tools/errors"] == 0
+    assert step(environment, problem.demonstrations[1]).messages == ()
+
+
+def test_only_the_right_number_at_the_end_is_rewarded(task):
+    replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "about 6771")
+    rubric = task.rubric(seed=0)
+    scores = [rubric.score(replied(text, question="37*48", answer="1776")) for text in replies]
+    assert [s.reward for s in scores] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [s.correct for s in scores] == [True] * 3 + [False] * 4
+
+
+def test_the_rubric_goes_to_other_processes_without_the_tools(task):
+    assert task.tools  # made, as in a run
+    again = pickle.loads(pickle.dumps(task.rubric(seed=0)))
+    assert again.score(replied("= 12", answer="12")).reward == 1.0
+
+
+def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
+    config = tiny()
+    build_byte_tokenizer(tmp_path)
+    tokenizer, ends = open_tokenizer(tmp_path)
+    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True)
+    task = config.task.build()
+    problems = list(islice(task.warmup_problems(seed=0), 12))
+    for problem in problems:
+        sample = asyncio.run(demonstrated(problem, task.environment(problem), renderer=renderer))
+        assert len(sample.token_ids) <= config.generator.max_model_len
+        for text in problem.demonstrations:
+            assert len(renderer.reply(text)) <= config.loop.sampling.max_tokens
+    guesses = [len(p.demonstrations) == 1 for p in islice(task.warmup_problems(seed=1), 200)]
+    assert 0.5 < sum(guesses) / 200 < 0.7
+
+
+def test_a_large_model_is_told_of_the_tools_and_a_tiny_one_is_not(task):
+    large = qwen3_0_6b().task.build()
+    problem = next(large.train_problems(seed=0))
+    system, question = large.environment(problem).opening()
+    assert system.role == "system"
+    assert '"name": "calculator"' in system.content
+    assert '"name": "python"' in system.content
+    assert question.content.startswith("What is ")
+    small = problem_of(task, "product")
+    assert [m.content for m in task.environment(small).opening()] == [small.question]
+
+
+def test_calls_beyond_the_configured_number_end_the_episode():
+    task = Arithmetic.Config(max_calls=1).build()
+    environment = task.environment(next(task.train_problems(seed=0)))
+    call = render_call(ToolCall(name="calculator", arguments={"expression": "1+1"}))
+    assert [m.content for m in step(environment, call).messages] == ["2"]
+    assert step(environment, call).messages == ()
+
+
+def test_its_fields_are_options():
+    argv = ["--module", "examples.multi_turn_tools", "--config", "tiny", "--task.sandbox.time_limit_s", "2"]
+    assert parse_cli(argv, default_module="sum_digits").config.task.sandbox.time_limit_s == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("guesses", -0.1, "guesses=-0.1 is not between 0 and 1"),
+        ("python_share", 2.0, "python_share=2.0 is not between 0 and 1"),
+        ("num_digits", 1, "num_digits=1 is not between 2 and 9"),
+    ],
+)
+def test_settings_out_of_range_are_refused(field, value, says):
+    with pytest.raises(ValueError, match=says):
+        Arithmetic.Config(**{field: value})
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(280)
+def test_a_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
+    short = {
+        "warmup.num_steps": "2", "loop.num_steps": "1", "loop.num_prompts": "2", "loop.num_samples": "2",
+        "loop.eval_every": "1", "task.num_eval": "4", "loop.sampling.max_tokens": "8",
+        "dump_folder": str(tmp_path), "name": "short",
+    }  # fmt: skip
+    options = [part for name, value in short.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "rl.train", "--module", "examples.multi_turn_tools", "--config", "tiny"]
+    done = subprocess.run(
+        [*command, *options],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=270,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_metrics(tmp_path / "short" / "metrics.jsonl")
+    assert [r["step"] for r in records if "eval/correct" in r] == [0, 1]
+    (trained,) = (r for r in records if "reward/mean" in r)
+    assert trained["environment/tools/calls"] == 0  # a random model calls nothing, and is asked all the same
+    assert trained["rollout/turns_mean"] == 1
