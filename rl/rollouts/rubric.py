@@ -11,6 +11,14 @@ from rl.types import Rollout, Score
 RewardFn = Callable[[Rollout], float]
 
 
+class UnparsedAnswer(Exception):  # noqa: N818  (an outcome, not a fault)
+    """Raised by a reward function that finds no answer in the reply; `value` is what such a reply gets."""
+
+    def __init__(self, message: str = "", *, value: float = 0.0) -> None:
+        super().__init__(message)
+        self.value = value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Criterion:
     """One reward function and what it counts for."""
