@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.config.configurable import Configurable
-from rl.data.packages import import_for_tasks
+from rl.data.packages import decode_settings, import_for_tasks
 from rl.data.split import content_key
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
@@ -85,7 +85,7 @@ class ReasoningGym(Configurable):
         return DrawnProblems(self, seed=f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Other training problems, with their bare answers as demonstrations: reasoning-gym has no replies that
+        """Other training problems, with bare answers as demonstrations: reasoning-gym has no replies that
         lead to them.
 
         Raises:
@@ -94,8 +94,8 @@ class ReasoningGym(Configurable):
         for problem in DrawnProblems(self, seed=f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
-                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a model "
-                    "that follows instructions (hf_assets_path) without warm-up (--warmup None)"
+                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a "
+                    "model that follows instructions (hf_assets_path) without warm-up (--warmup None)"
                 )
             tagged = f"<answer>{problem.answer}</answer>"
             shown = tagged if self.config.answer_in == "tags" else problem.answer
@@ -184,7 +184,7 @@ class Source:
             hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(registered))}"
             raise ValueError(f"dataset={dataset!r}: reasoning-gym has no dataset of this name; {hint}")
         valid = {f.name for f in dataclasses.fields(registered[dataset][1])} - {"seed", "size"}
-        decoded = {name: _decoded(name, value) for name, value in settings.items()}
+        decoded = decode_settings(settings)
         if unknown := sorted(decoded.keys() - valid):
             raise ValueError(
                 f"settings: reasoning-gym's {dataset!r} has no {', '.join(unknown)}; it has "
@@ -273,12 +273,3 @@ def _block(dataset: str, settings: str, number: int) -> Any:
             spec(**{"weight": 1, "config": {}, **part}) for part in decoded.get("datasets", [])
         ]
     return reasoning_gym.create_dataset(dataset, seed=number * BLOCK, size=BLOCK, **decoded)
-
-
-def _decoded(name: str, value: Any) -> Any:
-    if not (isinstance(value, str) and value[:1] in ("[", "{")):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"settings.{name}={value!r}: starts like JSON, but is not: {error}") from error

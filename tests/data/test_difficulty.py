@@ -18,7 +18,7 @@ def test_rows_without_a_rate_are_dropped_if_asked():
 
 @pytest.mark.parametrize("rate", [1.5, -0.1, float("nan"), "0.5", True])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match="rate=.* is not a number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"rate=.* is not a number from 0 to 1"):
         PassRates(DifficultyFilter(column="rate")).keeps("x", {"rate": rate})
 
 

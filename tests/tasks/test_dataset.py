@@ -129,7 +129,7 @@ def test_filter_by_a_column_leaves_out_training_rows_alone(build, caplog):
     rows = [{**row, "rate": i / 200} for i, row in enumerate(ROWS)]
     difficulty = DifficultyFilter(column="rate", min=0.25, max=0.75)
     task = build(rows, difficulty=difficulty)
-    rates = {row["question"]: row["rate"] for row in rows}
+    rates = {f"question {i}": i / 200 for i in range(200)}
     assert {0.25 <= rates[p.question] <= 0.75 for p in one_epoch(task)} == {True}
     assert min(rates[p.question] for p in task.eval_sets()["held_out"]) < 0.25
     assert "fail the difficulty filter" in caplog.text
@@ -138,11 +138,13 @@ def test_filter_by_a_column_leaves_out_training_rows_alone(build, caplog):
 def test_filter_by_a_file_goes_by_the_ids(build, tmp_path):
     rates = [{"id": f"train.jsonl:{n}", "pass_rate": float(n <= 100)} for n in range(1, 181)]
     (tmp_path / "rates.jsonl").write_text("".join(json.dumps(rate) + "\n" for rate in rates))
-    settings = {"file": str(tmp_path / "rates.jsonl"), "max": 0.9}
-    numbers = {int(p.id.partition(":")[2]) for p in one_epoch(build(difficulty=DifficultyFilter(**settings)))}
+    file = str(tmp_path / "rates.jsonl")
+    numbers = {
+        int(p.id.partition(":")[2]) for p in one_epoch(build(difficulty=DifficultyFilter(file=file, max=0.9)))
+    }
     assert min(numbers) > 100
     assert max(numbers) > 180  # unrated ones are kept
-    dropped = build(difficulty=DifficultyFilter(**settings, unrated="drop"))
+    dropped = build(difficulty=DifficultyFilter(file=file, max=0.9, unrated="drop"))
     assert {100 < int(p.id.partition(":")[2]) <= 180 for p in one_epoch(dropped)} == {True}
 
 

@@ -146,6 +146,7 @@ def test_settings_that_cannot_work_are_named(build):
 
 def test_tiny_config_runs_over_a_file_that_is_there_and_names_one_that_is_not(tmp_path):
     config = gsm8k.tiny()
+    assert isinstance(config.task, MathProblems.Config)
     with pytest.raises(ValueError, match=r"'data/tiny_math\.jsonl' is no local file"):
         config.task.build()
     path = tmp_path / "rows.jsonl"

@@ -57,7 +57,7 @@ def test_a_dataset_all_of_which_is_held_out_has_nothing_to_train_on():
         build("lcm", settings=settings, num_eval=10)
     num_there = int(str(caught.value).partition("gave ")[2].partition(" ")[0])
     task = build("lcm", settings=settings, num_eval=num_there)
-    with pytest.raises(ValueError, match="training problem 0 .* is held out in all 64 draws"):
+    with pytest.raises(ValueError, match=r"training problem 0 .* is held out in all 64 draws"):
         next(task.train_problems(seed=0))
 
 
