@@ -96,6 +96,17 @@ def read_pass_rates(path: str) -> dict[str, float]:
     return rates
 
 
+def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
+    """Rates by problem id, as `read_pass_rates` reads them; the file appears whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    lines = (
+        json.dumps({"id": key, "pass_rate": _checked(rate, "pass_rate")}, ensure_ascii=False)
+        for key, rate in rates.items()
+    )
+    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    partial.replace(path)
+
+
 def _checked(rate: Any, name: str) -> float:
     number = isinstance(rate, int | float) and not isinstance(rate, bool)
     if not number or not math.isfinite(rate) or not 0 <= rate <= 1:

@@ -82,6 +82,11 @@ class DatasetTask(Configurable):
                 "eval_files is empty and held_out is 0: name files to evaluate on, or hold out a share such "
                 "as 0.05 of the training files"
             )
+        for name, file in config.eval_files.items():
+            if file in config.train_files:
+                raise ValueError(
+                    f"eval_files.{name}={file!r} is one of train_files: nothing is left to train on"
+                )
         paths = dict.fromkeys([*config.train_files, *config.eval_files.values()])
         reader = RowReader(
             names=distinct_names(list(paths)),
@@ -95,7 +100,8 @@ class DatasetTask(Configurable):
         evals = {
             name: reader.read([file], also=f"eval_files.{name}") for name, file in config.eval_files.items()
         }
-        self._train, self._evals = self._split(train, evals)
+        self._train, evals = self._split(train, evals)
+        self._evals = {name: [rows.problem(i) for i in range(len(rows))] for name, rows in evals.items()}
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
         """What a row becomes, whenever it is its turn.
@@ -133,7 +139,7 @@ class DatasetTask(Configurable):
         return self._ordered(shown, f"warm-up {seed}")
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
-        return {name: [rows.problem(i) for i in range(len(rows))] for name, rows in self._evals.items()}
+        return self._evals
 
     def environment(self, problem: Problem) -> Environment:
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))

@@ -210,8 +210,7 @@ class Episode:
         """End the rollout, whatever it is at."""
         if self._run is not None and not self._run.done():
             self._run.cancel()
-            with suppress(asyncio.CancelledError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._run, timeout=CLOSE_S)
+            await asyncio.wait({self._run}, timeout=CLOSE_S)
         for trace in self._traces:
             self._host.policy.episodes.pop(trace.id, None)
 

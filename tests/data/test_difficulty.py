@@ -1,6 +1,6 @@
 import pytest
 
-from rl.data.difficulty import DifficultyFilter, PassRates, read_pass_rates
+from rl.data.difficulty import DifficultyFilter, PassRates, read_pass_rates, write_pass_rates
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,16 @@ def test_rows_without_a_rate_are_dropped_if_asked():
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(ValueError, match=r"rate=.* is not a number from 0 to 1"):
         PassRates(DifficultyFilter(column="rate")).keeps("x", {"rate": rate})
+
+
+def test_rates_that_are_written_are_read_again(tmp_path):
+    rates = {"train.jsonl:1": 0.125, 'ü "quoted"': 1.0}
+    write_pass_rates(tmp_path / "rates.jsonl", rates)
+    assert read_pass_rates(str(tmp_path / "rates.jsonl")) == rates
+    assert [path.name for path in tmp_path.iterdir()] == ["rates.jsonl"]
+    with pytest.raises(ValueError, match="pass_rate=nan is not a number from 0 to 1"):
+        write_pass_rates(tmp_path / "rates.jsonl", {"a": float("nan")})
+    assert read_pass_rates(str(tmp_path / "rates.jsonl")) == rates
 
 
 def test_rates_are_read_from_what_an_evaluation_wrote(tmp_path):

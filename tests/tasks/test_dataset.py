@@ -3,12 +3,15 @@ import dataclasses
 import json
 import logging
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from rl.data.difficulty import DifficultyFilter
+from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.dataset import DatasetTask
 from rl.tasks.problem_rows import Columns
+from rl.types import Rollout
 from tests.support.replies import reply
 
 ROWS = [{"question": f"question {i}", "answer": str(i)} for i in range(200)]
@@ -188,6 +191,7 @@ def test_an_id_that_stands_twice_is_named_with_both_rows(build):
         ({"held_out": 0.0}, "eval_files is empty and held_out is 0"),
         ({"held_out": 1e-9}, "held_out=1e-09 holds out none of 200 rows"),
         ({"held_out": 1.0}, "held_out=1.0: must be at least 0 and below 1"),
+        ({"eval_files": {"test": "train.jsonl"}}, "train.jsonl' is one of train_files"),
         ({"max_problems": 0}, "max_problems=0: must be at least 1"),
         ({"template": "Think."}, "template='Think.': must contain {question}"),
         ({"difficulty": DifficultyFilter(column="rate")}, "no column 'rate' (difficulty.column)"),
@@ -244,3 +248,18 @@ def test_a_subclass_makes_and_chooses_its_problems(tmp_path, caplog):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 155: 77 is not wanted"):
         config.build()
+
+
+def test_the_task_of_the_docs_works_as_it_is_shown(tmp_path):
+    page = (Path(__file__).parent.parent.parent / "docs" / "data.md").read_text()
+    names = {"DatasetTask": DatasetTask, "Rubric": Rubric, "Criterion": Criterion, "Rollout": Rollout}
+    shown = {"__name__": __name__, **names}
+    code = page.partition("```python\n")[2].partition("```")[0]
+    exec("from __future__ import annotations\n" + code, shown)
+    rows = [{"question": f"Capital of land {i}?", "answer": f"Town {i}"} for i in range(50)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = (str(tmp_path / "rows.jsonl"),)
+    task = shown["Capitals"].Config(train_files=files, held_out=0.2, cache_folder=str(tmp_path / "c")).build()
+    problem = next(task.train_problems(seed=0))
+    score = task.rubric(seed=0).score(reply(problem, f"It is {problem.answer.upper()}."))
+    assert (score.reward, score.correct) == (1.0, True)

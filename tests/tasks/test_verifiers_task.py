@@ -1,6 +1,7 @@
 """The environments are in tests/tasks/verifiers_envs, one module each, as verifiers looks for them."""
 
 import asyncio
+import gc
 import importlib
 import json
 import os
@@ -301,6 +302,44 @@ def test_an_environment_without_rewards_fails_its_rollouts():
         assert failure(task, "a") == "it has no rewards: nothing can be learnt from it"
     finally:
         task.close()
+
+
+def test_a_reward_that_took_too_long_is_no_zero():
+    task = odd("Stuck", settings={"scoring_s": 0.05})
+    try:
+        assert failure(task, "a") == "it was ended before its rewards were there: never"
+    finally:
+        task.close()
+
+
+def test_an_episode_that_never_ends_is_ended_when_it_is_closed():
+    task = odd("Stuck")
+
+    async def scenario():
+        environment = task.environment(first(task))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(environment.step(Reply(text="a", completion=completion("a"))), timeout=0.5)
+        run = environment._episode._run
+        assert not run.done()
+        await environment.close()
+        assert run.done()
+
+    try:
+        asyncio.run(scenario())
+        assert task._host.policy.episodes == {}
+    finally:
+        task.close()
+
+
+def test_what_a_task_has_started_ends_with_it():
+    task = odd("Scored")
+    assert played(task, first(task), "a")[0].metrics["verifiers/reward"] == 1.0
+    thread = task._host._thread
+    assert thread.is_alive()
+    del task
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_another_seat_is_played_by_the_model_of_its_own_client():

@@ -1,5 +1,6 @@
 """Environments that relay cannot train on, or whose episodes go wrong."""
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -61,6 +62,26 @@ class Scored(vf.Taskset[ScoredTask]):
     def load(self) -> Iterable[ScoredTask]:
         for n in range(30):
             yield ScoredTask(vf.TaskData(prompt=f"row {n}"))
+
+
+class StuckTask(vf.Task):
+    @vf.reward
+    async def never(self, trace: vf.Trace) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+
+class StuckConfig(vf.TasksetConfig):
+    scoring_s: float | None = None
+
+
+class Stuck(vf.Taskset[StuckTask, StuckConfig]):
+    """Whose reward never comes, with or without a time limit of its own."""
+
+    def load(self) -> Iterable[StuckTask]:
+        timeout = vf.TaskTimeout(scoring=self.config.scoring_s)
+        for n in range(30):
+            yield StuckTask(vf.TaskData(prompt=f"row {n}", timeout=timeout))
 
 
 class Twice(vf.Env[vf.SingleAgentEnvConfig]):
