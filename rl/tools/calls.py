@@ -59,7 +59,10 @@ def check_call(call: ToolCall, tools: Sequence[Tool]) -> Tool | BadCall:
     tool = by_name.get(call.name)
     if tool is None:
         return BadCall(error=f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}")
-    problem = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
+    try:
+        problem = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
+    except RecursionError:
+        return BadCall(error=f"Error: arguments of {call.name} are nested too deeply")
     if problem is None:
         return tool
     where = "".join(f"[{step!r}]" for step in problem.absolute_path)
