@@ -4,6 +4,7 @@ import json
 import logging
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,7 +254,7 @@ def test_a_subclass_makes_and_chooses_its_problems(tmp_path, caplog):
 def test_the_task_of_the_docs_works_as_it_is_shown(tmp_path):
     page = (Path(__file__).parent.parent.parent / "docs" / "data.md").read_text()
     names = {"DatasetTask": DatasetTask, "Rubric": Rubric, "Criterion": Criterion, "Rollout": Rollout}
-    shown = {"__name__": __name__, **names}
+    shown: dict[str, Any] = {"__name__": __name__, **names}
     code = page.partition("```python\n")[2].partition("```")[0]
     exec("from __future__ import annotations\n" + code, shown)
     rows = [{"question": f"Capital of land {i}?", "answer": f"Town {i}"} for i in range(50)]
