@@ -127,8 +127,8 @@ def tiny() -> Controller.Config:
     config.task = GuessNumber.Config()
     config.renderer = RendererConfig(kind="raw")  # no template around the words: short episodes
     config.warmup = SupervisedWarmup.Config(num_steps=150)
-    config.trainer.optimizer.lr = 1e-4
-    config.loop.num_steps = 60
+    config.trainer.optimizer.lr = 2e-4
+    config.loop.num_steps = 80
     config.loop.sampling.max_tokens = 4
     config.loop.episode.max_turns = 8
     # A guess is paid for what comes of it and after it, not for the guesses before.

@@ -118,7 +118,7 @@ def test_settings_out_of_range_are_refused(field, value, says):
 def test_a_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
     short = {
         "warmup.num_steps": "2", "loop.num_steps": "1", "loop.num_prompts": "2", "loop.num_samples": "2",
-        "loop.eval_every": "1", "task.num_eval": "4", "loop.sampling.max_tokens": "8",
+        "loop.eval_every": "1", "task.num_eval": "4",
         "dump_folder": str(tmp_path), "name": "short",
     }  # fmt: skip
     options = [part for name, value in short.items() for part in (f"--{name}", value)]
