@@ -59,8 +59,8 @@ class LocalBackend:
 
     The learner's calls run one after another in a thread, the sampler's in another, so that a loop may let
     them overlap. A call that is cancelled (by `asyncio.timeout`, say) while it waits for its turn is never
-    made. One that is cancelled later is over for who called: a `generate` ends at its next token, a call of the
-    learner does what it was to do, and the next one waits for that.
+    made. One that is cancelled later is over for who called: a `generate` ends at its next token, a call of
+    the learner does what it was to do, and the next one waits for that.
     """
 
     def __init__(

@@ -2,7 +2,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,9 @@ from rl.local import LocalBackend, LocalScorer
 from rl.loop import Loop, Seams
 from rl.models.converters.lora import LoRA
 from rl.models.generate import generate
+from rl.models.spec import ModelSpec
 from rl.rollouts.renderer import RendererConfig, make_renderer
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.rollouts.samples import policy_sample
 from rl.rollouts.settings import Sampling
 from rl.rollouts.tokenizer import open_tokenizer
@@ -27,6 +29,7 @@ from rl.training.optimizer import Optimizer
 from rl.types import Completion, OptimParams, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
 from tests.support import policies
 from tests.support.fakes import ListSink
+from tests.support.scored import replied
 from tests.training.parts import make_samples, small_spec, write_assets
 
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9])]
@@ -41,7 +44,11 @@ def assets(tmp_path_factory):
 
 
 def with_backend(
-    use: Callable[[LocalBackend], Awaitable[ResultT]], *, assets=None, spec=None, **settings
+    use: Callable[[LocalBackend], Awaitable[ResultT]],
+    *,
+    assets: str | None = None,
+    spec: ModelSpec | None = None,
+    **settings: Any,
 ) -> ResultT:
     async def run() -> ResultT:
         config = TrainingEngine.Config(**settings)
@@ -123,6 +130,7 @@ def test_a_policy_with_adapters_is_sampled_with_them(assets):
     assert [s.token_ids.tolist() for s in before] != [s.token_ids.tolist() for s in after]
 
 
+@pytest.mark.medium  # the kernels are compiled at their first use
 def test_in_the_batch_invariant_mode_logprobs_are_the_same_bits(assets):
     async def use(local):
         return await local.forward_backward(await sampled(local))
@@ -324,6 +332,30 @@ def test_a_process_among_several_is_refused(assets, monkeypatch):
         LocalBackend(TrainingEngine.Config(), spec=small_spec(), hf_assets_path=assets)
 
 
+# Scores
+
+
+async def half(rollout):
+    await asyncio.sleep(0)
+    return 0.5 * len(rollout.text)
+
+
+def rank(rollouts):
+    ordered = sorted(len(r.text) for r in rollouts)
+    return [float(ordered.index(len(r.text))) for r in rollouts]
+
+
+def test_the_scorer_calls_async_functions_and_those_of_a_group():
+    criteria = (
+        Criterion(name="half", function=half),
+        GroupCriterion(name="rank", function=rank, weight=10),
+    )
+    scorer = LocalScorer(rubric=Rubric(criteria=criteria))
+    groups = [[replied("aaa"), replied("a")], [replied("aa", rewards=[-1.0])]]
+    scores = asyncio.run(scorer.score(groups))
+    assert [[score.reward for score in group] for group in scores] == [[11.5, 0.5], [0.0]]
+
+
 # The loop runs over it
 
 
@@ -375,6 +407,6 @@ def test_the_loop_learns_over_it(max_policy_age, tmp_path):
         assets=str(assets_path),
         optimizer=Optimizer.Config(lr=0.012, weight_decay=0.0),
     )
-    rewards = [r["reward/mean"] for r in sink.records if "reward/mean" in r]
+    rewards = [float(r["reward/mean"] or 0) for r in sink.records if "reward/mean" in r]
     assert len(rewards) == 24
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
