@@ -199,20 +199,25 @@ def make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tup
     return ChatML(reply_begins="" if config.thinking else NO_THOUGHTS)
 
 
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for a reply."""
+
+
 def render_prompt(
     problem: Problem, messages: Sequence[Message], *, renderer: Renderer, max_tokens: int
 ) -> Prompt:
     """The opening messages of a problem as its prompt.
 
     Raises:
-        ValueError: names the problem: its messages cannot be rendered, or leave no room for a reply.
+        PromptTooLongError: names the problem: its messages leave no room for a reply.
+        ValueError: names the problem: its messages cannot be rendered.
     """
     try:
         token_ids = renderer.opening(messages)
     except ValueError as error:
         raise ValueError(f"the prompt of problem {problem.id!r}: {error}") from error
     if len(token_ids) > max_tokens:
-        raise ValueError(
+        raise PromptTooLongError(
             f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room for "
             f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens less loop.sampling.max_tokens)"
         )
