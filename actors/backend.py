@@ -49,6 +49,9 @@ class ActorLearner:
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return await self._rank0("compute_logprobs", samples, limit="train_s")
 
+    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        return await self._rank0("compute_reference_logprobs", samples, limit="train_s")
+
     async def save_checkpoint(
         self,
         folder: str,

@@ -71,7 +71,8 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
         )
     check_total_steps(trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches)
     with _named_as_options(trainer):
-        check_reference(trainer.reference, loss=trainer.loss)
+        check_reference(trainer.reference, loss=trainer.loss, kl_in_reward=loop.kl_reward.coef > 0)
+    loop.overlong.check(max_tokens=loop.sampling.max_tokens)
     check_sequence_length(model_spec, fleet.trainer.training)
     max_length = fleet.trainer.training.max_sequence_length
     if max_length is not None and max_length < max_model_len:

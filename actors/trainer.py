@@ -157,6 +157,13 @@ class PolicyTrainer(Actor, Configurable):
         return logprobs if rank == 0 else []
 
     @concurrent_endpoint
+    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """As `compute_logprobs`, of the frozen reference policy."""
+        rank = current_rank().rank
+        logprobs = await self._compute(self.engine.compute_reference_logprobs, samples)
+        return logprobs if rank == 0 else []
+
+    @concurrent_endpoint
     async def save_checkpoint(
         self,
         folder: str,

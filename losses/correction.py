@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from losses.ops import MAX_LOG_RATIO, kl_k1, kl_k3, masked_sum
+from losses.ops import MAX_LOG_RATIO, kl_k1, kl_k3, masked_sum, over_sequences
 from losses.types import LossInputs
 
 WEIGHT, WEIGHT_SQUARED = "correction_weight", "correction_weight_squared"
@@ -138,23 +138,6 @@ class ImportanceCorrection:
             "generator_kl_k1": masked_sum(k1_T, valid_T),
             "generator_kl_k3": masked_sum(k3_T, valid_T),
         }
-
-
-def over_sequences(log_ratios_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mean: bool) -> Tensor:
-    """[T] each token's sequence's sum of log ratios over its valid tokens, or their mean; 0 where not valid.
-
-    `log_ratios_T` is 0 where not valid. Summed in float64, so that a sequence's ratio hardly depends on how
-    it is packed, nor on the order in which a GPU adds.
-    """
-    sums_S = _sum_by_sequence(log_ratios_T.double(), inputs)
-    if mean:
-        sums_S = sums_S / _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
-    return torch.where(valid_T, sums_S[inputs.sequence_ids].to(log_ratios_T.dtype), 0.0)
-
-
-def _sum_by_sequence(values_T: Tensor, inputs: LossInputs) -> Tensor:
-    """[S]; the padding is the last."""
-    return values_T.new_zeros(inputs.num_sequences + 1).index_add(0, inputs.sequence_ids, values_T)
 
 
 def effective_sample_share(*, mean_weight: float, mean_squared_weight: float) -> float:

@@ -1,9 +1,14 @@
-"""Pieces that several losses share. Shape legend: T packed tokens of one micro-batch."""
+"""Pieces that several losses share.
+
+Shape legend: T packed tokens of one micro-batch, S its sequences and the padding.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from losses.types import LossInputs
 
 MAX_LOG_RATIO = 20.0
 """Nats; exp of more than this is no ratio to train on and overflows soon after."""
@@ -27,6 +32,29 @@ def importance_ratios(*, logprobs_T: Tensor, old_logprobs_T: Tensor, valid_T: Te
 def masked_sum(values_T: Tensor, valid_T: Tensor) -> Tensor:
     """[] sum over valid tokens; the others give exactly 0, to the gradient too."""
     return torch.where(valid_T, values_T, 0.0).sum()
+
+
+def over_sequences(values_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mean: bool) -> Tensor:
+    """[T] each token's sequence's sum of values over its valid tokens, or their mean; 0 where not valid.
+
+    `values_T` is 0 where not valid. Summed in float64, so that a sequence's ratio hardly depends on how
+    it is packed, nor on the order in which a GPU adds. Differentiable.
+    """
+    sums_S = _sum_by_sequence(values_T.double(), inputs)
+    if mean:
+        sums_S = sums_S / _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
+    return torch.where(valid_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0)
+
+
+def token_shares(valid_T: Tensor, *, inputs: LossInputs) -> Tensor:
+    """[T] one over the valid tokens of a token's sequence; 0 where not valid."""
+    counts_S = _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
+    return torch.where(valid_T, counts_S.reciprocal()[inputs.sequence_ids], 0.0).to(inputs.logprobs.dtype)
+
+
+def _sum_by_sequence(values_T: Tensor, inputs: LossInputs) -> Tensor:
+    """[S]; the padding is the last."""
+    return values_T.new_zeros(inputs.num_sequences + 1).index_add(0, inputs.sequence_ids, values_T)
 
 
 def kl_k1(*, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, without
     gradient; None: `logprobs` as they are now are those."""
+    entropy: Tensor | None = None
+    """[T] float32, nats, of the distribution that each token is of, with gradient; None where the loss does
+    not ask for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +43,7 @@ class LossOutput:
     """[] float32, summed over valid tokens; carries the gradient."""
     denominator: Tensor | None
     """[] float32, what this micro-batch adds to the step's denominator (valid tokens,
-    sequences, a constant); None asks for no division: the gradient of the plain sum."""
+    sequences, a constant for each); None asks for no division: the gradient of the plain sum."""
     num_tokens: Tensor
     """[] float32, valid tokens: those the sum was taken over, and what metrics are averaged over."""
     metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -55,7 +58,8 @@ class Loss(Protocol):
     then the sum, the denominator and every metric are 0 and finite.
 
     One that reads `reference_logprobs` says so by a class attribute, `uses_reference = True`; one that reads
-    `proximal_logprobs` by an attribute or a property `uses_proximal`.
+    `proximal_logprobs` by an attribute or a property `uses_proximal`, one that reads `entropy` by
+    `uses_entropy`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
@@ -65,3 +69,8 @@ def uses_proximal_logprobs(loss: Loss) -> bool:
     """Whether `loss` needs the logprobs from before the first optimizer step on its data, where more than
     one step is taken on it."""
     return bool(getattr(loss, "uses_proximal", False))
+
+
+def uses_entropy(loss: Loss) -> bool:
+    """Whether `loss` needs the entropy with its gradient, which costs memory and time in the output head."""
+    return bool(getattr(loss, "uses_entropy", False))

@@ -65,7 +65,7 @@ class LocalBackend:
             model_spec=spec, hf_assets_path=hf_assets_path, device=device
         )
         model = self.engine.policy.spec.model.build().to(self.engine.device)
-        self._model: Qwen3 = model.requires_grad_(False)  # type: ignore[assignment]
+        self._model: Qwen3 = model.requires_grad_(False)
         self._served_version = -1
         self._pushed: dict[int, dict[str, Tensor]] = {}
         self._learning = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")

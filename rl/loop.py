@@ -132,7 +132,9 @@ class Loop(Configurable):
             settings=config.evaluation,
             sampling=sampling,
         )
-        worker = RolloutWorker(episodes=episodes(), scorer=seams.scorer, sampling=sampling, seed=seed)
+        worker = RolloutWorker(
+            episodes=episodes(), scorer=seams.scorer, sampling=sampling, overlong=config.overlong, seed=seed
+        )
         self._clock = StepClock(worker)
         self._producer = _producer(config, worker=worker, problems=self._problems, position=position)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)

@@ -8,6 +8,7 @@ from typing import Literal
 from rl.config.configurable import Configurable
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.kl_reward import KLReward
+from rl.rollouts.overlong import OverlongPunishment
 from rl.rollouts.settings import EpisodeLimits, Evaluation, Sampling
 
 _AT_LEAST_0 = ("num_steps", "eval_every", "max_empty_steps", "max_logprob_diff", "max_policy_age")
@@ -31,6 +32,7 @@ class LoopConfig(Configurable.Config):
     sampling: Sampling = field(default_factory=Sampling)
     episode: EpisodeLimits = field(default_factory=EpisodeLimits)
     advantage: Advantage = field(default_factory=Advantage)
+    overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
     kl_reward: KLReward = field(default_factory=KLReward)
     equal_groups: Literal["train", "drop"] = "train"
     """Groups of equal rewards have no policy gradient. train: they take part, with advantage 0, in the

@@ -82,6 +82,10 @@ class Learner(Protocol):
         """[T] float32 nats for each sample, entry t of token t; entry 0 is 0."""
         ...
 
+    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """As `compute_logprobs`, of the frozen reference policy; an error where reference.enable is False."""
+        ...
+
     async def save_checkpoint(
         self,
         folder: str,

@@ -18,6 +18,7 @@ from rl.loop_config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
 from rl.protocols import Learner
 from rl.rollouts.grading import ScoredRollout, token_rewards
+from rl.rollouts.kl_reward import kl_penalty
 from rl.rollouts.producer import Batch
 from rl.rollouts.samples import cut, policy_sample
 from rl.types import TrainingSample
@@ -85,9 +86,8 @@ class SampleMaker:
         for sample, reference_T, rewards_C in zip(
             samples, references, (r for rewards in rewards_PG for r in rewards), strict=True
         ):
-            kl_C = setting.estimate(
-                logprobs_C=sample.generator_logprobs[sample.mask],
-                reference_logprobs_C=reference_T[sample.mask],
+            kl_C = kl_penalty(
+                sample.generator_logprobs[sample.mask], reference_T[sample.mask], setting.estimator
             )
             rewards_C -= setting.coef * kl_C
             total, count = total + float(kl_C.sum()), count + len(kl_C)

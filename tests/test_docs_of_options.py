@@ -13,15 +13,27 @@ from actors.controller import Controller
 from actors.launch_config import LaunchConfig
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
+from losses.cispo import CISPOLoss
 from losses.cross_entropy import CrossEntropyLoss
+from losses.dapo import DAPOLoss
+from losses.dr_grpo import DrGRPOLoss
+from losses.dro import DROLoss
 from losses.grpo import GRPOLoss
+from losses.gspo import GSPOLoss
+from losses.importance_sampling import ImportanceSamplingLoss
+from losses.ppo import PPOLoss
+from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
+from losses.rloo import RLOOLoss
 from rl.config.tree import is_node
 from rl.loop import Loop
 from rl.rollouts.renderer import RendererConfig
 from rl.weights.store import WeightStore
 
 DOCS = Path(__file__).parent.parent / "docs"
-LOSSES = (GRPOLoss, CrossEntropyLoss)
+LOSSES = (
+    GRPOLoss, PPOLoss, DrGRPOLoss, DAPOLoss, GSPOLoss, CISPOLoss, RLOOLoss, ReinforcePlusPlusLoss,
+    ImportanceSamplingLoss, DROLoss, CrossEntropyLoss,
+)  # fmt: skip
 
 
 def fields_of(config, *, prefix):

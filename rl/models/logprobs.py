@@ -49,6 +49,9 @@ class Gather:
 Split = VocabularyShard | Gather | None
 """How logits are split over ranks, and what is to be done about it; None where they are whole."""
 
+ChunkLogprobs = Callable[[Tensor, Tensor, Tensor, Tensor, Split, bool], tuple[Tensor, Tensor]]
+"""`logprobs_of_chunk`, or a compiled form of it."""
+
 
 def token_logprobs(
     hidden_TE: Tensor,
@@ -58,7 +61,8 @@ def token_logprobs(
     temperatures_T: Tensor,
     chunk_tokens: int | None = None,
     loss_parallel: bool = True,
-    chunk_logprobs: Callable[[Tensor, Tensor, Tensor, Tensor, Split], tuple[Tensor, Tensor]] | None = None,
+    chunk_logprobs: ChunkLogprobs | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target under `softmax(hidden @ weight.T / temperature)`, and the entropy of that.
 
@@ -73,9 +77,10 @@ def token_logprobs(
             and, by computing them again, in the backward.
         loss_parallel: leave each rank its part of the vocabulary; False gathers the logits.
         chunk_logprobs: a compiled form of `logprobs_of_chunk`.
+        entropy_gradient: let the entropy have a gradient; the backward may then take more memory.
 
     Returns:
-        [T] float32 nats with gradient, and [T] float32 nats without.
+        [T] float32 nats with gradient, and [T] float32 nats, with gradient if that is asked for.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for no chunks")
@@ -83,11 +88,11 @@ def token_logprobs(
     hidden_TE, weight, split = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     num_tokens = targets_T.numel()
     if chunk_tokens is None or num_tokens <= chunk_tokens:
-        return compute(hidden_TE, weight, targets_T, temperatures_T, split)
+        return compute(hidden_TE, weight, targets_T, temperatures_T, split, entropy_gradient)
     chunks = zip(*(x.split(chunk_tokens) for x in (hidden_TE, targets_T, temperatures_T)), strict=True)
     parts = [
         checkpoint(
-            compute, hidden, weight, targets, temperatures, split,
+            compute, hidden, weight, targets, temperatures, split, entropy_gradient,
             use_reentrant=False, preserve_rng_state=False,
         )
         for hidden, targets, temperatures in chunks
@@ -133,20 +138,48 @@ def _split(weight_VE: DTensor, *, loss_parallel: bool) -> Split:
 
 
 def logprobs_of_chunk(
-    hidden_CE: Tensor, weight: Tensor, targets_C: Tensor, temperatures_C: Tensor, split: Split
+    hidden_CE: Tensor,
+    weight: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    split: Split,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """What `token_logprobs` returns, of plain tensors of which all fits into memory."""
     logits_CV = F.linear(hidden_CE, weight)
     if isinstance(split, VocabularyShard):
-        return _ShardedLogprobs.apply(logits_CV, targets_C, temperatures_C, split.first_row, split.group)
+        return _ShardedLogprobs.apply(
+            logits_CV, targets_C, temperatures_C, split.first_row, split.group, entropy_gradient
+        )
     if split is not None:
         logits_CV = _gather_vocabulary(logits_CV, split)
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
     # Not a view, as gather and squeeze would be: FSDP2 warns of views that leave the model.
     logprobs_C = -F.nll_loss(logprobs_CV, targets_C, reduction="none")
+    if entropy_gradient:
+        return logprobs_C, _Entropy.apply(logprobs_CV)
     with torch.no_grad():
-        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
-    return logprobs_C, entropy_C
+        return logprobs_C, _entropy(logprobs_CV)
+
+
+def _entropy(logprobs_CV: Tensor) -> Tensor:
+    return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+
+
+class _Entropy(torch.autograd.Function):
+    """Of logprobs [C, V], which are all that it keeps for the backward: autograd would keep two more."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_CV: Tensor) -> Tensor:
+        ctx.save_for_backward(logprobs_CV)
+        return _entropy(logprobs_CV)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (logprobs_CV,) = ctx.saved_tensors
+        grad_CV: Tensor = logprobs_CV.exp()
+        grad_CV.addcmul_(grad_CV, logprobs_CV)
+        return grad_CV.mul_(-grads[0].unsqueeze(1))
 
 
 class _ShardedLogprobs(torch.autograd.Function):
@@ -154,7 +187,13 @@ class _ShardedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_CW: Tensor, targets_C: Tensor, temperatures_C: Tensor, first_row: int, group: str
+        ctx: Any,
+        logits_CW: Tensor,
+        targets_C: Tensor,
+        temperatures_C: Tensor,
+        first_row: int,
+        group: str,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
         maxima_C = all_reduce(scaled_CW.amax(-1), "max", group)
@@ -169,22 +208,37 @@ class _ShardedLogprobs(torch.autograd.Function):
         )
         total_C, weighted_C, target_C = all_reduce(torch.stack(parts), "sum", group).unbind(0)
         log_total_C = total_C.log()
-        ctx.save_for_backward(logits_CW, targets_C, temperatures_C, maxima_C + log_total_C)
-        ctx.first_row = first_row
         logprobs_C, entropy_C = target_C - log_total_C, log_total_C - weighted_C / total_C
-        ctx.mark_non_differentiable(entropy_C)
+        saved = (logits_CW, targets_C, temperatures_C, maxima_C + log_total_C)
+        ctx.save_for_backward(*saved, *((entropy_C,) if entropy_gradient else ()))
+        ctx.first_row = first_row
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_C)
         return logprobs_C, entropy_C
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_CW, targets_C, temperatures_C, log_normalizer_C = ctx.saved_tensors
+        logits_CW, targets_C, temperatures_C, log_normalizer_C, *entropy = ctx.saved_tensors
+        logprobs_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
+        logprobs_CW -= log_normalizer_C.unsqueeze(1)
+        # d entropy / d logit = -probability (logprob + entropy), over the temperature.
+        of_entropy = None
+        if entropy:
+            of_entropy = logprobs_CW + entropy[0].unsqueeze(1)
+            of_entropy *= grads[1].unsqueeze(1)
         # d logprob / d logit = (1 if target else 0) - probability, over the temperature.
-        grad_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
-        grad_CW = grad_CW.sub_(log_normalizer_C.unsqueeze(1)).exp_().neg_()
+        grad_CW = logprobs_CW.exp_().neg_()
+        if of_entropy is not None:
+            of_entropy *= grad_CW
         rows_C, is_here_C = _local_rows(targets_C, ctx.first_row, logits_CW.size(1))
         grad_CW.scatter_add_(1, rows_C.unsqueeze(1), is_here_C.float().unsqueeze(1))
-        grad_CW *= (grads[0] / temperatures_C).unsqueeze(1)
-        return grad_CW.to(logits_CW.dtype), None, None, None, None
+        if of_entropy is None:
+            grad_CW *= (grads[0] / temperatures_C).unsqueeze(1)
+        else:
+            grad_CW *= grads[0].unsqueeze(1)
+            grad_CW += of_entropy
+            grad_CW /= temperatures_C.unsqueeze(1)
+        return grad_CW.to(logits_CW.dtype), None, None, None, None, None
 
 
 def _local_rows(targets_C: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,13 @@
-"""Advantages of a batch (replaced when the losses are merged)."""
+"""From rewards to advantages: what is taken off, what it is divided by, and which tokens get it.
+
+Shape legend: P groups of a batch (one prompt each), G samples of a group, C tokens of a sample that the model
+produced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,13 +16,148 @@ import numpy as np
 
 @dataclass(kw_only=True, slots=True)
 class Advantage:
-    baseline: Literal["group_mean"] = "group_mean"
+    """A = (value - baseline) / scale, of all samples of a batch.
+
+    With `credit` "sequence" a value is the sum of a sample's rewards, one number that all of its tokens get.
+    With "token" each token has its own, the discounted sum of the rewards at it and after it. Means and
+    standard deviations are over such values: of samples in the first case, of tokens in the second, where a
+    long sample counts for more.
+
+    The default is GRPO's (arXiv 2402.03300, section 4.1.2) without the division, which Dr. GRPO
+    (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std" divides as
+    GRPO does; "leave_one_out" is RLOO's (arXiv 2402.14740); "batch_mean" with "batch_std" and `credit`
+    "token" is REINFORCE++ (arXiv 2501.03262), "group_mean" with "batch_std" its form with a baseline.
+
+    Against a baseline of its group, a group in which all samples have the same sum of rewards gets exact
+    zeros. Where all values are equal a baseline leaves exact zeros, and a scale changes nothing.
+
+    Raises:
+        ValueError: when made or called, if a field is out of range or has no effect; when called, if a reward
+            is not finite.
+    """
+
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
+    """What is taken off: the mean over the group, the group's other samples or the batch; or nothing."""
+    scale: Literal["none", "group_std", "batch_std"] = "none"
+    """What the rest is divided by: nothing, or its standard deviation over the group or the batch."""
     credit: Literal["sequence", "token"] = "sequence"
+    """Who gets a reward: all tokens of the sample, or those before it and at it."""
+    discount: float = 1.0
+    """What a reward counts for one token earlier; with credit "token" alone."""
+    eps: float = 1e-6
+    """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps={self.eps}: must be at least 0 and finite")
+        if not 0 < self.discount <= 1:
+            raise ValueError(f"discount={self.discount}: must be above 0 and at most 1")
+        if self.discount != 1 and self.credit != "token":
+            raise ValueError(
+                f"discount={self.discount} has no effect with credit={self.credit!r}: must be 1, or credit "
+                "'token'"
+            )
 
     def __call__(self, rewards_PG: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        out = []
-        for group in rewards_PG:
-            r = np.array([x.sum() for x in group])
-            a = np.zeros(len(r)) if len(r) == 0 or np.ptp(r) == 0 else r - r.mean(dtype=np.float64)
-            out.append([np.full(len(x), v, dtype=np.float32) for x, v in zip(group, a, strict=True)])
-        return out
+        """[P][<=G][C] float32 advantages of the tokens.
+
+        Args:
+            rewards_PG: [P][<=G][C] float64, what each token earned: a sample's reward at its last token, a
+                turn's at the turn's last token, a penalty by token everywhere. A sample without tokens
+                counts in no mean.
+        """
+        self.__post_init__()  # A field may have been edited since.
+        _check_finite(rewards_PG)
+        values_PG = [[self._values(rewards_C) for rewards_C in group_G] for group_G in rewards_PG]
+        centered_PG = self._centered(values_PG)
+        if self.baseline in ("group_mean", "leave_one_out"):
+            centered_PG = [
+                [np.zeros_like(values) for values in values_G] if _has_equal_sums(rewards_G) else values_G
+                for values_G, rewards_G in zip(centered_PG, rewards_PG, strict=True)
+            ]
+        return [
+            [
+                np.broadcast_to(values.astype(np.float32), rewards_C.shape).copy()
+                for values, rewards_C in zip(values_G, rewards_G, strict=True)
+            ]
+            for values_G, rewards_G in zip(self._scaled(centered_PG), rewards_PG, strict=True)
+        ]
+
+    def _values(self, rewards_C: np.ndarray) -> np.ndarray:
+        """[1] of the sample, or [C] of its tokens; [0] of a sample without tokens."""
+        rewards_C = rewards_C.astype(np.float64)
+        if self.credit == "sequence":
+            return rewards_C.sum(keepdims=True)[: len(rewards_C)]
+        return returns_to_go(rewards_C, discount=self.discount)
+
+    def _centered(self, values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+        if self.baseline == "none":
+            return values_PG
+        if self.baseline == "batch_mean":
+            mean = _mean(_joined(group for group_G in values_PG for group in group_G))
+            return [[values - mean for values in values_G] for values_G in values_PG]
+        if self.baseline == "group_mean":
+            means_P = [_mean(_joined(values_G)) for values_G in values_PG]
+            return [
+                [values - mean for values in values_G]
+                for values_G, mean in zip(values_PG, means_P, strict=True)
+            ]
+        return [_leave_one_out(values_G) for values_G in values_PG]
+
+    def _scaled(self, values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+        if self.scale == "none":
+            return values_PG
+        if self.scale == "batch_std":
+            std = self._std(_joined(group for group_G in values_PG for group in group_G))
+            return [[values / std for values in values_G] for values_G in values_PG]
+        return [[values / self._std(_joined(values_G)) for values in values_G] for values_G in values_PG]
+
+    def _std(self, values: np.ndarray) -> float:
+        """Bessel-corrected, as in the reference implementations, with eps; 1 where nothing varies."""
+        if len(values) < 2 or np.ptp(values) == 0:
+            return 1.0
+        return float(values.std(ddof=1)) + self.eps
+
+
+def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray:
+    """[C] float64, of each token the sum over k of discount^k times the reward k tokens later."""
+    if discount == 1:
+        return np.cumsum(rewards_C[::-1])[::-1]
+    returns_C = rewards_C.astype(np.float64)
+    for t in range(len(returns_C) - 2, -1, -1):
+        returns_C[t] += discount * returns_C[t + 1]
+    return returns_C
+
+
+def _leave_one_out(values_G: list[np.ndarray]) -> list[np.ndarray]:
+    """Each sample's values less the mean of the other samples' values; zeros where there are no others."""
+    total, count = sum(v.sum() for v in values_G), sum(map(len, values_G))
+    return [
+        values - (total - values.sum()) / (count - len(values))
+        if count > len(values)
+        else np.zeros_like(values)
+        for values in values_G
+    ]
+
+
+def _mean(values: np.ndarray) -> float:
+    """Exact where all are equal, so that nothing is left of them; 0 of none."""
+    if not len(values):
+        return 0.0
+    return float(values[0] if np.ptp(values) == 0 else values.mean())
+
+
+def _joined(values: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *values])
+
+
+def _has_equal_sums(rewards_G: Sequence[np.ndarray]) -> bool:
+    sums = [float(rewards_C.sum()) for rewards_C in rewards_G if len(rewards_C)]
+    return not sums or max(sums) == min(sums)
+
+
+def _check_finite(rewards_PG: Sequence[Sequence[np.ndarray]]) -> None:
+    for p, rewards_G in enumerate(rewards_PG):
+        for g, rewards_C in enumerate(rewards_G):
+            if not np.isfinite(rewards_C).all():
+                raise ValueError(f"group {p}, sample {g}: a reward is not finite: {rewards_C}")

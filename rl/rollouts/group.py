@@ -11,6 +11,7 @@ from rl.clock import BusyClock, now_s
 from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.grading import ScoredRollout, scored
+from rl.rollouts.overlong import OverlongPunishment
 from rl.types import Problem, Rollout, SamplingParams, Score
 
 
@@ -40,6 +41,7 @@ class RolloutWorker:
     """Of every group; the seed is each group's own."""
     seed: int
     """Of the run."""
+    overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
@@ -52,6 +54,7 @@ class RolloutWorker:
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.scorer.score([rollouts])
+        scores = [self._without_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
         return Group(
             number=number,
             rollouts=rollouts,
@@ -59,3 +62,11 @@ class RolloutWorker:
             scored=scored(rollouts, scores),
             generated_at=generated_at,
         )
+
+    def _without_overlong(self, rollout: Rollout, score: Score) -> Score:
+        """With what its last reply's length takes off; a failed score stays one."""
+        if not self.overlong.enable:
+            return score
+        num_tokens, max_tokens = len(rollout.completion.token_ids), self.sampling.max_tokens
+        punishment = self.overlong(num_tokens, max_tokens=max_tokens)
+        return replace(score, reward=score.reward + punishment, parts={**score.parts, "overlong": punishment})

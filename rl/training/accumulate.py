@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from losses.ops import drawn_tokens
-from losses.types import Loss, LossInputs, LossOutput
+from losses.types import Loss, LossInputs, LossOutput, uses_entropy
 from rl.distributed.reductions import reduce_sums_and_maxima
 from rl.rollouts.packing import PackedBatch
 from rl.training.errors import NonFiniteLossError
@@ -74,8 +74,8 @@ class StepState:
         return non_finite(what, policy_version=policy_version, samples=self.samples, folder=folder)
 
 
-def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
-    """What a loss takes, of a batch and the policy's logprobs of it."""
+def loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
+    """What a loss takes, of a batch and what the policy says of it; the entropy where it asks for that."""
     return LossInputs(
         logprobs=logprobs_T,
         generator_logprobs=batch.generator_logprobs,
@@ -85,18 +85,19 @@ def loss_inputs(batch: PackedBatch, logprobs_T: Tensor) -> LossInputs:
         num_sequences=batch.num_sequences,
         reference_logprobs=batch.reference_logprobs,
         proximal_logprobs=batch.proximal_logprobs,
+        entropy=entropy_T,
     )
 
 
 def backward(
-    batch: PackedBatch, logprobs_T: Tensor, *, loss: Loss, step: StepState
+    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, *, loss: Loss, step: StepState
 ) -> tuple[LossInputs, LossOutput]:
     """Add the gradient of the batch's loss to what the step has.
 
     Raises:
         ValueError: the loss asks for a denominator where an earlier one of the step did not.
     """
-    inputs = loss_inputs(batch, logprobs_T)
+    inputs = loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
     output = loss(inputs)
     step.check_denominator(output.denominator)
     # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from losses.types import Loss
+from losses.types import Loss, uses_entropy
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import (
     World,
@@ -39,7 +39,7 @@ from rl.training.garbage import GarbageCollector
 from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
 from rl.training.optimizer import Optimizer
 from rl.training.place import Place
-from rl.training.reference import make_reference, with_reference
+from rl.training.reference import make_reference, there, with_reference
 from rl.training.schedule import LRSchedule
 from rl.training.starting_weights import StartingWeights
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
@@ -125,8 +125,7 @@ class TrainingEngine(Configurable):
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
 
         Raises:
-            ValueError: for no samples, one that does not fit a micro-batch, or a loss that
-                asks for a denominator where an earlier one of this step did not.
+            ValueError: no samples, one that fits no micro-batch, or losses with and without a denominator.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         started = time.perf_counter()
@@ -138,9 +137,9 @@ class TrainingEngine(Configurable):
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
             for batch in with_reference(batches, reference=self.reference, loss=loss):
                 batch = batch.to(self.device)
-                logprobs_T, entropy_T = self.policy.forward(batch)
+                logprobs_T, entropy_T = self.policy.forward(batch, entropy_gradient=uses_entropy(loss))
                 self.experts.count(self.policy.real_tokens(batch))
-                sums.add(*backward(batch, logprobs_T, loss=loss, step=self._step), entropy_T)
+                sums.add(*backward(batch, logprobs_T, entropy_T, loss=loss, step=self._step), entropy_T)
             totals = sums.reduce(mesh=self.mesh)
             expert_load = self.experts.reduce()
             self._step.add(samples=samples, denominator=totals.denominator)
@@ -155,8 +154,7 @@ class TrainingEngine(Configurable):
             params: replaces settings for this step; its `lr` replaces the schedule's.
 
         Raises:
-            ValueError: nothing is accumulated, no token was valid, or a setting is out of
-                range; nothing was updated and the gradient is still there.
+            ValueError: nothing is accumulated, no token was valid, or a setting is out of range; all stays.
             NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated.
         """
         started = time.perf_counter()
@@ -189,6 +187,11 @@ class TrainingEngine(Configurable):
         """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
         with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
+
+    def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """The same, of the frozen reference policy; raises ValueError where reference.enable is False."""
+        with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
+            return there(self.reference).logprobs(samples) if samples else []
 
     def save_checkpoint(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from losses.grpo import GRPOLoss
-from losses.types import Loss
+from losses.types import Loss, uses_entropy
 from rl.config.configurable import Configurable
 from rl.config.tree import check_fields
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
@@ -68,7 +68,8 @@ class EngineConfig(Configurable.Config):
             world_size=world_size,
             device_type=device.type,
         )
-        check_reference(self.reference, loss=self.loss)
+        # Somebody may ask for its logprobs, whatever the loss.
+        check_reference(self.reference, loss=self.loss, kl_in_reward=self.reference.enable)
         check_sequence_length(spec, self.training)
         self.check_model(spec)
         check_trainers_machine(self, spec, device=device, tensor_parallel_degree=degrees.tp)
@@ -87,6 +88,7 @@ class EngineConfig(Configurable.Config):
             optimizer=self.optimizer,
             activation_checkpoint=self.activation_checkpoint,
             reference=self.reference.enable,
+            entropy_gradient=uses_entropy(self.loss),
             converters=ModelConverters(
                 self.converters, spec=spec, degrees=degrees, device=torch.device("meta")
             ),

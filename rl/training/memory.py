@@ -81,6 +81,8 @@ class MemoryOptions:
     optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     reference: bool = False
+    entropy_gradient: bool = False
+    """Whether the loss uses it (`losses.types.uses_entropy`)."""
     converters: ModelConverters | None = None
     """Made for this estimate alone."""
 
@@ -119,7 +121,7 @@ def estimate(
         # Embedding, the last norm's input and its result.
         activations=activations + 4 * num_tokens * model.dim * computed,
         recomputed=recomputed,
-        logits=_logits(module, degrees=degrees, training=training, parallelism=options.parallelism),
+        logits=_logits(module, degrees=degrees, training=training, options=options),
         reduced=is_sharded * counts.root.trained * (computed + _size(training.reduce_dtype)),
         step=kept_on_device * _step(counts, options.optimizer) * stored,
         merged=kept_on_device * _merged(counts, stored=stored),
@@ -216,20 +218,23 @@ def _activations(
     return num_full * block.input + (num_layers - num_full) * block.whole, is_last * block.whole
 
 
-def _logits(
-    module: Qwen3, *, degrees: Degrees, training: TrainingConfig, parallelism: ParallelismConfig
-) -> int:
+def _logits(module: Qwen3, *, degrees: Degrees, training: TrainingConfig, options: MemoryOptions) -> int:
     """The logits themselves, and three times in float32: their log-softmax, its exponential, its product
-    with that for the entropy. When only their gradient is left, that of the head's weight."""
+    with that for the entropy. Where the entropy has a gradient, four times in float32 in the backward: the
+    log-softmax, its two gradients and their sum. When only their gradient is left, that of the weight."""
     computed = _size(training.param_dtype)
     num_all = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     num_tokens = min(num_all, training.logits_chunk_tokens or num_all)
     vocab_size, dim = module.config.vocab_size, module.config.dim
     own = vocab_size // degrees.tp
-    if parallelism.loss_parallel or degrees.tp == 1:
-        logits = num_tokens * own * (computed + 3 * FLOAT32)
+    is_split = options.parallelism.loss_parallel and degrees.tp > 1
+    each = computed + 3 * FLOAT32
+    if options.entropy_gradient and not is_split:
+        each = max(each, 4 * FLOAT32)
+    if options.parallelism.loss_parallel or degrees.tp == 1:
+        logits = num_tokens * own * each
     else:
-        logits = num_tokens * (own * computed + vocab_size * (computed + 3 * FLOAT32))
+        logits = num_tokens * (own * computed + vocab_size * each)
     weight = module.embed_tokens.weight if module.lm_head is None else module.lm_head.weight
     has_adapter = module.lm_head_lora is not None
     if not weight.requires_grad and not has_adapter:

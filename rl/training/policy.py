@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -40,6 +40,9 @@ from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
 
 logger = logging.getLogger(__name__)
+
+TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Logprobs and entropies of hidden states and the head's weight."""
 
 
 class Policy:
@@ -129,43 +132,36 @@ class Policy:
             num_ranks=self.data_rank.count,
         )
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Logprob of each target, [T] float32 with gradient, and entropy, [T] float32 without; nats."""
+    def forward(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprob of each target, [T] float32 with gradient, and entropy, [T] float32; nats. The entropy
+        has a gradient if that is asked for."""
         if self.context is None:
-            return self._forward(
-                batch.input_ids, batch.positions, batch.targets, batch.temperatures, batch.sequences
-            )
+            head = self._head(batch.targets, batch.temperatures, entropy_gradient)
+            return self._forward(batch.input_ids, batch.positions, batch.sequences, head)
         num_tokens = batch.input_ids.numel()
         mine_t = self.context.token_indices(num_tokens).to(self.device)
         share = SequenceShare.from_lengths(batch.all_lengths, context=self.context, device=self.device)
-        values = self._forward(
-            batch.input_ids[mine_t],
-            batch.positions[mine_t],
-            batch.targets[mine_t],
-            batch.temperatures[mine_t],
-            share,
-        )
+        head = self._head(batch.targets[mine_t], batch.temperatures[mine_t], entropy_gradient)
+        values = self._forward(batch.input_ids[mine_t], batch.positions[mine_t], share, head)
         places_T = self.context.places(num_tokens).to(self.device)
         logprobs_T, entropy_T = (self.context.gather(value_t, places_T) for value_t in values)
         return logprobs_T, entropy_T
 
-    def _forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        temperatures: Tensor,
-        sequences: SequenceLayout | Segments,
-    ) -> tuple[Tensor, Tensor]:
-        """Of this rank's tokens."""
-        head = partial(
+    def _head(self, targets_T: Tensor, temperatures_T: Tensor, entropy_gradient: bool) -> TokenHead:
+        return partial(
             token_logprobs,
-            targets_T=targets,
-            temperatures_T=temperatures,
+            targets_T=targets_T,
+            temperatures_T=temperatures_T,
             chunk_tokens=self.training.logits_chunk_tokens,
             loss_parallel=self._loss_parallel,
             chunk_logprobs=self._chunk_logprobs,
+            entropy_gradient=entropy_gradient,
         )
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, sequences: SequenceLayout | Segments, head: TokenHead
+    ) -> tuple[Tensor, Tensor]:
+        """Of this rank's tokens."""
         return call_in_dtype(
             self.model, self._param_dtype, input_ids, positions=positions, sequences=sequences, head=head
         )

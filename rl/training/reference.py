@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from losses.types import Loss
@@ -18,6 +19,7 @@ from rl.models.buffers import persistent_buffers
 from rl.rollouts.packing import PackedBatch
 from rl.training.config import TrainingConfig
 from rl.training.policy import Policy
+from rl.types import TrainingSample
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,10 +31,17 @@ class ReferenceConfig:
     more forward a step and, on each rank, the parameters' size in param_dtype."""
 
 
-def check_reference(config: ReferenceConfig, *, loss: Loss) -> None:
-    """Raise ValueError if the loss needs a reference policy and there is none, or the other way round."""
+def check_reference(config: ReferenceConfig, *, loss: Loss, kl_in_reward: bool = False) -> None:
+    """Raise ValueError if something needs a reference policy and there is none, or the other way round.
+
+    `kl_in_reward`: rewards are reduced by a KL divergence from it, whatever the loss.
+    """
     uses = getattr(loss, "uses_reference", False)
-    if config.enable and not uses:
+    if kl_in_reward and not config.enable:
+        raise ValueError(
+            "a KL divergence in the reward needs the reference policy: reference.enable must be True"
+        )
+    if config.enable and not uses and not kl_in_reward:
         raise ValueError(
             f"reference.enable=True has no effect with loss {type(loss).__name__}, which has no KL term: "
             "must be False, or a loss that has one"
@@ -92,6 +101,17 @@ class ReferencePolicy:
             attached.append(batch)
         self._policy.release()
         return attached
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        """As `Policy.logprobs`."""
+        return self._policy.logprobs(samples)
+
+
+def there(reference: ReferencePolicy | None) -> ReferencePolicy:
+    """The reference policy; raises ValueError where there is none."""
+    if reference is None:
+        raise ValueError("there is no reference policy to ask: reference.enable is False, and must be True")
+    return reference
 
 
 def make_reference(

@@ -149,6 +149,13 @@ def test_logprobs_of_two_ranks_are_those_of_one_and_of_the_generator(running):
     assert_close(logprobs, drawn, atol=1e-4)
 
 
+def test_a_learner_without_a_reference_policy_says_so(running):
+    with pytest.raises(
+        ActorCallError, match=r"there is no reference policy to ask: reference\.enable is False"
+    ):
+        running.run(running.learner.compute_reference_logprobs(running.samples))
+
+
 def test_a_loaded_checkpoint_brings_back_weights_and_version_to_all_ranks_and_the_generator(
     running, tmp_path
 ):

@@ -11,6 +11,7 @@ import torch
 from actors.trainer import PolicyTrainer, PushGate
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.tokenizer import build_byte_tokenizer
+from rl.training.reference import ReferenceConfig
 from rl.types import TrainingSample
 from rl.weights.errors import WeightTimeoutError
 from rl.weights.files import FileWeightStore
@@ -48,7 +49,7 @@ def spawn_trainer(meshes, mesh, *, store, folder, assets):
     trainer = mesh.spawn(
         "policy_trainer",
         PolicyTrainer,
-        config=PolicyTrainer.Config(),
+        config=PolicyTrainer.Config(reference=ReferenceConfig(enable=True)),
         model_spec=SPEC,
         store=store,
         failure_folder=str(folder),
@@ -79,6 +80,8 @@ async def push_while_the_store_stands_still(trainer, store_pid):
     assert (await push).policy_version == 0
     assert (await step).policy_version == 1
     assert not np.array_equal((await after)[0], logprobs[0])
+    of_reference = await _call(trainer.compute_reference_logprobs.call_one([SAMPLE]))
+    assert np.array_equal(of_reference[0], logprobs[0])
 
 
 @pytest.mark.medium

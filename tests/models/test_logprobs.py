@@ -64,6 +64,48 @@ def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
         torch.testing.assert_close(ours, theirs)
 
 
+def entropy_of(hidden, weight, given):
+    """By autograd, of whole logits."""
+    logprobs = (hidden @ weight.T / given["temperatures_T"][:, None]).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def of_both(values):
+    """Something whose gradient each logprob and each entropy has a part of its own in."""
+    logprobs, entropy = values
+    return (logprobs * torch.arange(T)).sum() + (entropy * (1 - torch.arange(T))).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 5, 100])
+def test_entropy_has_its_gradient_on_request(chunk_tokens):
+    hidden, weight, given = inputs()
+    values = token_logprobs(hidden, weight, **given, chunk_tokens=chunk_tokens, entropy_gradient=True)
+    plain = token_logprobs(hidden, weight, **given, chunk_tokens=chunk_tokens)
+    assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
+    assert not plain[1].requires_grad
+    expected = entropy_of(hidden, weight, given)
+    torch.testing.assert_close(values[1], expected)
+    of_entropy = torch.autograd.grad(values[1].square().sum(), (hidden, weight), retain_graph=True)
+    by_autograd = torch.autograd.grad(expected.square().sum(), (hidden, weight), retain_graph=True)
+    for ours, theirs in zip(of_entropy, by_autograd, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    together = torch.autograd.grad(of_both(values), (hidden, weight))
+    for ours, theirs in zip(
+        together, torch.autograd.grad(of_both((plain[0], expected)), (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_entropy_of_a_distribution_that_is_nearly_certain_has_a_finite_gradient():
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[500.0], [0.0]])
+    _, entropy = token_logprobs(
+        hidden, weight, targets_T=torch.tensor([0]), temperatures_T=torch.ones(1), entropy_gradient=True
+    )
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert (entropy.item(), gradient.item()) == (0.0, 0.0)
+
+
 def test_bfloat16_logits_are_normalised_in_float32():
     hidden, weight, given = inputs(requires_grad=False)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
@@ -151,7 +193,11 @@ def sharded_rank(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     hidden, weight, given = inputs()
     expected = token_logprobs(hidden, weight, **given)
-    expected_gradients = torch.autograd.grad((expected[0] * torch.arange(T)).sum(), (hidden, weight))
+    expected_gradients = torch.autograd.grad(
+        (expected[0] * torch.arange(T)).sum(), (hidden, weight), retain_graph=True
+    )
+    both = (expected[0], entropy_of(hidden, weight, given))
+    expected_of_both = torch.autograd.grad(of_both(both), (hidden, weight))
     placements = {"tokens": Shard(0), "replicated": Replicate(), "plain": None}
     cases = itertools.product(placements.items(), (Shard(0), Replicate()), (None, 5), (True, False))
     for (name, placement), weight_placement, chunk_tokens, loss_parallel in cases:
@@ -168,6 +214,11 @@ def sharded_rank(rank: int, folder: str) -> None:
         for a, b in zip((*values, *whole), (*expected, *expected_gradients), strict=True):
             torch.testing.assert_close(a, b, msg=case)
         assert not values[1].requires_grad
+        values = token_logprobs(ours, rows, **given, **settings, entropy_gradient=True)
+        gradients = torch.autograd.grad(of_both(values), (ours, rows))
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+        for a, b in zip((*values, *whole), (*expected, *expected_of_both), strict=True):
+            torch.testing.assert_close(a, b, msg=f"with entropy: {case}")
         if chunk_tokens is None:
             # Of a token 9 logits; split they are 5 on a rank, and gathered 10, of which one is padding.
             is_split = weight_placement == Shard(0)

@@ -1,26 +1,168 @@
+import itertools
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
-from rl.rollouts.advantage import GroupAdvantage
+from rl.rollouts.advantage import Advantage, returns_to_go
 
 
-def test_mean_normalization_subtracts_the_groups_mean():
-    assert GroupAdvantage()(np.array([1.0, 0.0, 0.0, 1.0])).tolist() == [0.5, -0.5, -0.5, 0.5]
+def final(*rewards, num_tokens=2):
+    """A group whose samples earn at their last token."""
+    return [np.array([0.0] * (num_tokens - 1) + [reward]) for reward in rewards]
 
 
-def test_mean_std_divides_by_the_bessel_corrected_deviation():
-    advantages = GroupAdvantage(normalization="mean_std", eps=0.0)(np.array([1.0, 0.0, 0.0]))
-    assert advantages == pytest.approx(np.array([2 / 3, -1 / 3, -1 / 3]) / np.sqrt(1 / 3))
+def by_sample(advantages_PG):
+    """One number a sample, where all of its tokens have the same."""
+    assert all(len(set(a.tolist())) == 1 for group in advantages_PG for a in group)
+    return [[float(a[0]) for a in group] for group in advantages_PG]
 
 
-@pytest.mark.parametrize("eps", [float("nan"), float("inf"), -1e-6])
-def test_an_eps_that_would_spoil_every_advantage_is_refused(eps):
-    with pytest.raises(ValueError, match=f"eps={eps}: must be at least 0 and finite"):
-        GroupAdvantage(eps=eps)
+def test_group_mean_is_taken_off_and_every_token_gets_the_rest():
+    advantages = Advantage()([final(1.0, 0.0, 0.0, 1.0), final(3.0, 1.0, num_tokens=5)])
+    assert by_sample(advantages) == [[0.5, -0.5, -0.5, 0.5], [1.0, -1.0]]
+    assert [[a.shape for a in group] for group in advantages] == [[(2,)] * 4, [(5,)] * 2]
+    assert {a.dtype for group in advantages for a in group} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize("normalization", ["mean", "mean_std"])
-def test_equal_rewards_give_exact_zeros(normalization):
-    # 0.1 has no exact mean in floating point: a naive difference would leave a residue.
-    advantages = GroupAdvantage(normalization=normalization)(np.array([0.1] * 7))
-    assert (advantages == 0).all()
+def test_default_has_the_bits_of_reward_minus_mean():
+    random = np.random.default_rng(0)
+    for size in range(2, 12):
+        rewards = random.normal(size=size)
+        expected = (rewards - rewards.mean()).astype(np.float32)
+        (group,) = Advantage()([final(*rewards, num_tokens=7)])
+        assert np.array_equal([a[0] for a in group], expected)
+
+
+def test_leave_one_out_compares_with_the_others_mean():
+    (group,) = by_sample(Advantage(baseline="leave_one_out")([final(1.0, 0.0, 2.0)]))
+    assert group == [1.0 - 1.0, 0.0 - 1.5, 2.0 - 0.5]
+
+
+def test_batch_mean_is_over_all_samples_of_all_groups():
+    advantages = by_sample(Advantage(baseline="batch_mean")([final(1.0, 0.0), final(5.0, 2.0, 2.0)]))
+    assert advantages == [[-1.0, -2.0], [3.0, 0.0, 0.0]]
+
+
+def test_without_baseline_rewards_are_advantages():
+    rewards = [np.array([0.5, 0.0, 2.0]), np.array([1.0])]
+    assert by_sample(Advantage(baseline="none")([rewards])) == [[2.5, 1.0]]
+
+
+def test_scales_are_bessel_corrected_deviations_of_what_the_baseline_left():
+    groups = [final(1.0, 0.0, 0.0), final(4.0, 2.0)]
+    by_group = by_sample(Advantage(scale="group_std", eps=0.0)(groups))
+    assert by_group[0] == pytest.approx(np.array([2 / 3, -1 / 3, -1 / 3]) / math.sqrt(1 / 3))
+    assert by_group[1] == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+    # Left are 2/3, -1/3, -1/3, 1, -1: squares 2/3 and 2, over 4.
+    by_batch = by_sample(Advantage(scale="batch_std", eps=0.0)(groups))
+    assert by_batch[0] == pytest.approx(np.array([2 / 3, -1 / 3, -1 / 3]) / math.sqrt((2 / 3 + 2) / 4))
+    assert by_batch[1] == pytest.approx(np.array([1, -1]) / math.sqrt((2 / 3 + 2) / 4))
+    with_eps = by_sample(Advantage(scale="group_std", eps=0.5)(groups))
+    assert with_eps[1] == pytest.approx([1 / (math.sqrt(2) + 0.5), -1 / (math.sqrt(2) + 0.5)])
+
+
+def test_returns_to_go_by_hand():
+    rewards = np.array([1.0, 0.0, -2.0, 4.0])
+    assert returns_to_go(rewards).tolist() == [3.0, 2.0, 2.0, 4.0]
+    assert returns_to_go(rewards, discount=0.5).tolist() == [
+        1.0 - 0.5 + 0.5,
+        0.0 - 1.0 + 1.0,
+        -2.0 + 2.0,
+        4.0,
+    ]
+    assert returns_to_go(np.zeros(0), discount=0.5).tolist() == []
+
+
+def test_credit_by_token_gives_a_token_what_comes_at_it_and_after_it():
+    # Two turns of two tokens: the first earns 1, the second 2; a penalty of 0.5 at the first token.
+    (group,) = Advantage(baseline="none", credit="token")([[np.array([-0.5, 1.0, 0.0, 2.0])]])
+    assert group[0].tolist() == [2.5, 3.0, 2.0, 2.0]
+    (group,) = Advantage(baseline="none", credit="token", discount=0.5)([[np.array([0.0, 1.0, 0.0, 2.0])]])
+    assert group[0].tolist() == [0.75, 1.5, 1.0, 2.0]
+
+
+def test_whitening_by_token_is_over_all_tokens_of_the_batch():
+    # REINFORCE++: returns 3, 2 and 1, 1, 1 and 0; their mean is 8 / 6.
+    groups = [[np.array([1.0, 2.0]), np.array([0.0, 0.0, 1.0])], [np.array([0.0])]]
+    advantages = Advantage(baseline="batch_mean", scale="batch_std", credit="token", eps=0.0)(groups)
+    returns = np.array([3.0, 2.0, 1.0, 1.0, 1.0, 0.0])
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    flat = np.concatenate([a for group in advantages for a in group])
+    np.testing.assert_allclose(flat, expected, rtol=1e-6)
+    assert [[len(a) for a in group] for group in advantages] == [[2, 3], [1]]
+
+
+def test_group_baselines_by_token_are_means_over_tokens():
+    group = [np.array([1.0, 2.0]), np.array([0.0, 0.0, 1.0])]  # returns 3, 2 and 1, 1, 1
+    (mean,) = Advantage(credit="token")([group])
+    np.testing.assert_allclose(np.concatenate(mean), np.array([3, 2, 1, 1, 1]) - 8 / 5, rtol=1e-6)
+    (others,) = Advantage(credit="token", baseline="leave_one_out")([group])
+    assert [a.tolist() for a in others] == [[2.0, 1.0], [-1.5, -1.5, -1.5]]
+
+
+BASELINES = ["group_mean", "leave_one_out", "batch_mean", "none"]
+SCALES = ["none", "group_std", "batch_std"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "credit"), list(itertools.product(BASELINES, SCALES, ["sequence", "token"]))
+)
+def test_equal_rewards_give_exact_zeros_against_a_baseline(baseline, scale, credit):
+    # 0.1 has no exact mean in floating point: a naive difference would leave a residue, and eps enlarge it.
+    settings: dict[str, Any] = {"baseline": baseline, "scale": scale, "credit": credit}
+    equal = final(*[0.1] * 7)
+    for group in Advantage(**settings)([equal, equal]):
+        for advantages in group:
+            expected = 0.1 if baseline == "none" else 0.0
+            assert advantages.tolist() == pytest.approx([expected] * 2, abs=0.0, rel=1e-6)
+    first, second = Advantage(**settings)([equal, final(1.0, 0.0)])
+    assert all(np.isfinite(a).all() for a in (*first, *second))
+    if baseline in ("group_mean", "leave_one_out"):
+        assert not np.concatenate(first).any()
+    assert np.concatenate(second).any()
+
+
+def test_equal_sums_of_turns_give_zeros_by_token_too():
+    # Each sample earns 1 in both of its turns: nothing tells them apart.
+    group = [np.array([1.0, 0.0, 1.0]), np.array([0.0, 1.0, 0.0, 1.0])]
+    (advantages,) = Advantage(credit="token")([group])
+    assert [a.tolist() for a in advantages] == [[0.0] * 3, [0.0] * 4]
+
+
+def test_a_sample_without_others_or_without_tokens_teaches_nothing():
+    assert by_sample(Advantage(baseline="leave_one_out")([final(2.0)])) == [[0.0]]
+    for baseline, credit in itertools.product(BASELINES, ["sequence", "token"]):
+        settings: dict[str, Any] = {"baseline": baseline, "scale": "group_std", "credit": credit}
+        (plain,) = Advantage(**settings)([final(1.0, 0.0)])
+        (group,) = Advantage(**settings)([[*final(1.0, 0.0), np.zeros(0)]])
+        assert [a.tolist() for a in group] == [*(a.tolist() for a in plain), []]
+        assert Advantage(**settings)([[]]) == [[]]
+    assert Advantage(baseline="batch_mean")([]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps": math.nan}, "eps=nan: must be at least 0 and finite"),
+        ({"eps": math.inf}, "eps=inf: must be at least 0 and finite"),
+        ({"eps": -1e-6}, "eps=-1e-06: must be at least 0 and finite"),
+        ({"discount": 0.0, "credit": "token"}, r"discount=0\.0: must be above 0"),
+        ({"discount": 1.5, "credit": "token"}, r"discount=1\.5: must be above 0 and at most 1"),
+        ({"discount": 0.9}, r"discount=0\.9 has no effect with credit='sequence'"),
+    ],
+)
+def test_settings_out_of_range_or_without_effect_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Advantage(**settings)
+    edited = Advantage()
+    for name, value in settings.items():
+        setattr(edited, name, value)
+    with pytest.raises(ValueError, match=message):
+        edited([final(1.0, 0.0)])
+
+
+def test_a_reward_that_is_not_finite_is_named():
+    with pytest.raises(ValueError, match="group 1, sample 0: a reward is not finite"):
+        Advantage()([final(1.0), final(math.nan)])

@@ -135,6 +135,9 @@ class FakePolicy:
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
 
+    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        return [np.full(len(s.token_ids), -0.5, dtype=np.float32) for s in samples]
+
     async def save_checkpoint(
         self,
         folder: str,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configs.sum_digits import qwen3_8b
+from losses.grpo import GRPOLoss
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
@@ -118,6 +119,8 @@ class Case:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     reshard: Literal["default", "always", "never"] = "default"
     reference: bool = False
+    entropy: bool = False
+    """The loss has a bonus for it."""
     converters: tuple[ModelConverter.Config, ...] = ()
     slow: bool = False
 
@@ -138,6 +141,7 @@ class Case:
             training=TrainingConfig(max_tokens_per_microbatch=self.shape.num_tokens, **self.training),
             activation_checkpoint=ActivationCheckpointConfig(**self.checkpoint),
             converters=self.converters,
+            loss=GRPOLoss(entropy_coef=0.1 if self.entropy else 0.0),
         )
         config.reference.enable = self.reference
         # As many rows for each expert: what the estimate is of.
@@ -165,6 +169,8 @@ CASES = {
     "parameters": Case(shape=PARAMETERS),
     "activations": Case(shape=ACTIVATIONS),
     "logits": Case(shape=LOGITS),
+    "logits bf16, entropy": Case(shape=LOGITS, training=BF16, entropy=True),
+    "logits TP2, entropy": Case(shape=LOGITS, degrees=TP2, entropy=True, slow=True),
     "mixed": Case(shape=MIXED),
     "parameters bf16": Case(shape=PARAMETERS, training=BF16),
     "activations bf16": Case(shape=ACTIVATIONS, training=BF16),
@@ -421,6 +427,13 @@ def test_parameters_gradients_and_state_are_counted_exactly():
     split = estimated(Case(shape=shape, degrees=FSDP2 | TP2))
     assert split.parameters == 4 * -(-numbers // 4)
     assert estimated(Case(shape=shape, reference=True, training=BF16)).reference == 2 * numbers
+
+
+def test_gradient_of_the_entropy_is_counted_where_it_takes_more():
+    numbers = LOGITS.num_tokens * LOGITS.vocab_size
+    assert estimated(CASES["logits bf16"]).logits == numbers * (2 + 3 * 4)
+    assert estimated(CASES["logits bf16, entropy"]).logits == numbers * 4 * 4
+    assert estimated(CASES["logits TP2, entropy"]).logits == numbers // 2 * 4 * 4
 
 
 def test_what_lora_freezes_has_neither_gradient_nor_state():

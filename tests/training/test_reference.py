@@ -16,6 +16,7 @@ from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.engine import TrainingEngine
 from rl.training.failures import read_batch, write_batch
+from rl.training.reference import ReferenceConfig, check_reference
 from tests.support.distributed import run_ranks
 from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
 from tests.support.loops import ListedTask
@@ -146,6 +147,32 @@ def test_weight_without_reference_and_reference_without_use_are_refused_before_t
         config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
 
 
+def test_kl_in_the_reward_needs_a_reference_policy_and_is_use_enough_for_one():
+    with pytest.raises(
+        ValueError, match=r"a KL divergence in the reward needs the reference policy: reference\."
+    ):
+        check_reference(ReferenceConfig(), loss=GRPOLoss(), kl_in_reward=True)
+    for loss in (GRPOLoss(), CrossEntropyLoss()):
+        check_reference(ReferenceConfig(enable=True), loss=loss, kl_in_reward=True)
+
+
+def test_logprobs_of_the_reference_policy_stay_those_of_the_start(assets):
+    engine = kl_engine(assets, kl_coef=0.0)
+    start = engine.compute_logprobs(SAMPLES)
+    engine.forward_backward(SAMPLES)
+    engine.optim_step()
+    moved = engine.compute_logprobs(SAMPLES)
+    answers = engine.compute_reference_logprobs(SAMPLES)
+    for answer, p, q in zip(answers, start, moved, strict=True):
+        assert answer.dtype == np.float32
+        np.testing.assert_array_equal(answer, p)
+        assert not np.array_equal(answer, q)
+    assert engine.compute_reference_logprobs([]) == []
+    without = kl_engine(assets, enable=False, kl_coef=0.0)
+    with pytest.raises(ValueError, match=r"there is no reference policy to ask: reference\.enable is False"):
+        without.compute_reference_logprobs(SAMPLES)
+
+
 def test_reference_logprobs_of_some_samples_alone_are_refused(assets):
     engine = kl_engine(assets)
     mixed = [SAMPLES[0], dataclasses.replace(SAMPLES[1], reference_logprobs=SAMPLES[1].generator_logprobs)]
@@ -220,7 +247,8 @@ def two_steps(assets, parallelism):
     engine.optim_step()
     second = engine.forward_backward(SAMPLES)
     kls = first.loss_metrics["kl"], second.loss_metrics["kl"]
-    return kls, second.loss_sum, whole_gradients(engine)
+    of_reference = np.concatenate(engine.compute_reference_logprobs(SAMPLES))
+    return kls, second.loss_sum, whole_gradients(engine), of_reference
 
 
 def two_steps_in_every_layout(assets):
@@ -229,10 +257,11 @@ def two_steps_in_every_layout(assets):
 
 @pytest.mark.medium
 def test_every_layout_has_the_kl_and_gradient_of_one_device(assets):
-    (zero, kl), loss_sum, expected = two_steps(assets, None)
+    (zero, kl), loss_sum, expected, of_reference = two_steps(assets, None)
     assert zero == 0.0
     for rank in run_ranks(two_steps_in_every_layout, 4, assets, timeout_s=200):
-        for name, (kls, rank_loss_sum, rank_gradients) in rank.items():
+        for name, (kls, rank_loss_sum, rank_gradients, answers) in rank.items():
+            np.testing.assert_allclose(answers, of_reference, atol=1e-4, err_msg=name)
             assert kls[0] == 0.0, name
             assert kls[1] == pytest.approx(kl, rel=1e-3), name
             assert rank_loss_sum == pytest.approx(loss_sum, rel=1e-4), name

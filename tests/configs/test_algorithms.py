@@ -1,0 +1,146 @@
+"""Each named algorithm is a config that can be laid out, and moves a policy towards what is rewarded."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from actors.checks import check_layout
+from configs import algorithms, sum_digits
+from losses.cross_entropy import CrossEntropyLoss
+from losses.dapo import DAPOLoss
+from losses.dr_grpo import DrGRPOLoss
+from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
+from rl.config.cli import parse_cli
+from rl.config.registry import ResolvedRun, registry_functions
+from rl.config.serialize import read_json, write_json
+from rl.config.tree import check_fields
+from rl.rollouts.advantage import Advantage
+from tests.training.parts import engine_config, make_sample, small_spec, write_assets
+
+NAMES = (
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "ppo", "importance_sampling", "dro",
+)  # fmt: skip
+
+
+def test_each_algorithm_has_a_tiny_run_and_there_is_no_other_config():
+    assert sorted(registry_functions(algorithms)) == sorted(f"tiny_{name}" for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_is_valid_and_survives_its_json(name, tmp_path):
+    config = getattr(algorithms, f"tiny_{name}")()
+    spec = dataclasses.replace(config.model, batch_invariant=config.batch_invariant)
+    check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
+    check_fields(config)
+    path = tmp_path / "config.json"
+    write_json(ResolvedRun(module="algorithms", function=f"tiny_{name}", config=config), path)
+    assert read_json(path).config == config
+
+
+def test_settings_of_losses_and_advantages_are_on_the_command_line():
+    argv = [
+        "--trainer.loss.clip_high", "0.3", "--trainer.loss.normalization", "constant",
+        "--trainer.loss.tokens_per_sequence", "32", "--trainer.loss.entropy_coef", "0.01",
+        "--loop.advantage.scale", "none", "--loop.advantage.baseline", "leave_one_out",
+    ]  # fmt: skip
+    config = parse_cli(argv, default_module="algorithms", default_config="tiny_dapo").config
+    assert config.trainer.loss == DAPOLoss(
+        clip_high=0.3, normalization="constant", tokens_per_sequence=32.0, entropy_coef=0.01
+    )
+    assert (config.loop.advantage.scale, config.loop.advantage.baseline) == ("none", "leave_one_out")
+    assert config.loop.equal_groups == "drop"
+
+
+def test_constant_of_dr_grpo_is_the_most_tokens_of_a_completion():
+    config = sum_digits.tiny()
+    config.loop.sampling.max_tokens = 17
+    assert algorithms.dr_grpo(config).trainer.loss == DrGRPOLoss(tokens_per_sequence=17)
+
+
+def test_kl_comes_with_its_reference_policy_and_only_to_a_policy_loss():
+    config = algorithms.with_kl(algorithms.reinforce_plus_plus_baseline(sum_digits.tiny()), coef=0.1)
+    assert config.trainer.loss == ReinforcePlusPlusLoss(kl_coef=0.1, kl_estimator="k3")
+    assert config.trainer.reference.enable
+    config.trainer.loss = CrossEntropyLoss()
+    with pytest.raises(ValueError, match="must be a policy loss, to have a KL term"):
+        algorithms.with_kl(config, coef=0.1)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+REWARDS = ((1.0, 0.0, 0.0, 1.0), (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
+GROUPS = [[make_sample(length=18, seed=10 * p + g, prompt_seed=p) for g in range(4)] for p in range(3)]
+
+
+def prepared(engine, advantage, rewards_PG):
+    """The samples as the policy itself would have drawn them, with their rewards' advantages."""
+    flat = [s for group in GROUPS for s in group]
+    drawn = iter(engine.compute_logprobs(flat))
+    advantages_PG = advantage(
+        [
+            [np.concatenate([np.zeros(int(s.mask.sum()) - 1), [reward]]) for s, reward in pairs]
+            for pairs in (zip(*pair, strict=True) for pair in zip(GROUPS, rewards_PG, strict=True))
+        ]
+    )
+    return [
+        [
+            dataclasses.replace(
+                sample,
+                generator_logprobs=np.where(sample.mask, next(drawn), np.nan).astype(np.float32),
+                advantages=np.concatenate([np.zeros(int((~sample.mask).sum()), np.float32), advantages]),
+            )
+            for sample, advantages in zip(group, advantages_G, strict=True)
+        ]
+        for group, advantages_G in zip(GROUPS, advantages_PG, strict=True)
+    ]
+
+
+def preference(engine):
+    """How much likelier rewarded samples are than others, nats a token, in the two groups that differ."""
+    values = [
+        [p[s.mask].mean() for p, s in zip(engine.compute_logprobs(group), group, strict=True)]
+        for group in GROUPS
+    ]
+    return sum(
+        (1 if reward else -1) * value
+        for value_G, reward_G in zip(values[:2], REWARDS[:2], strict=True)
+        for value, reward in zip(value_G, reward_G, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_policy_moves_towards_what_is_rewarded(assets, name):
+    config = getattr(algorithms, f"tiny_{name}")()
+    small = engine_config(max_tokens_per_microbatch=200)
+    small.loss, small.reference = config.trainer.loss, config.trainer.reference
+    engine = small.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    settings = {f.name: getattr(config.loop.advantage, f.name) for f in dataclasses.fields(Advantage)}
+    advantage = Advantage(**settings)
+    before = preference(engine)
+    for _ in range(4):
+        groups = prepared(engine, advantage, REWARDS)
+        engine.forward_backward([s for group in groups for s in group])
+        engine.optim_step()
+    assert preference(engine) > before + 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_rewards_give_no_gradient(assets, name):
+    """In one group; or, where the baseline is the batch's, in all."""
+    config = getattr(algorithms, f"tiny_{name}")()
+    small = engine_config(max_tokens_per_microbatch=200)
+    small.loss, small.reference = config.trainer.loss, config.trainer.reference
+    engine = small.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    settings = {f.name: getattr(config.loop.advantage, f.name) for f in dataclasses.fields(Advantage)}
+    is_of_group = settings["baseline"] in ("group_mean", "leave_one_out")
+    rewards = REWARDS if is_of_group else ((0.1,) * 4,) * 3
+    groups = prepared(engine, Advantage(**settings), rewards)
+    result = engine.forward_backward(groups[2])
+    assert result.num_valid_tokens == sum(int(s.mask.sum()) for s in groups[2])
+    # DRO's square pulls towards the logprobs that were recorded, whose last bits are of another packing.
+    assert engine.optim_step().grad_norm <= (1e-6 if name == "dro" else 0.0)

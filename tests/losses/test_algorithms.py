@@ -1,0 +1,178 @@
+"""Each algorithm's surrogate on numbers that are worked out by hand, and as the sums of Tinker's losses.
+
+Two sequences, of three tokens and of one, all drawn with probability 1/4 (q). Under the policy (p) their
+ratios are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from losses.cispo import CISPOLoss
+from losses.cross_entropy import CrossEntropyLoss
+from losses.dapo import DAPOLoss
+from losses.dr_grpo import DrGRPOLoss
+from losses.dro import DROLoss
+from losses.gspo import GSPOLoss
+from losses.importance_sampling import ImportanceSamplingLoss
+from losses.normalization import NormalizedLoss
+from losses.ppo import PPOLoss
+from losses.rloo import RLOOLoss
+from losses.types import LossInputs
+from tests.losses.parts import packed, random_batch, value_and_gradients
+
+RATIOS = [2.0, 0.5, 4.0, 0.5]
+S = 4 ** (1 / 3)
+LOG2, LOG4 = math.log(2), math.log(4)
+
+
+def inputs(advantages):
+    ratios = torch.tensor(RATIOS, dtype=torch.float64)
+    generator = torch.full_like(ratios, -LOG4)
+    return LossInputs(
+        logprobs=(generator + ratios.log()).requires_grad_(),
+        generator_logprobs=generator,
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        mask=torch.ones(4, dtype=torch.bool),
+        sequence_ids=torch.tensor([0, 0, 0, 1]),
+        num_sequences=2,
+    )
+
+
+TABLE = {
+    # min(2*1, 1.2) + min(.5*1, .8) + min(4*-1, -1.2) + min(.5*-2, -1.6) = 1.2 + .5 - 4 - 1.6, over 4 tokens.
+    "ppo": (PPOLoss(), [1.0, 1.0, -1.0, -2.0], 3.9, [0.0, -0.5, 4.0, 0.0], 4.0),
+    # The same with 1.28 in the place of 1.2.
+    "dapo": (DAPOLoss(), [1.0, 1.0, -1.0, -2.0], 3.82, [0.0, -0.5, 4.0, 0.0], 4.0),
+    # The sum of ppo over two sequences of a budget of ten tokens.
+    "dr_grpo": (
+        DrGRPOLoss(tokens_per_sequence=10), [1.0, 1.0, -1.0, -2.0], 3.9, [0.0, -0.5, 4.0, 0.0], 20.0
+    ),
+    # min(4 * -1, -1.2) is the first sequence's; min(.5 * -2, -1.6) the second's: 4 + 1.6 over two sequences.
+    # d/dp of 4 is 4, for every token of it.
+    "rloo": (RLOOLoss(), [-1.0, -1.0, -1.0, -2.0], 5.6, [4.0, 4.0, 4.0, 0.0], 2.0),
+    # S is 1.587: min(S * -1, -1.2) and min(.5 * 1, .8); each token has a third of S.
+    "gspo": (
+        GSPOLoss(clip_low=0.2, clip_high=0.2), [-1.0, -1.0, -1.0, 1.0], S - 0.5, [S / 3] * 3 + [-0.5], 2.0
+    ),
+    # A third of each token: min(S A, 1.2 A) of 2, -1, -3, less min(.5 * 1, .8); -1 and -3 move the sequence.
+    "gspo of tokens' advantages": (
+        GSPOLoss(clip_low=0.2, clip_high=0.2),
+        [2.0, -1.0, -3.0, 1.0], (-2.4 + S + 3 * S) / 3 - 0.5, [4 * S / 9] * 3 + [-0.5], 2.0,
+    ),
+    # By token the first is clipped, and each of the others moves itself.
+    "gspo token": (
+        GSPOLoss(level="token", clip_low=0.2, clip_high=0.2),
+        [2.0, -1.0, -3.0, 1.0], (-2.4 + S + 3 * S) / 3 - 0.5, [0.0, S / 3, S, -0.5], 2.0,
+    ),
+    # Weights 2, .5, 3 (cut) and .5; p is log 1/2, log 1/8, 0 and log 1/8.
+    "cispo": (
+        CISPOLoss(clip_high=2.0), [1.0, 2.0, -1.0, -2.0],
+        2 * LOG2 + 0.5 * 2 * 3 * LOG2 - 0.5 * 2 * 3 * LOG2, [-2.0, -1.0, 3.0, 1.0], 4.0,
+    ),
+    # With a lower bound the second and the last weigh .75.
+    "cispo from below": (
+        CISPOLoss(clip_low=0.25, clip_high=2.0), [1.0, 2.0, -1.0, -2.0],
+        2 * LOG2 + 0.75 * 2 * 3 * LOG2 - 0.75 * 2 * 3 * LOG2, [-2.0, -1.5, 3.0, 1.5], 4.0,
+    ),
+    "importance_sampling": (
+        ImportanceSamplingLoss(), [1.0, 2.0, -1.0, -2.0], -2 - 1 + 4 + 1, [-2.0, -1.0, 4.0, 1.0], 4.0
+    ),
+    # -A p + .2 / 2 (log r)^2, whose slope is -A + .2 log r.
+    "dro": (
+        DROLoss(beta=0.2), [1.0, 2.0, -1.0, -2.0],
+        LOG2 + 6 * LOG2 - 6 * LOG2 + 0.1 * (3 * LOG2**2 + LOG4**2),
+        [-1 + 0.2 * LOG2, -2 - 0.2 * LOG2, 1 + 0.2 * LOG4, 2 - 0.2 * LOG2], 4.0,
+    ),
+    "weighted cross_entropy": (
+        CrossEntropyLoss(weights="advantages"), [1.0, 2.0, -1.0, -2.0],
+        LOG2 + 6 * LOG2 - 6 * LOG2, [-1.0, -2.0, 1.0, 2.0], 4.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_value_gradient_and_denominator_by_hand(name):
+    loss, advantages, value, gradient, denominator = TABLE[name]
+    given = inputs(advantages)
+    output = loss(given)
+    (actual,) = torch.autograd.grad(output.loss_sum, given.logprobs)
+    assert output.loss_sum.item() == pytest.approx(value, rel=1e-6)
+    assert actual.tolist() == pytest.approx(gradient, rel=1e-6)
+    assert output.denominator is not None
+    assert output.denominator.item() == denominator
+    assert output.num_tokens.item() == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratio", "num_clipped"),
+    [
+        (PPOLoss(), sum(RATIOS), 3),  # 2 upwards, 1/2 twice downwards; not 4, which is to fall
+        (RLOOLoss(), 3 * 4 + 0.5, 2),  # the first token alone of its sequence is to rise
+        (GSPOLoss(clip_low=0.2, clip_high=0.2), 3 * S + 0.5, 2),
+        (CISPOLoss(clip_high=2.0), sum(RATIOS), 1),  # 4, whatever its advantage
+        (ImportanceSamplingLoss(), sum(RATIOS), 0),
+        (DROLoss(), sum(RATIOS), 0),
+    ],
+)
+def test_metrics_are_the_ratios_and_where_a_bound_took_effect(loss, ratio, num_clipped):
+    sums = loss(inputs([1.0, -1.0, -1.0, -2.0])).metric_sums
+    assert sums["ratio"].item() == pytest.approx(ratio)
+    assert sums["clipped_fraction"].item() == num_clipped
+
+
+def tinker_sums(batch, name, settings):
+    """Value and gradient with respect to p, of the definitions, in numpy, sequence by sequence."""
+    value, gradients = 0.0, []
+    for row in range(len(batch.mask)):
+        kept = batch.mask[row].numpy()
+        p, q, a = (v[row].numpy()[kept] for v in (batch.logprobs, batch.generator, batch.advantages))
+        r = np.exp(p - q)
+        if name == "cross_entropy":
+            terms, slopes = a * p, a
+        elif name == "importance_sampling":
+            terms, slopes = r * a, r * a
+        elif name == "dro":
+            terms = p * a - 0.5 * settings["beta"] * (p - q) ** 2
+            slopes = a - settings["beta"] * (p - q)
+        elif name == "cispo":
+            weights = np.clip(r, *settings["bounds"])
+            terms, slopes = weights * p * a, weights * a
+        else:
+            s = np.full_like(r, np.exp((p - q).mean())) if name == "gspo" else r
+            plain, clipped = s * a, np.clip(s, *settings["bounds"]) * a
+            terms = np.minimum(plain, clipped)
+            slopes = np.where(plain <= clipped, s * a, 0.0)
+        value -= terms.sum()
+        gradients.append(-slopes)
+    return value, np.concatenate(gradients)
+
+
+NONE: dict[str, Any] = {"normalization": "none"}
+TINKER: dict[str, tuple[NormalizedLoss, dict[str, Any]]] = {
+    "cross_entropy": (CrossEntropyLoss(weights="advantages", **NONE), {}),
+    "importance_sampling": (ImportanceSamplingLoss(**NONE), {}),
+    "ppo": (PPOLoss(clip_low=1 - 0.8, clip_high=1.2 - 1, **NONE), {"bounds": (0.8, 1.2)}),
+    "cispo": (CISPOLoss(clip_low=1 - 0.0, clip_high=4.0 - 1, **NONE), {"bounds": (0.0, 4.0)}),
+    "dro": (DROLoss(beta=0.05, **NONE), {"beta": 0.05}),
+    "gspo": (
+        GSPOLoss(level="token", clip_low=1 - 0.9, clip_high=1.1 - 1, **NONE),
+        {"bounds": (0.9, 1.1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TINKER)
+def test_without_normalization_the_sums_are_tinkers(name):
+    loss, settings = TINKER[name]
+    for seed in range(5):
+        batch = random_batch(seed, by_token=True)
+        value, gradient = tinker_sums(batch, name, settings)
+        given = packed(batch)
+        actual, of_logprobs, _ = value_and_gradients(loss, given)
+        assert actual.item() == pytest.approx(value, rel=1e-9)
+        np.testing.assert_allclose(of_logprobs[given.mask].numpy(), gradient, rtol=1e-9, atol=1e-12)
+        assert loss(given).denominator is None

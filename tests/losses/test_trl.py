@@ -1,0 +1,203 @@
+"""Values and gradients of TRL's own losses, on random data with gaps in the masks.
+
+`_compute_loss` of TRL's trainers runs as it is; only what it gets of a model (logprobs and entropies of given
+tokens) and of several processes comes from here.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from losses.cispo import CISPOLoss
+from losses.correction import ImportanceCorrection
+from losses.dapo import DAPOLoss
+from losses.dr_grpo import DrGRPOLoss
+from losses.grpo import GRPOLoss
+from losses.gspo import GSPOLoss
+from losses.policy import PolicyLoss
+from losses.ppo import PPOLoss
+from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
+from losses.rloo import RLOOLoss
+from tests.losses.parts import packed, random_batch
+
+pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    """Imported by the tests that need it: that takes 10 s."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    return GRPOTrainer, RLOOTrainer
+
+
+def trl_trainer(cls, batch, logprobs, entropy, **settings):
+    """A trainer that was never set up, with the settings that its loss reads; in evaluation, so that it does
+    not divide by a number of accumulation steps."""
+    trainer = cls.__new__(cls)
+    defaults = {
+        "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0,
+        "epsilon_low": 0.2, "epsilon_high": 0.2, "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None, "use_vllm": False, "vllm_importance_sampling_correction": False,
+        "aux_loss_enabled": False, "use_adaptive_entropy": False, "entropy_coef": 0.0,
+        "max_completion_length": batch.mask.size(1), "use_bias_correction_kl": False,
+    }  # fmt: skip
+    values = defaults | settings
+    args = SimpleNamespace(delta=None, use_bias_correction_kl=values.pop("use_bias_correction_kl"))
+    for name, value in values.items():
+        setattr(trainer, name, value)
+    trainer.args = args
+    trainer._entropy_bonus_enabled = values["entropy_coef"] != 0.0
+    trainer.model = SimpleNamespace(training=False)
+    trainer._metrics = {"eval": defaultdict(list)}
+    trainer.accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropy, None)
+    return trainer
+
+
+def trl_inputs(batch, *, old):
+    """Its advantages are by sequence; its masks have the gaps as "tool_mask"."""
+    ends = torch.tensor(batch.lengths).unsqueeze(1)
+    return {
+        "prompt_ids": torch.zeros(len(batch.mask), 1).long(),
+        "prompt_mask": torch.ones(len(batch.mask), 1).long(),
+        "completion_ids": torch.zeros(batch.mask.shape).long(),
+        "completion_mask": (torch.arange(batch.mask.size(1)) < ends).long(),
+        "tool_mask": batch.mask.long(),
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": old,
+        "ref_per_token_logps": batch.reference,
+        "num_items_in_batch": batch.mask.sum(),
+    }
+
+
+def theirs(cls, batch, *, old, more=None, **settings):
+    """Value, gradients of the valid tokens for logprobs and entropy, and metrics."""
+    logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
+    trainer = trl_trainer(cls, batch, logprobs, entropy, **settings)
+    loss = trainer._compute_loss(trainer.model, trl_inputs(batch, old=old) | (more or {}))
+    of_logprobs, of_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
+    if of_entropy is None:
+        of_entropy = torch.zeros_like(entropy)
+    assert not of_logprobs[~batch.mask].any()
+    return loss.detach(), of_logprobs[batch.mask], of_entropy[batch.mask], trainer._metrics["eval"]
+
+
+def ours(loss, batch):
+    """The same, after the division that the optimizer step makes."""
+    inputs = packed(batch)
+    assert inputs.entropy is not None
+    output = loss(inputs)
+    of_logprobs, of_entropy = torch.autograd.grad(
+        output.loss_sum, (inputs.logprobs, inputs.entropy), allow_unused=True
+    )
+    if of_entropy is None:
+        of_entropy = torch.zeros_like(inputs.entropy)
+    assert not of_logprobs[~inputs.mask].any()
+    mask, denominator = inputs.mask, output.denominator
+    metrics = {name: (value / output.num_tokens).item() for name, value in output.metric_sums.items()}
+    return (
+        (output.loss_sum / denominator).detach(),
+        of_logprobs[mask] / denominator,
+        of_entropy[mask] / denominator,
+        metrics,
+    )
+
+
+def assert_same(actual, expected):
+    for a, b in zip(actual[:3], expected[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    assert actual[1].any()  # there is something to compare
+
+
+KL: dict[str, Any] = {"kl_coef": 0.1}
+LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
+    "grpo": (GRPOLoss(normalization="sequence_mean"), {"loss_type": "grpo"}),
+    "grpo with KL": (GRPOLoss(normalization="sequence_mean", **KL), {"loss_type": "grpo", "beta": 0.1}),
+    "ppo over the tokens of a batch": (PPOLoss(), {"loss_type": "bnpo"}),
+    "dapo": (DAPOLoss(), {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dapo with KL times the ratio": (
+        DAPOLoss(kl_importance_weighted=True, **KL),
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    "dapo with an entropy bonus": (
+        DAPOLoss(entropy_coef=0.05), {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.05}
+    ),
+    "dr_grpo": (DrGRPOLoss(tokens_per_sequence=9), {"loss_type": "dr_grpo"}),
+    "dr_grpo with KL": (DrGRPOLoss(tokens_per_sequence=9, **KL), {"loss_type": "dr_grpo", "beta": 0.1}),
+    "gspo": (
+        GSPOLoss(clip_low=0.1, clip_high=0.15),
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+    ),
+    "gspo by token": (
+        GSPOLoss(level="token", clip_low=0.1, clip_high=0.15),
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+    ),
+    "gspo with KL times the ratio": (
+        GSPOLoss(clip_low=0.1, clip_high=0.15, kl_importance_weighted=True, **KL),
+        {
+            "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15,
+            "beta": 0.1, "use_bias_correction_kl": True,
+        },
+    ),
+    "cispo": (CISPOLoss(clip_high=0.2), {"loss_type": "cispo", "epsilon_high": 1.2}),
+    "reinforce++ with baseline": (
+        # Its surrogate; its KL, k2, TRL does not have.
+        ReinforcePlusPlusLoss(), {"loss_type": "bnpo"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradient_are_those_of_trl(trainers, name):
+    loss, settings = LOSSES[name]
+    for seed in range(5):
+        batch = random_batch(seed)
+        expected = theirs(trainers[0], batch, old=batch.generator, **settings)
+        actual = ours(loss, batch)
+        assert_same(actual, expected)
+        if "beta" in settings:
+            assert actual[3]["kl"] == pytest.approx(expected[3]["kl"][0], rel=1e-6)
+        if settings.get("loss_type") in ("bnpo", "dapo"):
+            (share,) = expected[3]["clip_ratio/region_mean"]
+            assert actual[3]["clipped_fraction"] == pytest.approx(share)
+
+
+CORRECTED: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
+    "grpo": (GRPOLoss(normalization="sequence_mean", **KL), {"loss_type": "grpo", "beta": 0.1}),
+    "dapo": (DAPOLoss(), {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "cispo": (CISPOLoss(clip_high=0.2), {"loss_type": "cispo", "epsilon_high": 1.2}),
+    "gspo": (
+        GSPOLoss(clip_low=0.1, clip_high=0.15),
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_truncated_importance_weights_multiply_as_trls_do(trainers, name):
+    """TRL takes the weights from elsewhere: they are made here, and are what its own code then uses."""
+    loss, settings = CORRECTED[name]
+    loss.correction = ImportanceCorrection(high=1.1)
+    for seed in range(3):
+        batch = random_batch(seed)
+        weights = (batch.proximal - batch.generator).exp().clamp(max=1.1)
+        expected = theirs(
+            trainers[0], batch, old=batch.proximal, more={"importance_sampling_ratio": weights},
+            use_vllm=True, vllm_importance_sampling_correction=True, **settings,
+        )  # fmt: skip
+        assert_same(ours(loss, batch), expected)
+
+
+def test_rloo_is_trls(trainers):
+    for seed in range(5):
+        batch = random_batch(seed)
+        old = (batch.generator * batch.mask).sum(1)
+        more = {"completion_mask": batch.mask.long(), "old_logps": old}
+        settings = {"epsilon_low": 0.9, "epsilon_high": 2.0}
+        expected = theirs(trainers[1], batch, old=None, more=more, **settings)
+        assert_same(ours(RLOOLoss(clip_low=0.9, clip_high=2.0), batch), expected)

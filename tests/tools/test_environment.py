@@ -1,0 +1,202 @@
+import asyncio
+import contextlib
+
+import pytest
+
+from rl.tools.calculator import Calculator
+from rl.tools.calls import ToolCall, announce, render_call
+from rl.tools.environment import ToolEnvironment
+from rl.tools.function_tool import FunctionTool
+from rl.types import Message, Problem, Reply
+from tests.support.fakes import completion
+
+PROBLEM = Problem(id="p/0", question="What is 6 times 7?", answer="42")
+
+
+def reply(*calls, text=""):
+    said = text + "\n".join(
+        told if isinstance(told, str) else render_call(ToolCall(name=told[0], arguments=told[1]))
+        for told in calls
+    )
+    return Reply(text=said, completion=completion(said))
+
+
+def calculate(expression):
+    return ("calculator", {"expression": expression})
+
+
+def environment(*tools, **settings):
+    return ToolEnvironment(problem=PROBLEM, tools=(Calculator(), *tools), **settings)
+
+
+def step(env, *calls, text=""):
+    return asyncio.run(env.step(reply(*calls, text=text)))
+
+
+def counts(observation):
+    return {name.removeprefix("tools/"): n for name, n in observation.metrics.items() if name != "tools/s"}
+
+
+def test_opening_is_the_tools_and_the_question():
+    env = environment(system="Be brief.")
+    assert env.opening() == (
+        Message(role="system", content=announce(env.tools, "Be brief.")),
+        Message(role="user", content="What is 6 times 7?"),
+    )
+
+
+def test_every_call_is_answered_in_order_and_an_answer_ends_the_episode():
+    env = environment()
+    observation = step(env, calculate("6*7"), calculate("1/0"), text="Let me see. ")
+    assert observation.messages == (
+        Message(role="tool", content="42"),
+        Message(role="tool", content="Error: division by zero"),
+    )
+    assert counts(observation) == {"calls": 2, "errors": 1, "timeouts": 0}
+    assert 0 <= observation.metrics["tools/s"] < 1
+    last = step(env, text="It is 42.")
+    assert last.messages == ()
+    assert last.metrics == {"tools/calls": 0, "tools/errors": 0, "tools/timeouts": 0, "tools/s": 0}
+
+
+def test_what_the_model_gets_wrong_is_told_and_counted():
+    observation = step(
+        environment(), "<tool_call>{oops}</tool_call>", ("nothing", {}), ("calculator", {}), calculate("2+2")
+    )
+    told = [message.content for message in observation.messages]
+    assert "is not valid JSON" in told[0]
+    assert "there is no tool 'nothing'" in told[1]
+    assert "'expression' is a required property" in told[2]
+    assert told[3] == "4"
+    assert counts(observation) == {"calls": 4, "errors": 3, "timeouts": 0}
+
+
+def test_calls_beyond_the_limit_are_not_made_and_a_reply_with_more_ends_the_episode():
+    env = environment(max_calls=3)
+    assert counts(step(env, calculate("1"))) == {"calls": 1, "errors": 0, "timeouts": 0}
+    observation = step(env, *[calculate(str(n)) for n in range(2, 7)])
+    assert [message.content for message in observation.messages] == [
+        "2",
+        "3",
+        "Error: 3 more calls were not made: max_calls=3 is reached",
+    ]
+    assert counts(observation) == {"calls": 5, "errors": 3, "timeouts": 0}
+    over = step(env, calculate("1"))
+    assert over.messages == ()
+    assert counts(over) == {"calls": 1, "errors": 1, "timeouts": 0}
+
+
+def test_long_answers_lose_their_middle():
+    def repeat(times: int) -> str:
+        """Repeats."""
+        return "a" * times + "\ud800" + "b" * times
+
+    (message,) = step(
+        environment(FunctionTool(repeat), max_result_chars=100), ("repeat", {"times": 500})
+    ).messages
+    assert message.content == "a" * 50 + "\n[901 characters left out]\n" + "b" * 50
+    (message,) = step(environment(FunctionTool(repeat)), ("repeat", {"times": 1})).messages
+    assert message.content == "a?b"
+
+
+def test_time_limit_of_a_tool_is_counted():
+    async def wait() -> str:
+        """Waits."""
+        await asyncio.Event().wait()
+        return ""
+
+    observation = step(environment(FunctionTool(wait, time_limit_s=0.05)), ("wait", {}), calculate("1"))
+    assert [message.content for message in observation.messages] == [
+        "Error: wait took longer than 0.05 s and was stopped",
+        "1",
+    ]
+    assert counts(observation) == {"calls": 2, "errors": 1, "timeouts": 1}
+    assert observation.metrics["tools/s"] >= 0.05
+
+
+def test_calls_of_one_reply_run_at_the_same_time():
+    async def run():
+        met = asyncio.Barrier(3)
+
+        async def meet() -> str:
+            """Returns when three are there."""
+            await met.wait()
+            return "met"
+
+        return await environment(FunctionTool(meet)).step(reply(*[("meet", {})] * 3))
+
+    assert [message.content for message in asyncio.run(run()).messages] == ["met"] * 3
+
+
+class Broken:
+    name, description = "broken", "Is defective."
+    parameters = {"type": "object"}  # noqa: RUF012
+
+    async def call(self, arguments):
+        raise AssertionError("a defect")
+
+
+class Holder:
+    """Holds something while it is called."""
+
+    name, description = "hold", "Holds."
+    parameters = {"type": "object"}  # noqa: RUF012
+
+    def __init__(self):
+        self.held = 0
+        self.taken = asyncio.Event()
+
+    async def call(self, arguments):
+        self.held += 1
+        try:
+            self.taken.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # giving back may need to wait
+            self.held -= 1
+        return ""
+
+
+def test_defect_of_a_tool_fails_the_rollout_and_ends_the_other_calls():
+    async def run():
+        holder = Holder()
+        env = environment(Broken(), holder)
+        with pytest.raises(AssertionError, match="a defect"):
+            await env.step(reply(("hold", {}), ("broken", {})))
+        return holder.held
+
+    assert asyncio.run(run()) == 0
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+def test_episode_that_ends_half_way_gives_everything_back(how):
+    async def run():
+        holder = Holder()
+        env = environment(holder)
+        stepping = asyncio.create_task(env.step(reply(("hold", {}), ("hold", {}))))
+        await holder.taken.wait()
+        if how == "cancelled":
+            stepping.cancel()
+        else:
+            await env.close()
+            assert holder.held == 0
+        with contextlib.suppress(asyncio.CancelledError):
+            await stepping
+        await env.close()
+        return holder.held, len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tools": ()}, "tools is empty"),
+        ({"tools": (Calculator(), Calculator())}, "two tools are named 'calculator'"),
+        ({"max_calls": 0}, "max_calls=0 is below 1"),
+        ({"max_result_chars": 10}, "max_result_chars=10 is below 100"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        ToolEnvironment(**{"problem": PROBLEM, "tools": (Calculator(),), **settings})

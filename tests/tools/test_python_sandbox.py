@@ -1,0 +1,494 @@
+"""Real processes: code that does what a sandbox is for, and what is left of it afterwards."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.tools.calls import ToolCall, render_call
+from rl.tools.environment import ToolEnvironment
+from rl.tools.python_sandbox import ROOT, PythonSandbox
+from rl.tools.tool import ToolError, ToolTimeoutError, check_tools
+from rl.types import Problem, Reply
+from tests.support.fakes import completion
+
+DEADLINE_S = 20.0
+"""Of waiting for what comes within milliseconds on an idle machine."""
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return PythonSandbox.Config(time_limit_s=DEADLINE_S, cpu_limit_s=20).build()
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """Where the sandboxes of a test have their folders; afterwards there is none, and nobody in one."""
+    path = tmp_path / "folders"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    yield path
+    assert list(path.iterdir()) == []
+    assert processes_in(path) == []
+
+
+def processes_in(path):
+    """Pids of processes whose working folder is, or was, below `path`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(folder / "cwd").startswith(str(path)):
+                found.append(int(folder.name))
+    return found
+
+
+def run(sandbox, code):
+    return asyncio.run(sandbox.run(code))
+
+
+def limited(**settings):
+    return PythonSandbox.Config(**{"time_limit_s": DEADLINE_S, "cpu_limit_s": 20, **settings}).build()
+
+
+# What code may do
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("6 * 7", "42"),
+        ("print('a')\nx = 2\nx ** 10", "a\n1024"),
+        ("x = 5", "(no output)"),
+        ("None", "(no output)"),
+        ("'é\\ud800'", "'é\\ud800'"),
+        ("import sys; print('to stderr', file=sys.stderr); 1", "1\nto stderr"),
+        ("import math, json, re, collections, datetime, decimal, fractions, hashlib, zlib, random; 1", "1"),
+        ("import zoneinfo; zoneinfo.ZoneInfo('Europe/Paris').key", "'Europe/Paris'"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),
+        ("import asyncio; asyncio.run(asyncio.sleep(0, 'slept'))", "'slept'"),
+        ("from concurrent.futures import ThreadPoolExecutor as T\nlist(T(4).map(abs, [-1, 2]))", "[1, 2]"),
+        ("import tempfile\nf = tempfile.TemporaryFile()\nf.write(b'abc')", "3"),
+        ("import os\nopen('a', 'w')\nos.rename('a', 'b')\nos.remove('b')\nos.listdir()", "['main.py']"),
+        ("import sys; sys.exit()", "(no output)"),
+        ("__name__", "'__main__'"),
+    ],
+)  # fmt: skip
+def test_code_answers_with_what_it_prints_and_its_last_value(sandbox, code, said):
+    assert asyncio.run(sandbox.call({"code": code})) == said
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "print('before')\n1 / 0",
+            'before\nTraceback (most recent call last):\n  File "main.py", line 2, in',
+        ),
+        ("def f(:", "SyntaxError"),
+        ("import sys; sys.exit('bye')", "bye"),
+        ("import os; os._exit(102)", "Error: exit status 102"),
+        ("print(1, flush=True); import os; os.abort()", "1\nError: ended by SIGABRT"),
+        ("import os; os.kill(os.getpid(), 40)", "Error: ended by signal 40"),
+        ("input()", "EOFError"),
+        ("import numpy", "ModuleNotFoundError"),
+        ("def f(): f()\nf()", "RecursionError"),
+        ("\0", "null bytes"),
+    ],
+)
+def test_error_of_the_code_is_told_as_an_error(sandbox, code, said):
+    with pytest.raises(ToolError) as told:
+        asyncio.run(sandbox.call({"code": code}))
+    assert said in str(told.value)
+    assert not isinstance(told.value, ToolTimeoutError)
+    assert "sandbox_child" not in str(told.value)
+
+
+def test_nothing_is_inherited(sandbox, monkeypatch):
+    monkeypatch.setenv("RELAY_SECRET", "s3cret")
+    code = """
+import os
+def is_open(n):
+    try:
+        os.fstat(n)
+    except OSError:
+        return False
+    return True
+print(set(os.environ) - {"LC_CTYPE"}, os.listdir(), os.getsid(0) == os.getpid())  # Python sets that one
+print([n for n in range(64) if is_open(n)])
+"""
+    with open(__file__) as ours:
+        os.set_inheritable(ours.fileno(), True)
+        assert run(sandbox, code).stdout == "set() ['main.py'] True\n[0, 1, 2]\n"
+
+
+def test_modules_of_import_paths_are_there_and_cannot_be_changed(tmp_path):
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "helper.py").write_text("answer = 42")
+    sandbox = limited(import_paths=(str(tmp_path / "extra"),))
+    assert run(sandbox, "import helper; helper.answer").stdout == "42\n"
+    assert "PermissionError" in run(sandbox, "import helper; open(helper.__file__, 'w')").stderr
+    assert (tmp_path / "extra" / "helper.py").read_text() == "answer = 42"
+
+
+def test_tool_can_be_announced(sandbox):
+    check_tools([sandbox])
+    assert sandbox.confinement.seccomp
+    assert sandbox.confinement.landlock_abi >= 1
+
+
+# What code may not do
+
+OUTSIDE = "import os\nparent = os.getppid()\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.fork()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "import subprocess; subprocess.run(['true'])",
+        "import multiprocessing; multiprocessing.get_context('fork').Process(target=print).start()",
+        "import socket; socket.socket()",
+        "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+        "os.kill(parent, 0)",
+        "os.killpg(os.getpgid(parent), 0)",
+        "os.kill(-1, 0)",
+        "import fcntl; fcntl.fcntl(1, fcntl.F_SETOWN, parent)",
+        "open('/etc/passwd')",
+        "open(f'/proc/{parent}/environ')",
+        "open('/proc/self/maps')",
+        "open('/proc/self/mem', 'r+b')",
+        "os.listdir('/')",
+        "os.listdir('..')",
+        "open('../beside', 'w')",
+        "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+        "open(os.__file__, 'a')",
+        "os.symlink('/etc/passwd', 'link')",
+        "os.link('/etc/passwd', 'link')",
+        "os.mkdir('folder')",
+        "os.mkfifo('pipe')",
+        "os.chmod('main.py', 0)",
+        "os.truncate('main.py', 0)",
+        "os.setpriority(os.PRIO_PROCESS, parent, 19)",
+        "os.sched_setaffinity(0, [0])",
+        "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)",
+    ],
+)
+def test_code_is_denied(sandbox, code):
+    result = run(sandbox, OUTSIDE + code)
+    assert result.reason == "error"
+    lines = result.stderr.splitlines()
+    # urllib wraps the error of the socket.
+    assert lines[-1].startswith("PermissionError: ") or "Operation not permitted" in lines[-1]
+
+
+def test_system_calls_of_ones_own_are_denied(sandbox):
+    """By ctypes, past everything that Python would check. None would do harm if it got through."""
+    x86_64 = {
+        "fork": 57, "vfork": 58, "clone": 56, "clone3": 435, "execve": 59, "execveat": 322, "socket": 41,
+        "connect": 42, "bind": 49, "sendmsg": 46, "ptrace": 101, "process_vm_readv": 310, "tkill": 200,
+        "rt_sigqueueinfo": 129, "pidfd_open": 434, "pidfd_send_signal": 424, "pidfd_getfd": 438,
+        "unshare": 272, "setns": 308, "mount": 165, "chroot": 161, "pivot_root": 155, "io_uring_setup": 425,
+        "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319, "shmget": 29,
+        "keyctl": 250, "setuid": 105, "capset": 126, "fallocate": 285, "inotify_init": 253,
+        "open_by_handle_at": 304, "personality": 135, "modify_ldt": 154, "acct": 163, "settimeofday": 164,
+    }  # fmt: skip
+    numbers = x86_64 if os.uname().machine == "x86_64" else {}
+    assert numbers, f"no numbers here for {os.uname().machine}"
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for name, number in {numbers!r}.items():\n"
+        "    result = libc.syscall(number, 0, 0, 0, 0, 0)\n"
+        "    print(name, result, ctypes.get_errno())\n"
+    )
+    said = [line.split() for line in run(sandbox, code).stdout.splitlines()]
+    assert [name for name, _, _ in said] == list(numbers)
+    assert [line for line in said if line[1] != "-1" or line[2] not in ("1", "38")] == []
+
+
+def test_files_outside_are_not_deleted(sandbox, tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    for how in (
+        f"os.remove({str(kept)!r})",
+        f"os.rename({str(kept)!r}, 'taken')",
+        f"shutil.rmtree({str(tmp_path)!r})",
+    ):
+        assert "PermissionError" in run(sandbox, f"import os, shutil\n{how}").stderr
+    assert kept.read_text() == "kept"
+
+
+def test_fork_bomb_has_no_effect(sandbox):
+    code = """
+import os
+denied = 0
+while denied < 1000:
+    try:
+        os.fork()
+    except PermissionError:
+        denied += 1
+denied
+"""
+    assert run(sandbox, code).stdout == "1000\n"
+
+
+def test_daemon_cannot_be_left_behind(sandbox):
+    code = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True: pass
+"""
+    result = run(sandbox, code)
+    assert result.reason == "error"
+    assert "PermissionError" in result.stderr
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+        "import os\nos.close(1); os.close(2)\nwhile True: pass",
+        "try:\n    while True: pass\nfinally:\n    while True: pass",
+    ],
+    ids=["loops", "sleeps", "ignores SIGTERM", "leaves a thread", "closes its output", "catches"],
+)
+def test_code_that_does_not_end_is_killed_at_its_time_limit(code):
+    sandbox = limited(time_limit_s=0.3)
+    started = time.monotonic()
+    with pytest.raises(ToolTimeoutError, match="stopped at its time limit"):
+        asyncio.run(sandbox.call({"code": f"print('begun', flush=True)\n{code}"}))
+    assert 0.3 <= time.monotonic() - started < 5
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("block", "least_s"), [("", 1.0), ("import signal; signal.pthread_sigmask(0, [signal.SIGXCPU])\n", 2.0)]
+)
+def test_cpu_time_ends_code_by_the_kernel(block, least_s):
+    """At the first limit, or, where its signal is blocked, a second later."""
+    result = run(limited(cpu_limit_s=1), f"{block}while True: pass")
+    assert (result.reason, result.text) == ("time limit", "Error: stopped at its time limit")
+    # One core at most, so CPU time is no more than wall-clock time, but for the ticks it is counted by.
+    assert result.wall_s >= least_s * 0.9
+
+
+@pytest.mark.parametrize(
+    "code", ["x = bytearray(10 << 30)", "x = []\nwhile True: x.append(bytearray(1 << 20))"]
+)
+def test_memory_ends_at_its_limit(code):
+    result = run(limited(memory_limit_mib=128), code)
+    assert result.reason == "memory limit"
+    assert 'File "main.py"' in result.stderr
+    assert result.text.endswith("MemoryError\nError: stopped at its memory limit")
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_output_ends_at_its_limit(stream):
+    sandbox = limited(max_output_bytes=1000)
+    result = run(sandbox, f"import os\nn = 0\nwhile True:\n    n += 1; os.write({stream}, b'%09d\\n' % n)")
+    assert result.reason == "output limit"
+    if stream == 1:
+        assert result.stdout == "".join(f"{n:09d}\n" for n in range(1, 101))
+    else:
+        numbers = [int(line) for line in result.stderr.split()]
+        assert len(numbers) == 100
+        assert numbers == list(range(numbers[0], numbers[0] + 100))
+        assert numbers[0] > 1
+
+
+def test_output_at_its_limit_is_whole():
+    assert run(limited(max_output_bytes=1000), "print('x' * 999)").reason == "ok"
+
+
+def test_files_have_a_size_and_a_number(sandbox):
+    big = run(limited(max_file_mib=1), "open('a', 'wb').write(bytes(3 << 20))")
+    assert (big.reason, big.stderr.splitlines()[-1]) == ("error", "OSError: [Errno 27] File too large")
+    many = run(limited(max_files=10), "import time\nfor n in range(10): open(str(n), 'w')\ntime.sleep(60)")
+    assert many.reason == "file limit"
+    opened = run(sandbox, "files = []\nwhile True: files.append(open('main.py'))")
+    assert opened.stderr.splitlines()[-1] == "OSError: [Errno 24] Too many open files: 'main.py'"
+
+
+def test_threads_have_a_number():
+    code = (
+        "import threading, time\nthreading.stack_size(65536)\n"
+        "for _ in range(8): threading.Thread(target=time.sleep, args=(60,)).start()"
+    )
+    assert run(limited(max_threads=8), code).reason == "thread limit"
+
+
+def test_only_as_many_run_at_once_as_there_are_places(folders):
+    sandbox = limited(num_at_once=2)
+
+    async def begin(code, *, num):
+        calls = [asyncio.create_task(sandbox.run(code)) for _ in range(num)]
+        async with asyncio.timeout(DEADLINE_S):
+            while len(list(folders.glob("*/begun"))) < 2:
+                await asyncio.sleep(0.005)
+        return calls
+
+    async def three():
+        calls = await begin("open('begun', 'w'); import time; time.sleep(60)", num=3)
+        assert len(list(folders.iterdir())) == len(processes_in(folders)) == 2
+        calls[0].cancel()
+        last = asyncio.create_task(sandbox.run("'its turn after the third'"))
+        await asyncio.wait([calls[0]])
+        calls[1].cancel()
+        calls[2].cancel()
+        return (await last).stdout
+
+    assert asyncio.run(three()) == "'its turn after the third'\n"
+
+
+def test_cancelled_call_leaves_nothing(sandbox, folders):
+    async def cancel_one():
+        calls = [asyncio.create_task(sandbox.run("open('begun', 'w'); import time; time.sleep(60)"))]
+        async with asyncio.timeout(DEADLINE_S):
+            while not list(folders.glob("*/begun")):
+                await asyncio.sleep(0.005)
+        # And one that has only just begun to start.
+        calls.append(asyncio.create_task(sandbox.run("import time; time.sleep(60)")))
+        await asyncio.sleep(0)
+        assert len(processes_in(folders)) >= 1
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert [call.cancelled() for call in calls] == [True, True]
+        assert processes_in(folders) == []
+
+    asyncio.run(cancel_one())
+
+
+def test_process_holds_no_rights_that_it_could_use(sandbox, folders):
+    async def look():
+        call = asyncio.create_task(sandbox.run("open('begun', 'w'); import time; time.sleep(60)"))
+        async with asyncio.timeout(DEADLINE_S):
+            while not list(folders.glob("*/begun")):
+                await asyncio.sleep(0.005)
+        (pid,) = processes_in(folders)
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        return status
+
+    status = asyncio.run(look())
+    assert [int(status[f"Cap{name}"], 16) for name in ("Prm", "Eff", "Inh", "Amb")] == [0, 0, 0, 0]
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+
+@pytest.mark.medium
+def test_code_that_ended_in_time_is_not_late_because_the_loop_was_busy(folders):
+    sandbox = limited(time_limit_s=2.0)
+
+    async def busy():
+        call = asyncio.create_task(sandbox.run("open('begun', 'w'); import time; time.sleep(0.1); 1"))
+        started = time.monotonic()
+        while not list(folders.glob("*/begun")):
+            await asyncio.sleep(0)
+        wait_until(lambda: not processes_in(folders) and time.monotonic() > started + 2.1)
+        return await call
+
+    result = asyncio.run(busy())
+    assert (result.reason, result.stdout) == ("ok", "1\n")
+
+
+def python(code):
+    return render_call(ToolCall(name="python", arguments={"code": code}))
+
+
+def episode(sandbox):
+    return ToolEnvironment(problem=Problem(id="p/0", question="?", answer=""), tools=[sandbox])
+
+
+def reply(*calls):
+    return Reply(text="\n".join(calls), completion=completion("x"))
+
+
+@pytest.mark.medium
+def test_environment_counts_what_became_of_code():
+    env = episode(limited(time_limit_s=2.0, num_at_once=3))
+    observation = asyncio.run(env.step(reply(python("6 * 7"), python("1 / 0"), python("while True: pass"))))
+    told = [message.content for message in observation.messages]
+    assert told[0] == "42"
+    assert told[1].endswith("ZeroDivisionError: division by zero")
+    assert told[2] == "Error: stopped at its time limit"
+    counts = {name: value for name, value in observation.metrics.items() if name != "tools/s"}
+    assert counts == {"tools/calls": 3, "tools/errors": 2, "tools/timeouts": 1}
+    assert 2.0 <= observation.metrics["tools/s"] < DEADLINE_S
+
+
+def test_closed_episode_ends_its_code(sandbox, folders):
+    async def close_one():
+        env = episode(sandbox)
+        stepping = asyncio.create_task(
+            env.step(reply(python("open('begun', 'w'); import time; time.sleep(60)")))
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while not list(folders.glob("*/begun")):
+                await asyncio.sleep(0.005)
+        await env.close()
+        assert processes_in(folders) == []
+        await asyncio.gather(stepping, return_exceptions=True)
+
+    asyncio.run(close_one())
+
+
+@pytest.mark.medium
+def test_code_ends_with_the_process_that_asked_for_it(folders):
+    script = (
+        "import asyncio, sys\nfrom rl.tools.python_sandbox import PythonSandbox\n"
+        "sandbox = PythonSandbox.Config(time_limit_s=60).build()\n"
+        "asyncio.run(sandbox.run(\"open('begun', 'w'); import time; time.sleep(60)\"))\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(folders)}
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment)
+    wait_until(lambda: list(folders.glob("*/begun")))
+    asking.kill()
+    asking.wait(DEADLINE_S)
+    wait_until(lambda: not processes_in(folders))
+    # Nobody is left to remove its folder.
+    (remains,) = folders.iterdir()
+    for file in remains.iterdir():
+        file.unlink()
+    remains.rmdir()
+
+
+def wait_until(held):
+    end = time.monotonic() + DEADLINE_S
+    while not held():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"time_limit_s": 0}, "time_limit_s=0 is below 0.1"),
+        ({"cpu_limit_s": 0}, "cpu_limit_s=0 is below 1"),
+        ({"memory_limit_mib": 10}, "memory_limit_mib=10 is below 64"),
+        ({"num_at_once": -1}, "num_at_once=-1 is below 0"),
+        ({"import_paths": ("/no/such/folder",)}, "import_paths: '/no/such/folder' is not a folder"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        PythonSandbox.Config(**settings)

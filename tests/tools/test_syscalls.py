@@ -1,0 +1,143 @@
+"""The filter's program, run by an interpreter of the few BPF instructions that it uses: so that the list for
+the machine that the tests do not run on is tested too."""
+
+import os
+import signal
+import struct
+
+import pytest
+
+from rl.tools.syscalls import (
+    ABSENT,
+    ALLOWED,
+    CONDITIONAL,
+    DONE,
+    MACHINES,
+    NEWEST,
+    WRITES,
+    seccomp_program,
+)
+
+PID = 4321
+ALLOW, EPERM, ENOSYS, NOTHING, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050000, 0x80000000
+HIGH = 1 << 32
+NUMBERS = {**ALLOWED, **WRITES, **DONE, **ABSENT, **CONDITIONAL}
+
+
+def outcome(number, *arguments, machine="x86_64", arch=None, writes=True):
+    """What the filter says of one call."""
+    data = struct.pack("=IIQ", number, MACHINES[machine][1] if arch is None else arch, 0)
+    data += struct.pack("=6Q", *(*arguments, *[0] * 6)[:6])
+    program = seccomp_program(machine=machine, pid=PID, writes=writes)
+    instructions = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    accumulator, at = 0, 0
+    while True:
+        operation, if_true, if_false, operand = instructions[at]
+        at += 1
+        if operation == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, operand)
+        elif operation == 0x54:
+            accumulator &= operand
+        elif operation == 0x06:
+            return operand
+        else:
+            held = accumulator == operand if operation == 0x15 else accumulator > operand
+            assert operation in (0x15, 0x25)
+            at += if_true if held else if_false
+
+
+def number_of(name, machine):
+    return NUMBERS[name][MACHINES[machine][0]]
+
+
+BOTH = pytest.mark.parametrize("machine", list(MACHINES))
+
+
+@BOTH
+def test_every_number_has_the_outcome_of_its_list(machine):
+    column = MACHINES[machine][0]
+    listed = {numbers[column]: name for name, numbers in NUMBERS.items() if numbers[column] is not None}
+    assert len(listed) == sum(numbers[column] is not None for numbers in NUMBERS.values())
+    for number in range(NEWEST + 1):
+        name = listed.get(number)
+        if name in CONDITIONAL:
+            continue
+        expected = ALLOW if name in ALLOWED or name in WRITES else NOTHING if name in DONE else EPERM
+        assert outcome(number, machine=machine) == (ENOSYS if name in ABSENT else expected), (number, name)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("clone", (0x003D0F00,), ALLOW),
+        ("clone", (signal.SIGCHLD,), EPERM),
+        ("clone", (0x10000000 | signal.SIGCHLD,), EPERM),
+        ("kill", (PID, 9), ALLOW),
+        ("kill", (PID + 1, 0), EPERM),
+        ("kill", (0, 9), EPERM),
+        ("kill", (2**64 - 1, 9), EPERM),
+        ("tgkill", (PID, 7, 15), ALLOW),
+        ("tgkill", (1, 1, 15), EPERM),
+        ("rt_sigaction", (signal.SIGTERM,), ALLOW),
+        ("rt_sigaction", (signal.SIGXCPU,), EPERM),
+        ("fcntl", (3, 4), ALLOW),
+        ("fcntl", (3, 1030), ALLOW),
+        ("fcntl", (3, 8), EPERM),
+        ("fcntl", (3, 10), EPERM),
+        ("fcntl", (3, 15), EPERM),
+        ("fcntl", (3, 1024), EPERM),
+        ("ioctl", (1, 0x5401), ALLOW),
+        ("ioctl", (1, 0x5412), EPERM),
+        ("socketpair", (1, 1), ALLOW),
+        ("socketpair", (1, 1 | 0o2000000 | 0o4000), ALLOW),
+        ("socketpair", (1, 2), EPERM),
+        ("socketpair", (2, 1), EPERM),
+        ("prctl", (15,), ALLOW),
+        ("prctl", (1, 0), EPERM),
+        ("prctl", (22, 2), EPERM),
+        ("prlimit64", (0, 7, 0), ALLOW),
+        ("prlimit64", (0, 7, 4096), EPERM),
+        ("prlimit64", (0, 7, HIGH), EPERM),
+        ("prlimit64", (PID + 1, 7, 0), EPERM),
+    ],
+)
+def test_call_is_judged_by_its_arguments(name, arguments, expected, machine):
+    assert outcome(number_of(name, machine), *arguments, machine=machine) == expected
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("flags", "with_writes", "without"),
+    [
+        (os.O_RDONLY, ALLOW, ALLOW),
+        (os.O_RDONLY | os.O_CLOEXEC, ALLOW, ALLOW),
+        (os.O_WRONLY, ALLOW, EPERM),
+        (os.O_RDWR, ALLOW, EPERM),
+        (os.O_WRONLY | os.O_CREAT | os.O_TRUNC, ALLOW, EPERM),
+        (os.O_RDONLY | os.O_CREAT, ALLOW, EPERM),
+        (os.O_RDONLY | os.O_TRUNC, EPERM, EPERM),
+    ],
+)
+def test_files_are_opened_for_writing_only_where_landlock_holds_them(machine, flags, with_writes, without):
+    call = (number_of("openat", machine), 3, 4, flags)
+    assert outcome(*call, machine=machine, writes=True) == with_writes
+    assert outcome(*call, machine=machine, writes=False) == without
+    assert outcome(number_of("unlinkat", machine), machine=machine, writes=False) == EPERM
+
+
+@BOTH
+def test_calls_that_are_not_known_yet_do_not_exist(machine):
+    assert outcome(NEWEST + 1, machine=machine) == ENOSYS
+    assert outcome(0x40000000 | 57, machine=machine) == ENOSYS  # fork, by the x32 interface
+    assert outcome(number_of("clone3", machine), machine=machine) == ENOSYS
+
+
+@BOTH
+def test_call_by_another_machines_numbers_ends_the_process(machine):
+    assert outcome(0, machine=machine, arch=0x40000003) == KILL  # i386, on an x86_64 kernel
+
+
+def test_machine_without_a_list_is_refused():
+    with pytest.raises(ValueError, match="no list of system calls for machine 'riscv64'"):
+        seccomp_program(machine="riscv64", pid=1, writes=True)
