@@ -133,9 +133,10 @@ class Countdown(GeneratedTask):
 def expression(rollout: Rollout) -> str:
     """What follows the last `[ANSWER]`, which must end the reply; raises UnparsedAnswer without one."""
     match = ANSWER.search(rollout.text)
-    if match is None:
+    text = match.group(1).strip() if match else ""
+    if not text:
         raise UnparsedAnswer("no [ANSWER] with an expression at the end")
-    return match.group(1).strip()
+    return text
 
 
 def uses_the_numbers(rollout: Rollout) -> float:
