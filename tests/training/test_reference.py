@@ -140,11 +140,8 @@ def test_weight_without_reference_and_reference_without_use_are_refused_before_t
         kl_engine(assets, enable=False)
     with pytest.raises(ValueError, match=r"loss\.kl_estimator='k1' has no effect without the reference"):
         kl_engine(assets, enable=False, kl_coef=0.0, estimator="k1")
-    config = engine_config()
-    config.loss = CrossEntropyLoss()
-    config.reference.enable = True
     with pytest.raises(ValueError, match=r"reference\.enable=True has no effect with loss CrossEntropyLoss"):
-        config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+        check_reference(ReferenceConfig(enable=True), loss=CrossEntropyLoss())
 
 
 def test_kl_in_the_reward_needs_a_reference_policy_and_is_use_enough_for_one():
