@@ -6,11 +6,12 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from actors.calls import Group
+from actors.calls import ActorGroup, Group
 from actors.sync_check import SyncCheck, give_up
 from losses.types import Loss
 from rl.errors import RunError
@@ -161,20 +162,55 @@ class ActorPublisher:
 
 
 class ActorScorer:
-    """A `Scorer` over the processes of a `RewardActor`."""
+    """A `Scorer` over the processes of a `RewardActor`; calls overlap.
 
-    def __init__(self, reward: Group, *, num_procs: int) -> None:
-        self.reward = reward
-        self.num_procs = num_procs
+    Each process is asked for its share alone, so that a slow one holds up nobody who does not wait for it.
+
+    Args:
+        num_procs: of the actor's mesh.
+        keep_groups: whether the rollouts of a problem go to one process, as functions of a group need it.
+            Without such functions to divide them is more even (`Rubric.has_group_functions`).
+    """
+
+    def __init__(self, reward: ActorGroup, *, num_procs: int, keep_groups: bool = True) -> None:
+        self.keep_groups = keep_groups
+        self._ranks = [reward.at_rank(rank) for rank in range(num_procs)]
+        self._num_asked = [0] * num_procs
+        """Rollouts that each process has yet to score."""
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        rollouts = [r for group in groups for r in group]
-        shares = [list(rollouts[i :: self.num_procs]) for i in range(self.num_procs)]
-        answers = await self.reward.call("score", shares, limit="score_s")
-        scores: list[Score | None] = [None] * len(rollouts)
-        for i, answer in enumerate(answers):
-            scores[i :: self.num_procs] = answer
-        complete = [s for s in scores if s is not None]
-        assert len(complete) == len(rollouts), f"{len(complete)} scores of {len(rollouts)} rollouts"
-        it = iter(complete)
-        return [[next(it) for _ in group] for group in groups]
+        shares = self._divide([len(group) for group in groups])
+        asking = []
+        for rank, share in shares.items():
+            asked = [[groups[number][i] for i in members] for number, members in share.items()]
+            task = asyncio.ensure_future(
+                self._ranks[rank].call("score", asked, self.keep_groups, limit="score_s")
+            )
+            task.add_done_callback(partial(self._answered, rank, sum(map(len, asked))))
+            asking.append(task)
+        scores: list[list[Score | None]] = [[None] * len(group) for group in groups]
+        for share, (answers,) in zip(shares.values(), await asyncio.gather(*asking), strict=True):
+            for (number, members), answer in zip(share.items(), answers, strict=True):
+                for i, score in zip(members, answer, strict=True):
+                    scores[number][i] = score
+        complete = [[score for score in group if score is not None] for group in scores]
+        assert list(map(len, complete)) == list(map(len, groups)), "a rollout was asked of nobody"
+        return complete
+
+    def _answered(self, rank: int, num_rollouts: int, task: asyncio.Task[Any]) -> None:
+        self._num_asked[rank] -= num_rollouts
+
+    def _divide(self, sizes: Sequence[int]) -> dict[int, _Share]:
+        """Each group, or each rollout, to the process that has the fewest rollouts to score."""
+        shares: dict[int, _Share] = {}
+        for number, size in enumerate(sizes):
+            members = list(range(size))
+            for piece in [members] if self.keep_groups else [[i] for i in members]:
+                rank = self._num_asked.index(min(self._num_asked))
+                self._num_asked[rank] += len(piece)
+                shares.setdefault(rank, {}).setdefault(number, []).extend(piece)
+        return shares
+
+
+_Share = dict[int, list[int]]
+"""Rollouts of one process: their places in their groups, by the group's number."""

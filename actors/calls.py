@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -79,6 +79,17 @@ class ActorGroup:
     timeouts: Timeouts
     processes: Mapping[int, ProcessId] = field(default_factory=dict)
     """Those of this host, by rank."""
+    num_ranks: int | None = None
+    """Of the whole group, where this is one rank of it."""
+
+    def at_rank(self, rank: int) -> ActorGroup:
+        """The actor of one rank alone, which keeps its number in errors."""
+        place, left = {}, rank
+        for dim, size in reversed(self.mesh.sizes.items()):
+            left, place[dim] = divmod(left, size)
+        assert not left, f"{self.name} has {self.mesh.size()} ranks, there is no rank {rank}"
+        own = {r: process for r, process in self.processes.items() if r == rank}
+        return replace(self, mesh=self.mesh.slice(**place), processes=own, num_ranks=self.mesh.size())
 
     def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
         """Call `endpoint` on every rank; the answers in rank order.
@@ -126,9 +137,9 @@ class ActorGroup:
                 return waiting.result()
         finally:
             waiting.cancel()
-        ranks = ", ".join(map(str, dead))
+        ranks, num_ranks = ", ".join(map(str, dead)), self.num_ranks or self.mesh.size()
         raise ActorCallError(
-            f"{self.name}.{endpoint} failed: rank {ranks} of {self.mesh.size()} is dead: its process ended"
+            f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
         )
 
 

@@ -40,6 +40,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import Renderer
+from rl.rollouts.rubric import Rubric
 from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
@@ -125,6 +126,7 @@ class Controller(Configurable):
         started = time.monotonic()
         config = self.config
         start, task, renderer = plan.start, plan.task, plan.renderer
+        rubric = task.rubric(seed=config.seed)
         with progress("starting the actors (import, load, compile)"):
             fleet = await start_fleet(
                 config.fleet,
@@ -135,7 +137,7 @@ class Controller(Configurable):
                 ),
                 model_spec=start.spec,
                 hf_assets_path=str(start.folder),
-                rubric=task.rubric(seed=config.seed),
+                rubric=rubric,
                 failure_folder=folder.path,
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
             )
@@ -148,7 +150,7 @@ class Controller(Configurable):
             logger.info("loaded %s, policy version %d", source.path, version)
         with MetricsWriter(folder.metrics) as metrics:
             loop: Loop = config.loop.build(
-                seams=self._seams(fleet, learner),
+                seams=self._seams(fleet, learner, rubric=rubric),
                 renderer=renderer,
                 task=task,
                 max_sequence_tokens=config.generator.max_model_len,
@@ -181,7 +183,7 @@ class Controller(Configurable):
             # In a thread: to import matplotlib takes as long as to export.
             await asyncio.to_thread(write_learning_curve, folder.metrics, folder.learning_curve)
 
-    def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:
+    def _seams(self, fleet: Fleet, learner: ActorLearner, *, rubric: Rubric) -> Seams:
         return Seams(
             sampler=Router(
                 [ActorSampler(generator) for generator in fleet.generators], strategy=self.config.router
@@ -190,7 +192,11 @@ class Controller(Configurable):
             publisher=ActorPublisher(
                 trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
             ),
-            scorer=ActorScorer(fleet.reward, num_procs=self.config.reward.num_procs),
+            scorer=ActorScorer(
+                fleet.reward,
+                num_procs=self.config.reward.num_procs,
+                keep_groups=rubric.has_group_functions,
+            ),
         )
 
     async def _warm_up(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl.config.configurable import Configurable
-from rl.rollouts.rubric import Rubric
+from rl.errors import RunError
+from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.rollouts.scoring import ScoringWorker
 from rl.types import Rollout, Score
 
@@ -23,9 +23,12 @@ class RewardActor(Actor, Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         time_limit_s: float = 10.0
-        """Longest time the score of one rollout may take; then it is a failed score."""
+        """Longest time that the sync reward functions of one rollout may take together, and each async one;
+        then its score has failed. A function of a group has it for each rollout."""
         num_procs: int = 1
-        """Processes that score; a step's rollouts are divided between them."""
+        """Processes that score; rollouts go to the one that has the fewest to score."""
+        max_concurrency: int = MAX_CONCURRENCY
+        """Async reward functions under way at once in each process; the wait for a place is not timed."""
 
         def __post_init__(self) -> None:
             if not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:
@@ -35,21 +38,27 @@ class RewardActor(Actor, Configurable):
                 )
             if self.num_procs < 1:
                 raise ValueError(f"num_procs={self.num_procs} is less than 1")
+            if self.max_concurrency < 1:
+                raise ValueError(f"max_concurrency={self.max_concurrency} is less than 1")
 
     def __init__(self, *, config: Config, rubric: Rubric) -> None:
-        self._worker = ScoringWorker(rubric=rubric, time_limit_s=config.time_limit_s)
+        self._worker = ScoringWorker(
+            rubric=rubric, time_limit_s=config.time_limit_s, max_concurrency=config.max_concurrency
+        )
 
     @endpoint
     async def setup(self) -> None:
         """Start the worker, so that the first score does not wait for it."""
-        await asyncio.to_thread(self._worker.start)
+        await self._worker.start()
         logger.info("ready: at most %g s a rollout", self._worker.time_limit_s)
 
-    @endpoint
-    async def score(self, shares: Sequence[Sequence[Rollout]]) -> list[Score]:
-        """Scores of this process's share of the rollouts, in order."""
-        return await asyncio.to_thread(self._worker.score, shares[current_rank().rank])
+    @concurrent_endpoint
+    async def score(self, groups: Sequence[Sequence[Rollout]], whole: bool) -> list[list[Score]]:
+        """A score for each rollout, in order; calls overlap. `whole`: all rollouts of a problem are here."""
+        if not whole and self._worker.rubric.has_group_functions:
+            raise RunError("the rubric has functions of a group, and groups were divided: keep them together")
+        return await self._worker.score(groups)
 
     @endpoint
     async def close(self) -> None:
-        self._worker.close()
+        await self._worker.close()

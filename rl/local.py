@@ -168,7 +168,7 @@ class LocalScorer(Scorer):
     rubric: Rubric
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        return [[self.rubric.score(rollout) for rollout in group] for group in groups]
+        return list(await asyncio.gather(*map(self.rubric.score_group, groups)))
 
 
 async def _within(pool: ThreadPoolExecutor, function: Callable[[], ResultT], *args: Any) -> ResultT:

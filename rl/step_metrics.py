@@ -16,6 +16,7 @@ from losses.correction import WEIGHT, WEIGHT_SQUARED, effective_sample_share
 from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
 from rl.rollouts.grading import ScoredRollout, equal_rewards
 from rl.rollouts.producer import Batch, DropReason
+from rl.rollouts.score_metrics import score_metrics
 from rl.step_clock import StepClock
 from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
 
@@ -36,20 +37,13 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     groups = [*batch.groups, *(group for _, group in batch.dropped)]
     reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
     counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
-    return merge([*(group_metrics(g.scored, num_drawn=len(g.rollouts)) for g in groups), reasons, *counts])
+    by_function = score_metrics([score for group in groups for score in group.scores])
+    return merge([*(group_metrics(group.scored) for group in groups), by_function, reasons, *counts])
 
 
-def group_metrics(scored_G: Sequence[ScoredRollout], *, num_drawn: int) -> dict[str, Metric]:
-    """Of one prompt's rollouts; of `num_drawn`, those in `scored_G` have a score."""
-    return merge(
-        [
-            *map(_rollout_metrics, scored_G),
-            {
-                "reward/equal_groups": Mean(equal_rewards(scored_G)),
-                "reward/num_failed": Sum(num_drawn - len(scored_G)),
-            },
-        ]
-    )
+def group_metrics(scored_G: Sequence[ScoredRollout]) -> dict[str, Metric]:
+    """Of those of one prompt's rollouts that could be scored."""
+    return merge([*map(_rollout_metrics, scored_G), {"reward/equal_groups": Mean(equal_rewards(scored_G))}])
 
 
 def age_metrics(ages: np.ndarray) -> dict[str, Metric]:
@@ -63,7 +57,6 @@ def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
         "reward/mean": Mean(score.reward),
         "reward/std": Std(score.reward),
         "reward/correct": Mean(score.correct),
-        "reward/num_unparsed": Sum(bool(score.unparsed)),
         "completion/tokens_mean": Mean(rollout.num_completion_tokens),
         "completion/cut_off": Mean(rollout.completion.finish_reason == "length"),
         "rollout/turns_mean": Mean(len(rollout.turns)),

@@ -13,6 +13,7 @@ from rl.errors import RunError
 from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
+from rl.rollouts.score_metrics import score_metrics
 from rl.rollouts.settings import Evaluation
 from rl.types import Problem, Rollout, SamplingParams, Score
 
@@ -42,7 +43,9 @@ class EvaluationResult:
         merged: dict[str, Metric] = {}
         for place, done in enumerate(self.sets):
             prefix = f"eval/{done.name}" if place else "eval"
-            parts = [_score_metrics(score) for _, score in done.greedy]
+            scores = [score for _, score in done.greedy]
+            merged |= score_metrics(scores, prefix=prefix)
+            parts = [_score_metrics(score) for score in scores]
             parts += _turn_metrics([rollout for rollout, _ in done.greedy])
             parts += [_pass_metrics([score.correct for _, score in group]) for group in done.sampled]
             merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
@@ -121,13 +124,7 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> list[dict[str, Metric]]:
 
 
 def _score_metrics(score: Score) -> dict[str, Metric]:
-    parts: dict[str, Metric] = {name: Mean(value) for name, value in score.parts.items()}
-    return parts | {
-        "correct": Mean(score.correct),
-        "reward": Mean(score.reward),
-        "num_problems": Sum(1),
-        "num_unparsed": Sum(bool(score.unparsed)),
-    }
+    return {"correct": Mean(score.correct), "reward": Mean(score.reward), "num_problems": Sum(1)}
 
 
 def raise_on_failures(scores: Sequence[Score], *, max_fraction: float) -> None:

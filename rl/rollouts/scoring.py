@@ -1,145 +1,308 @@
-"""Scoring with a time limit per sample, in a worker process that can be killed.
+"""Scoring with a time limit, in a process that can be killed.
 
-A reward function is somebody's code: it may loop for ever, in Python (an alarm in the
-worker's main thread interrupts it) or in C (the worker is killed and started again).
+A reward function is somebody's code: it may loop for ever, in Python (a signal interrupts it) or in C (its
+process is killed and started again), and it may end its process. Whatever it does, one score fails, or all of
+a group where it is a function of a group; what else was under way is scored again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import logging
 import multiprocessing
-import signal
+import pickle
+import socket
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from types import FrameType
+from typing import Any
 
 from rl.errors import RunError
-from rl.rollouts.rubric import Rubric, failed_score
+from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric, RubricCall
+from rl.rollouts.rubric_functions import CallResult, named, too_long
+from rl.rollouts.scoring_limit import score_within
+from rl.rollouts.scoring_process import BEGAN, HEADER, frame, serve
 from rl.types import Rollout, Score
 
-GRACE_S = 1.0
-"""How much longer than its limit a sample may take before its worker is killed."""
+__all__ = ["ScoringWorker", "score_within"]
+
+GRACE_S = 1.5
+LOOK_EVERY_S = 0.2
+"""How often it is looked whether a call is overdue, and whether the process lives."""
 START_S = 120.0
-"""Within this a worker has imported the rubric's module."""
+"""Within this a process has imported the rubric's module."""
+MOST_IDLE_ENDS = 3
+"""A process that ends as often without having called a reward function will not do better next time."""
+
+logger = logging.getLogger(__name__)
 
 
-class _TimeLimit(BaseException):
-    """Raised by the alarm; not an Exception, so that a reward's own `except` cannot swallow it."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Work:
+    """A call of reward functions, on its way."""
+
+    call_id: int
+    frame: bytes
+    names: tuple[str, ...]
+    num_rollouts: int
+    limit_s: float
+    kill_after_s: float
+    result: asyncio.Future[CallResult]
+    began_at: float | None = None
+    """By `time.monotonic`; None while it waits in the process, or for one."""
+
+    def is_overdue(self) -> bool:
+        return self.began_at is not None and time.monotonic() - self.began_at > self.kill_after_s
 
 
 class ScoringWorker:
-    """Scores rollouts one after another in a process of its own.
+    """Scores groups of rollouts in a process of its own; calls overlap. Of one event loop.
 
     Args:
-        time_limit_s: longest time one rollout's score may take.
+        time_limit_s: longest time that the sync functions of one rollout may take together, and each async
+            function of one. A function of a group has that for each of its rollouts.
+        max_concurrency: async reward functions under way at once; who waits for a place is not timed.
+        grace_s: how much longer than its limit a call may take before its process is killed.
     """
 
-    def __init__(self, *, rubric: Rubric, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rubric: Rubric,
+        time_limit_s: float,
+        max_concurrency: int = MAX_CONCURRENCY,
+        grace_s: float = GRACE_S,
+    ) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
-        self._worker: _Worker | None = None
+        self.max_concurrency = max_concurrency
+        self.grace_s = grace_s
+        self._ids = itertools.count(1)
+        self._work: dict[int, _Work] = {}
+        self._waiting: deque[_Work] = deque()
+        self._suspects: deque[_Work] = deque()
+        self._link: _Link | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
         """A score for each rollout, in order; one that takes too long is a failed score.
 
         Raises:
-            RunError: the worker cannot be started, as the rubric cannot be loaded in it.
-            TimeoutError: the worker did not start within `START_S`.
+            RunError: the process cannot be started, as the rubric cannot be loaded in it.
+            TimeoutError: the process did not start within `START_S`.
         """
-        scores: list[Score] = []
-        while len(scores) < len(rollouts):
-            worker = self._worker or self._start()
-            ended = False
-            try:
-                worker.connection.send(list(rollouts[len(scores) :]))
-                while len(scores) < len(rollouts) and worker.connection.poll(self.time_limit_s + GRACE_S):
-                    scores.append(worker.connection.recv())
-            except (EOFError, BrokenPipeError, ConnectionResetError):
-                ended = True
-            if len(scores) < len(rollouts):
-                reason = "its reward function ended the scoring process" if ended else self._too_long()
-                scores.append(failed_score(reason, rollout=rollouts[len(scores)]))
-                self.close()
-        return scores
+        calls = [self.rubric.calls(group) for group in groups]
+        works = [[self._submit(call) for call in of_group] for of_group in calls]
+        self._ensure_started()
+        self._send()
+        await asyncio.gather(*(work.result for of_group in works for work in of_group))
+        return [
+            self.rubric.scores(group, of_group, [work.result.result() for work in works_of_group])
+            for group, of_group, works_of_group in zip(groups, calls, works, strict=True)
+        ]
 
-    def start(self) -> None:
-        """Start the worker now rather than at the first score; idempotent. Raises as `score` does."""
-        if self._worker is None:
-            self._start()
+    async def start(self) -> None:
+        """Start the process now rather than at the first score; idempotent. Raises as `score` does."""
+        await asyncio.shield(self._ensure_started())
 
-    def close(self) -> None:
-        """End the worker; idempotent."""
-        if self._worker is not None:
-            self._worker.connection.close()
-            self._worker.process.kill()
-            self._worker.process.join()
-            self._worker = None
+    async def close(self) -> None:
+        """End the process; scores that are awaited fail. Idempotent."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.wait({supervisor})
 
-    def _too_long(self) -> str:
-        return f"its score took longer than time_limit_s={self.time_limit_s:g}"
+    def _ensure_started(self) -> asyncio.Future[None]:
+        """Done when a process is there."""
+        if self._supervisor is None or self._supervisor.done() or self._started is None:
+            self._started = asyncio.get_running_loop().create_future()
+            self._supervisor = asyncio.create_task(self._supervise(self._started))
+        return self._started
 
-    def _start(self) -> _Worker:
+    def _submit(self, call: RubricCall) -> _Work:
+        call_id, limit_s = next(self._ids), self.time_limit_s * len(call.rollouts)
+        work = _Work(
+            call_id=call_id,
+            frame=frame(call_id, call),
+            names=call.names,
+            num_rollouts=len(call.rollouts),
+            limit_s=limit_s,
+            kill_after_s=limit_s + self.grace_s,
+            result=asyncio.get_running_loop().create_future(),
+        )
+        self._work[call_id] = work
+        self._waiting.append(work)
+        return work
+
+    def _send(self) -> None:
+        """What may be sent: all that waits, or the first suspect alone."""
+        if self._link is None or self._suspects:
+            return
+        while self._waiting:
+            self._link.writer.write(self._waiting.popleft().frame)
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        """Keep a process running while there is work; returns when one has ended and there is none."""
+        error: BaseException = RunError("the scoring process was closed")
+        num_idle_ends = 0
+        try:
+            while self._work or not started.done():
+                async with _Link.open(self.rubric, self.time_limit_s, self.max_concurrency) as link:
+                    self._link = link
+                    if not started.done():
+                        started.set_result(None)
+                    self._send_again()
+                    late = await self._follow(link)
+                num_idle_ends = 0 if self._blame(late, link.process.exitcode) else num_idle_ends + 1
+                if num_idle_ends == MOST_IDLE_ENDS and self._work:
+                    raise RunError(
+                        f"the scoring process ended {MOST_IDLE_ENDS} times before it called a reward "
+                        f"function (exit code {link.process.exitcode}); its own error is on stderr"
+                    )
+        except Exception as raised:  # noqa: BLE001  (goes to everybody who waits)
+            error = raised
+        finally:
+            self._link = None
+            unanswered: list[asyncio.Future[Any]] = [started, *(w.result for w in self._work.values())]
+            for waiting in unanswered:
+                if not waiting.done():
+                    waiting.set_exception(error)
+                    waiting.exception()  # Retrieved, should nobody wait.
+            self._work.clear()
+            self._waiting.clear()
+            self._suspects.clear()
+
+    def _send_again(self) -> None:
+        """To a new process, whatever has no result: its suspects one by one, before all others."""
+        assert self._link is not None
+        if self._suspects:
+            self._link.writer.write(self._suspects[0].frame)
+        else:
+            self._send()
+
+    async def _follow(self, link: _Link) -> list[_Work]:
+        """Until the process has ended, or has to be ended as calls are overdue: those."""
+        receiving = asyncio.create_task(self._receive(link))
+        late: list[_Work] = []
+        dead = False
+        try:
+            while True:
+                await asyncio.wait({receiving}, timeout=LOOK_EVERY_S)
+                if receiving.done():
+                    receiving.result()
+                    return []
+                if dead:
+                    return []
+                # What is seen twice is so: this process itself may have been too busy to read the results.
+                dead = not link.process.is_alive()
+                overdue = [work for work in self._work.values() if work.is_overdue()]
+                if confirmed := [work for work in overdue if work in late]:
+                    return confirmed
+                late = overdue
+        finally:
+            self._link = None
+            receiving.cancel()
+
+    async def _receive(self, link: _Link) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                call_id, message = await link.receive()
+                if message == BEGAN:
+                    self._work[call_id].began_at = time.monotonic()
+                else:
+                    self._end(self._work[call_id], message)
+
+    def _end(self, work: _Work, result: CallResult) -> None:
+        del self._work[work.call_id]
+        if not work.result.done():  # Nobody may wait any more.
+            work.result.set_result(result)
+        if self._suspects and self._suspects[0] is work:
+            self._suspects.popleft()
+            self._send_again()
+
+    def _blame(self, late: Sequence[_Work], exit_code: int | None) -> bool:
+        """Fail the call that ended the process, where that is known: it alone had begun.
+
+        Of several it may have been any, so they run one by one in the next process; the first that ends that
+        one was it, and the rest is free again. Returns whether any call had begun.
+        """
+        begun = [*late, *(w for w in self._work.values() if w.began_at is not None and w not in late)]
+        self._suspects.clear()
+        if len(begun) == 1:
+            (work,) = begun
+            reason = f"{named(work.names)} ended the scoring process (exit code {exit_code})"
+            if late:
+                reason = too_long(work.names, work.limit_s, work.num_rollouts)
+            logger.warning("%s; the process is started again", reason)
+            self._end(work, CallResult(failure=reason))
+        elif begun:
+            logger.warning("the scoring process ended or hung within %d calls: one by one now", len(begun))
+            self._suspects.extend(begun)
+        for work in list(self._work.values()):
+            work.began_at = None
+            if work.result.cancelled():
+                del self._work[work.call_id]
+        self._suspects = deque(work for work in self._suspects if not work.result.cancelled())
+        self._waiting = deque(work for work in self._work.values() if work not in self._suspects)
+        return bool(begun)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Link:
+    """A scoring process and the way to it."""
+
+    process: Any
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def open(rubric: Rubric, time_limit_s: float, max_concurrency: int) -> AsyncIterator[_Link]:
+        """A process that is ready, and that is gone afterwards."""
         # Spawned, not forked: the actor's process has threads and loaded runtimes.
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         process = context.Process(
-            target=_serve, args=(theirs, self.rubric, self.time_limit_s), name="scoring", daemon=True
+            target=serve, args=(theirs, rubric, time_limit_s, max_concurrency), name="scoring", daemon=True
         )
-        process.start()
-        theirs.close()
+        link = _Link(process=process, reader=reader, writer=writer)
         try:
-            if not ours.poll(START_S):
-                raise TimeoutError(f"the scoring process did not start within {START_S:g} s")
-            ours.recv()
-        except (EOFError, ConnectionResetError) as error:
-            process.join(GRACE_S)
+            link._start_process(theirs)
+            await link._wait_until_ready()
+            yield link
+        finally:
+            writer.close()
+            if process.pid is not None:
+                process.kill()
+                await asyncio.shield(asyncio.to_thread(process.join))
+
+    async def receive(self) -> tuple[int, Any]:
+        call_id, length = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+        return call_id, pickle.loads(await self.reader.readexactly(length))
+
+    def _start_process(self, theirs: socket.socket) -> None:
+        with theirs:
+            try:
+                self.process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise RunError(
+                    f"the rubric cannot be sent to the scoring process ({error}): define reward functions at "
+                    "the top of a module, not within a function"
+                ) from error
+
+    async def _wait_until_ready(self) -> None:
+        try:
+            await asyncio.wait_for(self.receive(), START_S)
+        except TimeoutError:
+            raise TimeoutError(f"the scoring process did not start within {START_S:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            await asyncio.to_thread(self.process.join, GRACE_S)
             raise RunError(
-                f"the scoring process ended while loading the rubric (exit code {process.exitcode}); "
+                f"the scoring process ended while loading the rubric (exit code {self.process.exitcode}); "
                 "its own error is on stderr"
             ) from error
-        else:
-            self._worker = _Worker(process=process, connection=ours)
-            return self._worker
-        finally:
-            if self._worker is None:
-                ours.close()
-                process.kill()
-                process.join()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Worker:
-    process: multiprocessing.process.BaseProcess
-    connection: Connection
-
-
-def _serve(connection: Connection, rubric: Rubric, time_limit_s: float) -> None:
-    """The worker's loop; it ends when its parent is gone (the pipe closes)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        connection.send("ready")
-        while True:
-            for rollout in connection.recv():
-                connection.send(score_within(rubric, rollout, time_limit_s))
-
-
-def score_within(rubric: Rubric, rollout: Rollout, time_limit_s: float) -> Score:
-    """The score, or a failed one if it took too long; for a process's main thread alone (an alarm)."""
-    started = time.monotonic()
-    previous = signal.signal(signal.SIGALRM, _on_alarm)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, time_limit_s)
-        return rubric.score(rollout)
-    except _TimeLimit:
-        took_s = time.monotonic() - started
-        reason = f"its score took longer than time_limit_s={time_limit_s:g} (stopped after {took_s:.1f} s)"
-        return failed_score(reason, rollout=rollout)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def _on_alarm(signum: int, frame: FrameType | None) -> None:
-    raise _TimeLimit

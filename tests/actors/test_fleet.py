@@ -29,9 +29,10 @@ from rl.training.optimizer import Optimizer
 from rl.types import SamplingParams
 from rl.weights.errors import WeightCanaryError
 from tests.support.conversations import Counting, TwinRenderer
-from tests.support.fakes import completion, prompt_of, rollout_of
+from tests.support.fakes import prompt_of, rollout_of
 from tests.support.fleet_actors import AskedGenerator, AskedStore, AskedTrainer, rubric
 from tests.support.monarch_meshes import monarch_meshes
+from tests.support.scored import replied
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
@@ -360,19 +361,10 @@ def test_every_turn_is_trained_on_as_the_engine_drew_it_and_after_what_it_had_re
         np.testing.assert_allclose(sample.generator_logprobs[sample.mask], expected[sample.mask], atol=1e-4)
 
 
-@pytest.mark.parametrize("num_rollouts", [0, 1, 5])
-def test_scores_come_in_the_rollouts_order_from_both_processes_in_turn(running, num_rollouts):
-    rollouts = [rollout_of(PROMPTS[0], completion("x"), sample=i) for i in range(num_rollouts)]
-    (scores,) = running.run(ActorScorer(running.fleet.reward, num_procs=2).score([rollouts]))
-    assert [score.reward for score in scores] == list(range(num_rollouts))
-    assert [score.correct for score in scores] == [i % 2 == 0 for i in range(num_rollouts)]
+def test_scores_come_in_order_from_both_processes_in_turn(running):
+    scorer = ActorScorer(running.fleet.reward, num_procs=2, keep_groups=False)
+    (scores,) = running.run(scorer.score([[replied("x", sample=i) for i in range(5)]]))
+    assert [score.reward for score in scores] == list(range(5))
     processes = [score.parts["process"] for score in scores]
-    assert len(set(processes[::2])) <= 1
-    assert len(set(processes[1::2])) <= 1
-    assert len(set(processes)) == min(num_rollouts, 2)
-
-
-def test_a_share_that_nobody_scored_is_no_shorter_answer(running):
-    rollouts = [rollout_of(PROMPTS[0], completion("x"), sample=i) for i in range(5)]
-    with pytest.raises(AssertionError, match="4 scores of 5 rollouts"):
-        running.run(ActorScorer(running.fleet.reward, num_procs=3).score([rollouts]))
+    assert len(set(processes[::2])) == len(set(processes[1::2])) == 1
+    assert len(set(processes)) == 2

@@ -182,7 +182,7 @@ class RubricScorer:
     rubric: Rubric
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        return [[self.rubric.score(r) for r in group] for group in groups]
+        return [await self.rubric.score_group(group) for group in groups]
 
 
 def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str | None = None) -> Rollout:

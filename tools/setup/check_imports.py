@@ -94,7 +94,16 @@ def check_small_parts(_: str) -> None:
 
 
 def check_test(_: str) -> None:
-    for name in ("pytest", "pytest_timeout", "mypy", "ruff", "torchao.float8", "peft", "kubernetes"):
+    for name in (
+        "pytest",
+        "pytest_timeout",
+        "mypy",
+        "ruff",
+        "torchao.float8",
+        "peft",
+        "math_verify",
+        "kubernetes",
+    ):
         importlib.import_module(name)
 
 
