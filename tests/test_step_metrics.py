@@ -8,9 +8,9 @@ from losses.correction import ImportanceCorrection
 from losses.grpo import GRPOLoss
 from losses.ops import masked_sum
 from losses.types import LossInputs, LossOutput
-from rl.observability.metrics import MetricsWriter, merge, read_metrics, reduced
+from rl.observability.metrics import MetricsWriter, read_metrics, reduced
 from rl.rollouts.grading import ScoredRollout, scored
-from rl.rollouts.group import RolloutWorker
+from rl.rollouts.group import Group, RolloutWorker
 from rl.rollouts.producer import Batch
 from rl.step_clock import StepClock
 from rl.step_metrics import (
@@ -81,10 +81,15 @@ def test_rewards_of_groups_of_unequal_size_count_by_sample_and_groups_by_group()
         [Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False)],
         [Score(reward=0.5, correct=False, unparsed=("answer",)), Score(reward=0.5, correct=False), failed],
     ]
-    scored_PG = [scored(*pair) for pair in zip(groups, scores, strict=True)]
-    assert [[member.rollout.sample for member in scored_G] for scored_G in scored_PG] == [[0, 2], [0, 1]]
-    merged = merge(group_metrics(scored_G, num_drawn=3) for scored_G in scored_PG)
-    assert values(merged) == {
+    made = [
+        Group(number=i, rollouts=r, scores=s, scored=scored(r, s), generated_at=0.0)
+        for i, (r, s) in enumerate(zip(groups, scores, strict=True))
+    ]
+    assert [[member.rollout.sample for member in group.scored] for group in made] == [[0, 2], [0, 1]]
+    assert values(batch_metrics(Batch(groups=made, dropped=[]))) == {
+        "groups/dropped_failed": 0,
+        "groups/dropped_equal": 0,
+        "groups/dropped_oversize": 0,
         "reward/mean": 0.5,
         "reward/std": pytest.approx(np.std([1, 0, 0.5, 0.5])),
         "reward/correct": 0.25,
@@ -109,7 +114,7 @@ def test_rollouts_of_several_turns_report_them_and_what_their_environment_counte
         )
 
     long = of_turns({"calls": 2.0}, {}, {"calls": 1.0, "errors": 1.0}, end="turns")
-    said = values(group_metrics([long, of_turns({"calls": 0.0})], num_drawn=2))
+    said = values(group_metrics([long, of_turns({"calls": 0.0})]))
     assert (said["rollout/turns_mean"], said["rollout/unfinished"]) == (2, 0.5)
     assert said["completion/tokens_mean"] == (3 * 4 + 4) / 2  # of all turns
     # A rollout's calls are added up; of those that count errors, the mean.
@@ -117,7 +122,7 @@ def test_rollouts_of_several_turns_report_them_and_what_their_environment_counte
 
 
 def test_a_group_without_a_single_score_counts_as_one_that_teaches_nothing():
-    assert values(group_metrics([], num_drawn=3)) == {"reward/equal_groups": 1, "reward/num_failed": 3}
+    assert values(group_metrics([])) == {"reward/equal_groups": 1}
 
 
 def test_minibatches_are_joined_each_number_by_its_own_reduction():

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
+from typing import Protocol, runtime_checkable
 
 from rl.types import LoopPosition, Problem
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """Problems of which any can be had by its number, without those before it."""
+
+    def problem(self, number: int) -> Problem: ...
 
 
 class NumberedProblems:
     """Gives each problem with its place in the task's order, counted from 0.
 
-    Continued from a position, it first gives those that were outstanding there, then the next ones.
+    Continued from a position, it first gives those that were outstanding there, then the next ones. Problems
+    of random access are asked for just these; others are drawn again from the first on.
     """
 
     def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
         self.num_drawn = 0 if position is None else position.num_problems
         """Of the task, outstanding ones included."""
         self._again = () if position is None else position.outstanding
-        self._numbered = self._unseen(enumerate(problems))
+        self._numbered: Iterator[tuple[int, Problem]]
+        if isinstance(problems, RandomAccess):
+            numbers = itertools.chain(sorted(self._again), itertools.count(self.num_drawn))
+            self._numbered = ((number, problems.problem(number)) for number in numbers)
+        else:
+            self._numbered = self._unseen(enumerate(problems))
 
     def __iter__(self) -> Iterator[tuple[int, Problem]]:
         return self

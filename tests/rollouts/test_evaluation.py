@@ -49,6 +49,7 @@ def test_evaluation_is_the_mean_over_the_problems_of_reward_correctness_and_each
         "eval/reward": pytest.approx((1.0 + 0.2 + 0.0 + 0.2) / 4),
         "eval/num_problems": 4,
         "eval/num_unparsed": 0,
+        "eval/num_failed": 0,
         "eval/answer": 0.25,
         "eval/format": 0.75,
     }

@@ -115,6 +115,11 @@ def check_trl(_: str) -> None:
     from trl import GRPOTrainer  # noqa: F401
 
 
+def check_tasks(_: str) -> None:
+    for name in ("datasets", "math_verify", "reasoning_gym", "verifiers.v1"):
+        importlib.import_module(name)
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "tools of the system": check_system_tools,
     "torch": check_torch,
@@ -126,6 +131,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 GROUP_CHECKS: dict[str, Callable[[str], None]] = {
     "float8": check_float8,
+    "tasks": check_tasks,
     "test": check_test,
     "trl": check_trl,
 }

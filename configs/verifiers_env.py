@@ -1,0 +1,25 @@
+"""Environments of the `verifiers` package, on GPUs; another one: `--task.taskset my-env`."""
+
+from __future__ import annotations
+
+from actors.controller import Controller
+from configs import sum_digits
+from rl.tasks.verifiers_task import VerifiersTask
+
+
+def qwen3_0_6b() -> Controller.Config:
+    """Two GPUs: one trains, one generates."""
+    return _verifiers(sum_digits.qwen3_0_6b())
+
+
+def qwen3_1_7b() -> Controller.Config:
+    """Three GPUs: two train, one generates."""
+    return _verifiers(sum_digits.qwen3_1_7b())
+
+
+def _verifiers(config: Controller.Config) -> Controller.Config:
+    config.description = config.description.replace("sum-digits", "an environment of verifiers")
+    config.task = VerifiersTask.Config(taskset="gsm8k-v1", num_eval=256)
+    config.generator.max_model_len = 4096
+    config.loop.sampling.max_tokens = 1024
+    return config

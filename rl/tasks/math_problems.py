@@ -1,0 +1,200 @@
+"""Mathematics with an answer that can be checked: data as GSM8K or MATH has it, graded by math-verify.
+
+GSM8K's answer column ends in `#### 72`; MATH's solution column has `\\boxed{\\frac{1}{2}}` in it. Two answers
+are equal if math-verify says so: `0.5`, `1/2` and `\\frac{2}{4}` are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl.data.packages import import_for_tasks
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.tasks.dataset import DatasetTask
+from rl.types import Problem, Rollout
+
+Place = Literal["boxed", "hashes", "whole"]
+"""Where an answer stands in a text: in the last `\\boxed{}`, after the last `####`, or it is all of it."""
+
+PLAIN_NUMBER = re.compile(r"-?\$?-?\d[\d,]*(\.\d+)?%?")
+GOLD_TIMEOUT_S = 5
+BOXED = "{question}\n\nThink step by step, then give the final answer as \\boxed{answer}."
+HASHES = "{question}\n\nThink step by step, then give the final answer after #### on a line of its own."
+
+
+class MathProblems(DatasetTask):
+    """Word problems and competition mathematics from rows.
+
+    Raises:
+        ValueError: when built, as `DatasetTask`, and for an answer column that math-verify cannot read.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DatasetTask.Config):
+        template: str = BOXED
+        gold: Place = "hashes"
+        """Where the answer stands in the answer column: `hashes` for GSM8K, `boxed` for MATH's solutions,
+        `whole` for a column of bare answers."""
+        unparsed_gold: Literal["refuse", "skip"] = "refuse"
+        """What becomes of rows whose answer cannot be read: an error that names the first, or left out and
+        counted."""
+        reply: Place = "boxed"
+        """Where the model has to put its answer; `whole` looks for it anywhere, as math-verify does."""
+        format_reward: float = 0.0
+        """Share of the reward for a finished reply with an answer in its place, right or wrong."""
+        unparsed_value: float = 0.0
+        """What the reward for the answer is where a reply has none; such replies are counted."""
+
+        def __post_init__(self) -> None:
+            # Not super(): it does not find its class in a dataclass with slots.
+            DatasetTask.Config.__post_init__(self)
+            if not 0 <= self.format_reward <= 1:
+                raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
+            if self.columns.answer is None:
+                raise ValueError("columns.answer is None, but a reply is graded against the answer")
+
+    config: Config
+
+    def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
+        gold = find_answer(problem.answer, self.config.gold)
+        return dataclasses.replace(problem, answer="" if gold is None else gold)
+
+    def usable(self, problem: Problem) -> bool:
+        if problem.answer and (PLAIN_NUMBER.fullmatch(problem.answer) or _is_readable(problem.answer)):
+            return True
+        if self.config.unparsed_gold == "skip":
+            return False
+        column, place = self.config.columns.answer, self.config.gold
+        found = f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
+        raise ValueError(
+            f"column {column!r} has {found} (gold={place!r}); choose another place, or leave such rows out "
+            "with unparsed_gold='skip'"
+        )
+
+    def rubric(self, *, seed: int) -> Rubric:
+        """1 for a right answer, `format_reward` of it for the form alone."""
+        config = self.config
+        import_for_tasks("math_verify", needed_by="grading mathematics")
+        answer = MathAnswer(place=config.reply, unparsed_value=config.unparsed_value)
+        criteria = [Criterion(name="answer", function=answer, weight=1.0 - config.format_reward)]
+        if config.format_reward:
+            criteria.append(
+                Criterion(
+                    name="format", function=AnswerInPlace(place=config.reply), weight=config.format_reward
+                )
+            )
+        return Rubric(criteria=tuple(criteria), correct=MathCorrect(place=config.reply))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MathAnswer:
+    """1 for the right answer, 0 for a wrong one."""
+
+    place: Place
+    unparsed_value: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> float:
+        """Raises UnparsedAnswer where the reply has no answer in its place that math-verify can read."""
+        answer = find_answer(rollout.text, self.place)
+        if answer is None:
+            raise UnparsedAnswer(f"no answer in its place ({self.place})", value=self.unparsed_value)
+        is_right = equal(rollout.prompt.problem.answer, answer, self.place)
+        if is_right is None:
+            raise UnparsedAnswer(f"math-verify cannot read {answer[:200]!r}", value=self.unparsed_value)
+        return float(is_right)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MathCorrect:
+    """Whether the answer is right; one that is not there is wrong."""
+
+    place: Place
+
+    def __call__(self, rollout: Rollout) -> bool:
+        answer = find_answer(rollout.text, self.place)
+        return answer is not None and bool(equal(rollout.prompt.problem.answer, answer, self.place))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerInPlace:
+    """1 for a reply that was not cut off and has something where the answer belongs."""
+
+    place: Place
+
+    def __call__(self, rollout: Rollout) -> float:
+        finished = rollout.completion.finish_reason == "stop"
+        return float(finished and find_answer(rollout.text, self.place) is not None)
+
+
+def find_answer(text: str, place: Place) -> str | None:
+    """What stands where the answer belongs; None if nothing does.
+
+    >>> find_answer("so 8 * 9 = 72\\n#### 72", "hashes")
+    '72'
+    """
+    if place == "hashes":
+        _, mark, after = text.rpartition("####")
+        found = after.strip().partition("\n")[0] if mark else ""
+    elif place == "boxed":
+        found = _last_boxed(text)
+    else:
+        found = text
+    return found.strip() or None
+
+
+def _last_boxed(text: str) -> str:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return ""
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return text[start + len("\\boxed{") : end]
+    return ""  # the brace was never closed
+
+
+@functools.lru_cache(maxsize=4096)
+def equal(gold: str, answer: str, place: Place) -> bool | None:
+    """Whether two answers are the same by math-verify; None where it cannot read the second.
+
+    Its own time limits are alarms of the main thread, which scoring has taken: they are off, and a comparison
+    that does not end is ended by the time limit of the score.
+    """
+    math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
+    parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
+    if place != "boxed":
+        parsed += _parse(answer, timeout_s=None)  # an answer in words, "18 dollars." too
+    if not parsed:
+        return None
+    # What it logs is that time limits are off, once.
+    logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+    return bool(math_verify.verify(list(_gold(gold)), parsed, timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _gold(gold: str) -> tuple[Any, ...]:
+    return tuple(_parse(_in_box(gold), timeout_s=None))
+
+
+def _is_readable(gold: str) -> bool:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return bool(_parse(_in_box(gold), timeout_s=GOLD_TIMEOUT_S if in_main_thread else None))
+
+
+def _parse(text: str, *, timeout_s: int | None) -> list[Any]:
+    """Expressions that the text may mean; none where it cannot be read."""
+    math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
+    logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
+    return list(math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=timeout_s))
+
+
+def _in_box(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"

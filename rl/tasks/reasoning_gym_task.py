@@ -1,0 +1,275 @@
+"""Any dataset of reasoning-gym by its name: problems without end, held-out ones, and its own grader.
+
+reasoning-gym draws item i of a dataset with seed s from the number s + i. Evaluation takes the numbers from 0
+on, training those from `FIRST_TRAIN_SEED` on; so problem n is a function of the run's seed and n, and is had
+without those before it. Where two numbers give the same question, as in small datasets they do, one that is
+held out is not trained on either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rl.config.configurable import Configurable
+from rl.data.packages import decode_settings, import_for_tasks
+from rl.data.split import content_key
+from rl.protocols import Environment
+from rl.rollouts.environment import SingleTurn
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.types import Problem, Rollout
+
+BLOCK = 1000
+"""Items of one reasoning-gym dataset object; some build a table of their items when they are made."""
+FIRST_TRAIN_SEED = 2**20
+SEEDS_A_RUN = 2**24
+"""Numbers of a run; beyond as many problems they begin again."""
+MAX_REDRAWS = 64
+"""How often a training problem is drawn anew because it is held out."""
+DEFAULT_SYSTEM = (
+    "Think step by step, then give the final answer between <answer> and </answer>. Write nothing but the "
+    "answer between them."
+)
+
+
+class ReasoningGym(Configurable):
+    """One dataset of reasoning-gym as a task.
+
+    Raises:
+        ValueError: when built: no dataset has this name (says which are near), it has no such setting or
+            refuses its value, or it has fewer different problems than are held out.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        dataset: str
+        """Its name in reasoning-gym, such as `basic_arithmetic`."""
+        settings: dict[str, int | float | bool | str] = field(default_factory=dict)
+        """Settings of the dataset by name; a text that starts with `[` or `{` is read as JSON."""
+        num_eval: int = 128
+        """Held-out problems, all different; the same for every seed."""
+        answer_in: Literal["tags", "last_line", "whole"] = "tags"
+        """Where the reply has its answer: in the last `<answer></answer>`, in its last line, or it is all of
+        it."""
+        system: str = DEFAULT_SYSTEM
+        """System message; empty for none."""
+        solved_at: float = 1.0
+        """Score from which on an answer counts as right; the score itself is the reward."""
+        unparsed_value: float = 0.0
+        """Reward of a reply that has no answer in its place; such replies are counted."""
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.num_eval <= FIRST_TRAIN_SEED // 2:
+                raise ValueError(
+                    f"num_eval={self.num_eval}: must be at least 1 and at most {FIRST_TRAIN_SEED // 2}"
+                )
+            if not 0 < self.solved_at <= 1:
+                raise ValueError(f"solved_at={self.solved_at}: must be above 0 and at most 1")
+            if "seed" in self.settings or "size" in self.settings:
+                raise ValueError("settings: seed and size are this task's own to choose")
+
+    def __init__(self, *, config: Config) -> None:
+        self.config = config
+        self._source = Source.of(config.dataset, config.settings)
+        self._eval = self._held_out()
+        self._held_keys = {content_key(problem.question) for problem in self._eval}
+
+    def train_problems(self, *, seed: int) -> Iterator[Problem]:
+        """Endless; `.problem(n)` is number n without those before it."""
+        return DrawnProblems(self, seed=f"train {seed}")
+
+    def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
+        """Other training problems, with bare answers as demonstrations: reasoning-gym has no replies that
+        lead to them.
+
+        Raises:
+            ValueError: this dataset has no single right answer.
+        """
+        for problem in DrawnProblems(self, seed=f"warm-up {seed}"):
+            if not problem.answer:
+                raise ValueError(
+                    f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a "
+                    "model that follows instructions (hf_assets_path) without warm-up (--warmup None)"
+                )
+            tagged = f"<answer>{problem.answer}</answer>"
+            shown = tagged if self.config.answer_in == "tags" else problem.answer
+            yield dataclasses.replace(problem, demonstration=shown)
+
+    def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
+        return {"held_out": self._eval}
+
+    def environment(self, problem: Problem) -> Environment:
+        return SingleTurn(problem=problem, system=self.config.system)
+
+    def rubric(self, *, seed: int) -> Rubric:
+        """The dataset's own score of the answer, 0 to 1."""
+        config = self.config
+        grader = Grader(source=self._source, answer_in=config.answer_in, unparsed_value=config.unparsed_value)
+        solved = Solved(grader=grader, solved_at=config.solved_at)
+        return Rubric(criteria=(Criterion(name="answer", function=grader),), correct=solved)
+
+    def training_problem(self, number: int, *, first_seed: int) -> Problem:
+        """Number `number` of a run whose numbers begin at `first_seed`.
+
+        Raises:
+            ValueError: it was drawn `MAX_REDRAWS` times, and was held out every time.
+        """
+        for redraw in range(MAX_REDRAWS):
+            problem = self._source.problem(first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN)
+            if content_key(problem.question) not in self._held_keys:
+                # Two numbers may give one question, but no two problems of a run one id.
+                return dataclasses.replace(problem, id=f"{problem.id}#{number}")
+        raise ValueError(
+            f"training problem {number} of reasoning-gym's {self.config.dataset!r} is held out in all "
+            f"{MAX_REDRAWS} draws of it: too small a dataset for num_eval={self.config.num_eval}"
+        )
+
+    def _held_out(self) -> list[Problem]:
+        found: dict[int, Problem] = {}
+        most_drawn = min(20 * self.config.num_eval + BLOCK, FIRST_TRAIN_SEED - BLOCK)
+        for seed in range(most_drawn):
+            problem = self._source.problem(seed)
+            found.setdefault(content_key(problem.question), problem)
+            if len(found) == self.config.num_eval:
+                return list(found.values())
+        raise ValueError(
+            f"reasoning-gym's {self.config.dataset!r} gave {len(found)} different problems in {most_drawn} "
+            f"draws: num_eval={self.config.num_eval} must be fewer, so that there are others to train on"
+        )
+
+
+class DrawnProblems:
+    """The training problems of one seed, in order or by number."""
+
+    def __init__(self, task: ReasoningGym, *, seed: str) -> None:
+        digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
+        # Far enough apart that no redraw of a run meets an evaluation; below 2**31, as some datasets need.
+        self._first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
+        self._task = task
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self
+
+    def __next__(self) -> Problem:
+        problem = self.problem(self._number)
+        self._number += 1
+        return problem
+
+    def problem(self, number: int) -> Problem:
+        return self._task.training_problem(number, first_seed=self._first_seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A dataset with its settings; picklable, as graders in other processes need it."""
+
+    dataset: str
+    settings: str
+    """JSON, with sorted keys: equal settings are equal texts."""
+
+    @classmethod
+    def of(cls, dataset: str, settings: Mapping[str, Any]) -> Source:
+        """Raises ValueError for an unknown name or setting, or a value that the dataset refuses."""
+        import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
+        registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
+        if dataset not in registered:
+            near = difflib.get_close_matches(dataset, registered, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(registered))}"
+            raise ValueError(f"dataset={dataset!r}: reasoning-gym has no dataset of this name; {hint}")
+        valid = {f.name for f in dataclasses.fields(registered[dataset][1])} - {"seed", "size"}
+        decoded = decode_settings(settings)
+        if unknown := sorted(decoded.keys() - valid):
+            raise ValueError(
+                f"settings: reasoning-gym's {dataset!r} has no {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(valid))}"
+            )
+        source = cls(dataset=dataset, settings=json.dumps(decoded, sort_keys=True))
+        try:
+            source.block(0)
+        except (AssertionError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"settings={dict(settings)}: reasoning-gym's {dataset!r} refuses: {error}"
+            ) from error
+        return source
+
+    def problem(self, seed: int) -> Problem:
+        """The one that is drawn from a number."""
+        number, item = divmod(seed, BLOCK)
+        entry = self.block(number)[item]
+        answer = entry["answer"]
+        return Problem(
+            id=f"{self.dataset}/{seed}",
+            question=entry["question"],
+            answer="" if answer is None else str(answer),
+            info={"entry": entry},
+        )
+
+    def block(self, number: int) -> Any:
+        return _block(self.dataset, self.settings, number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grader:
+    """The score that reasoning-gym gives to the answer of a reply."""
+
+    source: Source
+    answer_in: str
+    unparsed_value: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> float:
+        """Raises UnparsedAnswer where the reply has no answer in its place."""
+        answer = find_answer(rollout.text, self.answer_in)
+        if answer is None:
+            raise UnparsedAnswer(f"no answer in its place ({self.answer_in})", value=self.unparsed_value)
+        return self.score(answer, rollout.prompt.problem)
+
+    def score(self, answer: str, problem: Problem) -> float:
+        return float(self.source.block(0).score_answer(answer, problem.info["entry"]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solved:
+    """Whether the score is that of a right answer."""
+
+    grader: Grader
+    solved_at: float
+
+    def __call__(self, rollout: Rollout) -> bool:
+        answer = find_answer(rollout.text, self.grader.answer_in)
+        return answer is not None and self.grader.score(answer, rollout.prompt.problem) >= self.solved_at
+
+
+def find_answer(text: str, place: str) -> str | None:
+    """The answer of a reply; None where there is none in its place.
+
+    >>> find_answer("<answer>3</answer> no, <answer>4</answer>", "tags")
+    '4'
+    """
+    if place == "whole":
+        found = text
+    elif place == "last_line":
+        found = text.strip().rpartition("\n")[2]
+    else:
+        _, mark, after = text.rpartition("<answer>")
+        inner, end, _ = after.partition("</answer>")
+        found = inner if mark and end else ""
+    return found.strip() or None
+
+
+@functools.lru_cache(maxsize=8)
+def _block(dataset: str, settings: str, number: int) -> Any:
+    reasoning_gym = import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
+    decoded = json.loads(settings)
+    if dataset == "composite":
+        spec = import_for_tasks("reasoning_gym.composite", needed_by="the dataset 'composite'").DatasetSpec
+        decoded["datasets"] = [
+            spec(**{"weight": 1, "config": {}, **part}) for part in decoded.get("datasets", [])
+        ]
+    return reasoning_gym.create_dataset(dataset, seed=number * BLOCK, size=BLOCK, **decoded)

@@ -1,0 +1,168 @@
+import json
+import threading
+from itertools import islice
+
+import pytest
+
+from configs import gsm8k
+from rl.rollouts.rubric import UnparsedAnswer
+from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathCorrect, MathProblems, equal, find_answer
+from rl.types import Problem
+from tests.support.replies import reply
+
+GSM8K = [
+    {"question": f"Ann has {n} eggs and gets 1,000 more. How many?", "answer": f"{n}+1000\n#### {n + 1000:,}"}
+    for n in range(60)
+]
+MATH = [
+    {
+        "question": f"Halve {n}.",
+        "answer": f"We halve it: $\\frac{{{n}}}{{2}}$, so \\boxed{{\\frac{{{n}}}{{2}}}}.",
+    }
+    for n in range(60)
+]
+
+
+@pytest.fixture
+def build(tmp_path):
+    def _build(rows, **options):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = (str(tmp_path / "rows.jsonl"),)
+        options = {"held_out": 0.2, "cache_folder": str(tmp_path / "cache"), **options}
+        return MathProblems.Config(train_files=files, **options).build()
+
+    return _build
+
+
+def answers(task):
+    return {p.answer for p in islice(task.train_problems(seed=0), len(task._train))}
+
+
+def test_gold_of_gsm8k_stands_after_the_hashes(build):
+    assert answers(build(GSM8K)) <= {f"{n + 1000:,}" for n in range(60)}
+
+
+def test_gold_of_math_stands_in_the_last_box(build):
+    assert answers(build(MATH, gold="boxed")) <= {f"\\frac{{{n}}}{{2}}" for n in range(60)}
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "answer"),
+    [
+        ("a #### 3\n#### 4\nbye", "hashes", "4"),
+        ("no mark: 4", "hashes", None),
+        ("4 ####  ", "hashes", None),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}!", "boxed", r"\frac{1}{2}"),
+        (r"cut off \boxed{\frac{1}{2}", "boxed", None),
+        (r"\boxed{ }", "boxed", None),
+        ("so 4", "whole", "so 4"),
+    ],
+)
+def test_answer_is_looked_for_in_its_place_alone(text, place, answer):
+    assert find_answer(text, place) == answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "place", "same"),
+    [
+        ("1,060", "1060", "boxed", True),
+        ("72", "72.0", "boxed", True),
+        (r"\frac{1}{2}", "0.5", "boxed", True),
+        (r"\frac{1}{2}", "2/4", "boxed", True),
+        ("x^2-1", "(x-1)(x+1)", "boxed", True),
+        ("72", "73", "boxed", False),
+        ("18", "18 dollars.", "hashes", True),
+        ("18", r"\$18", "boxed", True),
+        ("72", "It is $72$.", "whole", True),
+        ("72", r"\frac{1", "boxed", None),
+        ("72", "?", "hashes", None),
+    ],
+)
+def test_answers_are_compared_by_what_they_mean(gold, answer, place, same):
+    assert equal(gold, answer, place) is same
+
+
+def problem(gold="72"):
+    return Problem(id="rows.jsonl:1", question="8 * 9?", answer=gold)
+
+
+def test_reward_is_for_the_right_answer_in_its_place(build):
+    rubric = build(GSM8K).rubric(seed=0)
+    right, wrong = (rubric.score(reply(problem(), text)) for text in (r"It is \boxed{72}.", r"\boxed{8}"))
+    assert (right.reward, right.correct, right.parts) == (1.0, True, {"answer": 1.0})
+    assert (wrong.reward, wrong.correct) == (0.0, False)
+
+
+def test_part_of_the_reward_can_be_for_the_form(build):
+    rubric = build(GSM8K, format_reward=0.2).rubric(seed=0)
+    assert rubric.score(reply(problem(), r"\boxed{72}")).reward == pytest.approx(1.0)
+    assert rubric.score(reply(problem(), r"\boxed{8}")).reward == pytest.approx(0.2)
+    cut_off = reply(problem(), r"\boxed{8} and", finish_reason="length")
+    assert AnswerInPlace(place="boxed")(cut_off) == 0.0
+
+
+@pytest.mark.parametrize("text", ["72", r"\boxed{", r"\boxed{\frac{}", ""])
+def test_a_reply_without_an_answer_is_no_zero_but_unparsed(text):
+    with pytest.raises(UnparsedAnswer) as caught:
+        MathAnswer(place="boxed", unparsed_value=-0.5)(reply(problem(), text))
+    assert caught.value.value == -0.5
+    assert MathCorrect(place="boxed")(reply(problem(), text)) is False
+
+
+def test_grading_works_outside_the_main_thread():
+    """Where math-verify's own time limits would raise, as they are alarms."""
+    found = []
+    rollout = reply(problem(r"\frac{7}{3}"), r"\boxed{\frac{14}{6}}")
+    thread = threading.Thread(target=lambda: found.append(MathAnswer(place="boxed")(rollout)))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("It is 72.", "row 4: column 'answer' has no answer (gold='hashes')"),
+        ("#### \\frac{1}{", r"row 4: column 'answer' has '\\frac{1}{', which math-verify cannot read"),
+    ],
+)
+def test_gold_that_cannot_be_read_names_its_row_or_is_left_out(build, caplog, answer, said):
+    rows = [*GSM8K[:3], {"question": "Unreadable?", "answer": answer}, *GSM8K[3:]]
+    with pytest.raises(ValueError, match=r"rows\.jsonl, ") as caught:
+        build(rows)
+    assert said in str(caught.value)
+    task = build(rows, unparsed_gold="skip")
+    assert "1 of 61 rows cannot be used" in caplog.text
+    everything = [*islice(task.train_problems(seed=0), len(task._train)), *task.eval_sets()["held_out"]]
+    assert len(everything) == 60
+
+
+def test_settings_that_cannot_work_are_named(build):
+    with pytest.raises(ValueError, match=r"format_reward=1\.5 is not between 0 and 1"):
+        build(GSM8K, format_reward=1.5)
+    with pytest.raises(ValueError, match="held_out=2: must be"):
+        build(GSM8K, held_out=2)
+
+
+def test_tiny_config_runs_over_a_file_that_is_there_and_names_one_that_is_not(tmp_path):
+    config = gsm8k.tiny()
+    assert isinstance(config.task, MathProblems.Config)
+    with pytest.raises(ValueError, match=r"'data/tiny_math\.jsonl' is no local file"):
+        config.task.build()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
+    config.task.train_files, config.task.cache_folder = (str(path),), str(tmp_path / "cache")
+    task = config.task.build()
+    shown = next(task.warmup_problems(seed=0))
+    room = config.generator.max_model_len - config.loop.sampling.max_tokens
+    assert len(shown.question) < room
+    assert len(shown.demonstration) < config.loop.sampling.max_tokens
+    score = task.rubric(seed=0).score(reply(shown, shown.demonstration))
+    assert (score.reward, score.correct, score.failure) == (1.0, True, None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_0_6b", "qwen3_1_7b", "qwen3_4b", "math_qwen3_1_7b"])
+def test_gpu_configs_ask_for_local_files_and_a_reply_that_fits(name):
+    config = getattr(gsm8k, name)()
+    assert config.task.train_files[0].startswith("data/")
+    assert config.loop.sampling.max_tokens + 512 <= config.generator.max_model_len

@@ -1,0 +1,199 @@
+import pickle
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from configs import reasoning
+from rl.rollouts.numbered_problems import NumberedProblems
+from rl.rollouts.rubric import UnparsedAnswer
+from rl.tasks.reasoning_gym_task import Grader, ReasoningGym, Source, find_answer
+from rl.types import LoopPosition
+from tests.support.replies import reply
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def build(dataset="basic_arithmetic", **options):
+    return ReasoningGym.Config(dataset=dataset, **{"num_eval": 16, **options}).build()
+
+
+def test_problems_repeat_for_a_seed_and_differ_between_seeds():
+    first = list(islice(build().train_problems(seed=0), 30))
+    assert first == list(islice(build().train_problems(seed=0), 30))
+    assert [p.question for p in first] != [p.question for p in islice(build().train_problems(seed=1), 30)]
+    assert len({p.id for p in first}) == 30
+
+
+def test_any_problem_is_had_by_its_number():
+    problems = build().train_problems(seed=0)
+    in_order = list(islice(problems, 12))
+    assert [problems.problem(n) for n in reversed(range(12))] == in_order[::-1]
+    again = NumberedProblems(build().train_problems(seed=0), LoopPosition(step=1, num_problems=5_000_000))
+    assert next(again)[1] == problems.problem(5_000_000)
+
+
+def test_held_out_problems_are_different_and_never_trained_on():
+    task = build("coin_flip", num_eval=40)
+    (held,) = task.eval_sets().values()
+    questions = {p.question for p in held}
+    assert len(questions) == 40
+    # A small dataset, of which these draws would meet many held-out ones.
+    assert not questions & {p.question for p in islice(task.train_problems(seed=0), 400)}
+    assert [p.id for p in build("coin_flip", num_eval=40).eval_sets()["held_out"]] == [p.id for p in held]
+
+
+def test_a_dataset_too_small_to_hold_out_from_says_how_small_it_is():
+    with pytest.raises(ValueError, match="num_eval=10 must be fewer") as caught:
+        build("lcm", settings={"min_value": 2, "max_value": 3, "max_numbers": 2}, num_eval=10)
+    assert "reasoning-gym's 'lcm' gave " in str(caught.value)
+
+
+def test_a_dataset_all_of_which_is_held_out_has_nothing_to_train_on():
+    settings = {"min_value": 2, "max_value": 3, "max_numbers": 2}
+    with pytest.raises(ValueError, match="gave ") as caught:
+        build("lcm", settings=settings, num_eval=10)
+    num_there = int(str(caught.value).partition("gave ")[2].partition(" ")[0])
+    task = build("lcm", settings=settings, num_eval=num_there)
+    with pytest.raises(ValueError, match=r"training problem 0 .* is held out in all 64 draws"):
+        next(task.train_problems(seed=0))
+
+
+@pytest.mark.parametrize("dataset", ["basic_arithmetic", "countdown", "gsm_symbolic", "sokoban"])
+def test_right_answer_has_the_full_score_after_a_way_through_pickle(dataset):
+    task = build(dataset, num_eval=2)
+    rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
+    for problem in task.eval_sets()["held_out"]:
+        right = reply(pickle.loads(pickle.dumps(problem)), f"so <answer>{problem.answer}</answer>")
+        score = rubric.score(right)
+        assert (score.reward, score.correct, score.failure) == (1.0, True, None)
+
+
+def test_wrong_answer_has_the_datasets_own_score():
+    task = build("countdown", num_eval=2)
+    problem = task.eval_sets()["held_out"][0]
+    score = task.rubric(seed=0).score(reply(problem, "<answer>1 + 1</answer>"))
+    assert (score.reward, score.correct) == (0.05, False)
+
+
+def test_partly_right_answer_counts_as_right_where_the_settings_say_so():
+    problem = build().eval_sets()["held_out"][0]
+    half = reply(problem, f"<answer>{problem.answer} or so</answer>")
+    strict, lenient = (build(solved_at=bar).rubric(seed=0).score(half) for bar in (1.0, 0.1))
+    assert 0.1 < strict.reward == lenient.reward < 1.0
+    assert (strict.correct, lenient.correct) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "answer"),
+    [
+        ("<answer>3</answer> or <answer> 4\n</answer>", "tags", "4"),
+        ("<answer>3", "tags", None),
+        ("3", "tags", None),
+        ("<answer></answer>", "tags", None),
+        ("thinking\n 4 \n\n", "last_line", "4"),
+        (" 4", "whole", "4"),
+        ("", "last_line", None),
+    ],
+)
+def test_answer_is_looked_for_in_its_place_alone(text, place, answer):
+    assert find_answer(text, place) == answer
+
+
+def test_a_reply_without_an_answer_is_unparsed():
+    problem = build().eval_sets()["held_out"][0]
+    grader = Grader(source=Source.of("basic_arithmetic", {}), answer_in="tags", unparsed_value=-1.0)
+    with pytest.raises(UnparsedAnswer) as caught:
+        grader(reply(problem, problem.answer))
+    assert caught.value.value == -1.0
+
+
+def test_settings_reach_the_dataset_and_composite_has_parts():
+    parts = '[{"name": "gcd"}, {"name": "lcm", "weight": 2}]'
+    task = build("composite", settings={"datasets": parts})
+    names = {p.info["entry"]["metadata"]["source_dataset"] for p in task.eval_sets()["held_out"]}
+    assert names == {"gcd", "lcm"}
+    problem = next(build("chain_sum", settings={"min_terms": 5, "max_terms": 5}).train_problems(seed=0))
+    assert sum(problem.question.count(sign) for sign in (" + ", " - ")) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dataset": "basic_arithmetik"}, "no dataset of this name; did you mean basic_arithmetic or "),
+        ({"dataset": "zzzz"}, "no dataset of this name; it has ab, acre, "),
+        ({"settings": {"terms": 2}}, "'basic_arithmetic' has no terms; it has allow_negation, "),
+        ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses: max_terms must be >= min_terms"),
+        ({"settings": {"seed": 2}}, "settings: seed and size are this task's own to choose"),
+        ({"settings": {"operators": '["+"'}}, "settings.operators='[\"+\"': starts like JSON, but is not"),
+        ({"num_eval": 0}, "num_eval=0: must be at least 1"),
+        ({"solved_at": 0}, "solved_at=0: must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(options, said):
+    with pytest.raises(ValueError, match=r".") as caught:
+        build(**options)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["tags", "last_line", "whole"])
+def test_demonstrations_are_right_replies_to_problems_that_are_not_held_out(place):
+    task = build("gcd", answer_in=place)
+    held = {p.question for p in task.eval_sets()["held_out"]}
+    shown = list(islice(task.warmup_problems(seed=0), 8))
+    assert [task.rubric(seed=0).score(reply(p, p.demonstration)).reward for p in shown] == [1.0] * 8
+    assert not held & {p.question for p in shown}
+    assert [p.id for p in shown] != [p.id for p in islice(task.train_problems(seed=0), 8)]
+
+
+def test_warm_up_is_refused_where_there_is_no_one_answer():
+    with pytest.raises(ValueError, match="'graph_color' has no answers to warm up on"):
+        next(build("graph_color", num_eval=1).warmup_problems(seed=0))
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3_0_6b", "qwen3_1_7b"])
+def test_configs_make_tasks_whose_prompts_fit(name):
+    config = getattr(reasoning, name)()
+    config.task.num_eval = 4
+    task = config.task.build()
+    opening = task.environment(next(task.train_problems(seed=0))).opening()
+    assert sum(len(m.content) for m in opening) < config.generator.max_model_len
+    assert config.generator.max_model_len > config.loop.sampling.max_tokens
+
+
+WITHOUT_PACKAGES = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("reasoning_gym", "math_verify", "datasets", "verifiers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+from rl.tasks.dataset import DatasetTask
+from rl.tasks.math_problems import MathProblems
+from rl.tasks.reasoning_gym_task import ReasoningGym
+from rl.tasks.verifiers_task import VerifiersTask
+for config in (
+    ReasoningGym.Config(dataset="gcd"),
+    DatasetTask.Config(train_files=("setup.py",), held_out=0.5),
+    VerifiersTask.Config(taskset="gsm8k_v1"),
+):
+    try:
+        config.build()
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.medium
+def test_tasks_whose_packages_are_missing_say_what_installs_them():
+    argv = [sys.executable, "-c", WITHOUT_PACKAGES]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition(" needs the package ")[2].partition(",")[0] for line in lines] == [
+        "'reasoning_gym'",
+        "'datasets'",
+        "'verifiers'",
+    ]
+    assert all(line.endswith("tools/setup_env.py tasks, or pip install 'relay-rl[tasks]'") for line in lines)

@@ -1,0 +1,389 @@
+"""The environments are in tests/tasks/verifiers_envs, one module each, as verifiers looks for them."""
+
+import asyncio
+import gc
+import importlib
+import json
+import os
+import pickle
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from configs import verifiers_env
+from rl.rollouts.rubric import UnparsedAnswer
+from rl.tasks.verifiers_environment import EpisodeReward
+from rl.tasks.verifiers_task import VerifiersTask
+from rl.types import Problem, Reply
+from tests.support.fakes import completion
+from tests.support.replies import reply
+
+ENVS = Path(__file__).parent / "verifiers_envs"
+
+pytestmark = pytest.mark.medium
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environments_are_importable():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ENVS))
+        # Tool servers are programs of their own.
+        patch.setenv("PYTHONPATH", str(ENVS))
+        yield
+
+
+def made(taskset, **options):
+    task = VerifiersTask.Config(taskset=taskset, **{"held_out": 0.3, **options}).build()
+    yield task
+    task.close()
+
+
+@pytest.fixture(scope="module")
+def sums():
+    yield from made("relay_sums")
+
+
+@pytest.fixture(scope="module")
+def guess():
+    yield from made("relay_guess")
+
+
+@pytest.fixture(scope="module")
+def adder():
+    yield from made("relay_adder")
+
+
+def first(task):
+    return next(task.train_problems(seed=0))
+
+
+def told(messages):
+    return [(message.role, message.content) for message in messages]
+
+
+async def play(task, problem, *texts, finish_reason="stop"):
+    """Observations of one episode; it is closed in any case."""
+    environment = task.environment(problem)
+    try:
+        return [
+            await environment.step(Reply(text=text, completion=completion(text, finish_reason=finish_reason)))
+            for text in texts
+        ]
+    finally:
+        await environment.close()
+
+
+def played(task, problem, *texts, **options):
+    return asyncio.run(play(task, problem, *texts, **options))
+
+
+def failure(task, *texts):
+    with pytest.raises(RuntimeError) as caught:
+        played(task, first(task), *texts)
+    return str(caught.value)
+
+
+# One turn
+
+
+def test_rows_are_problems_with_their_opening(sums):
+    problem = first(sums)
+    assert problem.question == f"{int(problem.answer) - 1} + 1 = ?"
+    assert told(sums.environment(problem).opening()) == [("system", "Add."), ("user", problem.question)]
+    train = {p.id for p in islice(sums.train_problems(seed=0), len(sums._train))}
+    held = {p.id for p in sums.eval_sets()["held_out"]}
+    assert train | held == {f"relay_sums/{n}" for n in range(40)}
+    assert not train & held
+    assert sums.train_problems(seed=0).problem(70) == list(islice(sums.train_problems(seed=0), 71))[70]
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "short", "correct"),
+    [("{answer}", 1.0, 1.0, True), ("1000", 0.0, 1.0, False), ("no idea", 0.0, 0.0, False)],
+)
+def test_rewards_of_the_environment_are_those_of_the_rubric(sums, text, right, short, correct):
+    problem = first(sums)
+    text = text.format(answer=problem.answer)
+    (observation,) = played(sums, problem, text)
+    assert observation.messages == ()
+    assert observation.metrics == {
+        "verifiers/length": len(text),
+        "verifiers/right": right,
+        "verifiers/short": short,
+        "verifiers/reward": 0.8 * right + 0.2 * short,
+    }
+    rubric = pickle.loads(pickle.dumps(sums.rubric(seed=0)))
+    score = rubric.score(reply(problem, text, observation=observation))
+    assert (score.reward, score.correct) == (0.8 * right + 0.2 * short, correct)
+
+
+def test_thoughts_are_not_part_of_the_reply(sums):
+    problem = first(sums)
+    (observation,) = played(sums, problem, f"<think>hm, hm</think>\n\n{problem.answer}")
+    assert observation.metrics["verifiers/right"] == 1.0
+
+
+def test_a_reward_that_raises_fails_the_rollout(sums):
+    assert failure(sums, "raise") == "TaskError: task SumTask scoring: ValueError: this reward raises"
+
+
+def test_episodes_that_run_at_once_get_their_own_replies(sums):
+    problems = list(islice(sums.train_problems(seed=0), 12))
+
+    async def all_of_them():
+        texts = [p.answer if i % 2 else "x" for i, p in enumerate(problems)]
+        return await asyncio.gather(*(play(sums, p, t) for p, t in zip(problems, texts, strict=True)))
+
+    rights = [observation.metrics["verifiers/right"] for (observation,) in asyncio.run(all_of_them())]
+    assert rights == [float(i % 2) for i in range(12)]
+
+
+def test_an_episode_that_a_limit_ended_is_unscored_and_no_silent_zero():
+    problem = Problem(id="a", question="b", answer="c")
+    with pytest.raises(UnparsedAnswer) as caught:
+        EpisodeReward(unscored_value=-1.0)(reply(problem, "text"))
+    assert caught.value.value == -1.0
+
+
+# Several turns
+
+
+def test_turns_of_an_environment_are_told_one_after_another(guess):
+    problem = first(guess)
+    number = int(problem.answer)
+    low, high, right = played(guess, problem, str(number - 1), str(number + 1), str(number))
+    assert [told(o.messages) for o in (low, high, right)] == [[("user", "higher")], [("user", "lower")], []]
+    assert right.metrics == {"verifiers/found": 1.0, "verifiers/reward": 1.0, "verifiers/guesses": 3.0}
+    assert low.metrics == {}
+
+
+def test_an_environment_ends_an_episode_by_its_own_rules(guess):
+    observations = played(guess, first(guess), "1000", "1000", "1000")
+    assert [len(o.messages) for o in observations] == [1, 1, 0]
+    assert observations[-1].metrics["verifiers/reward"] == 0.0
+
+
+def test_an_environment_that_raises_fails_the_rollout(guess):
+    message = failure(guess, "a dozen")
+    assert message.startswith("EnvError: Guess.run(): ValueError: invalid literal for int()")
+
+
+def test_an_episode_that_is_left_half_way_leaves_nothing(guess):
+    played(guess, first(guess), "1000")
+    assert guess._host.policy.episodes == {}
+
+
+# Tools
+
+
+def test_tools_are_announced_called_and_answered(adder):
+    problem = first(adder)
+    system, user = adder.environment(problem).opening()
+    assert system.content.startswith("Add.\n\n# Tools\n")
+    (schema,) = [json.loads(line) for line in system.content.splitlines() if line.startswith('{"type"')]
+    assert schema["function"]["name"] == "adder_add"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert told([user]) == [("user", problem.question)]
+    number = int(problem.answer) - 1000
+    call = json.dumps({"name": "adder_add", "arguments": {"a": number, "b": 1000}})
+    called, end = played(adder, problem, f"<tool_call>\n{call}\n</tool_call>", problem.answer)
+    assert told(called.messages) == [("tool", problem.answer)]
+    assert end.metrics == {"verifiers/calls": 1.0, "verifiers/right": 1.0, "verifiers/reward": 1.0}
+
+
+def test_calls_that_cannot_be_made_are_answered_with_what_is_wrong(adder):
+    texts = [
+        '<tool_call>{"name": "adder_add"}</tool_call><tool_call>{"name": "no", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "adder_add", "arguments": {"a": "x", "b": 1}}</tool_call>',
+        "7",
+    ]
+    first_two, wrong_type, end = played(adder, first(adder), *texts)
+    assert [m.content.partition(".")[0] for m in first_two.messages] == [
+        'Error: the tool call has no "arguments" that is an object',
+        "Error: there is no tool 'no'; the tools are adder_add",
+    ]
+    assert "valid integer" in wrong_type.messages[0].content
+    assert end.metrics["verifiers/calls"] == 3.0
+
+
+def processes_of(module):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        if parent == os.getpid() and module.encode() in words:
+            found.append(folder.name)
+    return found
+
+
+def test_tool_servers_end_with_the_task(adder):
+    played(adder, first(adder), "7")
+    assert len(processes_of("relay_adder")) == 1
+    adder.close()
+    assert processes_of("relay_adder") == []
+
+
+# What is refused
+
+
+def odd(*names, **options):
+    """A task of classes that are given as they are."""
+    relay_odd = importlib.import_module("relay_odd")
+    classes = tuple(getattr(relay_odd, name) if isinstance(name, str) else name for name in names)
+    return VerifiersTask.Config(taskset="odd_one", classes=classes, **{"held_out": 0.3, **options}).build()
+
+
+def rows(**data):
+    return importlib.import_module("relay_odd").taskset(**data)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "said"),
+    [
+        ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
+        (
+            [lambda: rows(prompt=[{"role": "user", "content": [{"type": "text", "text": "look"}]}])],
+            {},
+            "odd_one/0 cannot be trained on: its prompt has parts that are not text",
+        ),
+        ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
+        (["Boxed"], {}, "BoxedTask needs a container runtime"),
+        (["Endless"], {}, "has no end: max_problems must say where to stop"),
+        (["Scored", "Duo"], {}, "seat is empty, but Duo has several: player, partner"),
+        (["Scored", "Duo"], {"seat": "judge"}, "seat='judge': Duo has player, partner"),
+        (["Scored", "Duo"], {"seat": "player"}, "nobody plays partner of Duo"),
+        (["Scored"], {"settings": {"nonsense": 1}}, "nonsense"),
+        (["Scored"], {"held_out": 0.0}, "30 rows leave 30 to train on and 0 to evaluate on"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_the_reason(names, options, said):
+    with pytest.raises(ValueError, match=r".") as caught:
+        odd(*(name() if callable(name) else name for name in names), **options)
+    assert said in str(caught.value)
+
+
+def test_a_module_that_is_not_there_or_of_an_earlier_verifiers_is_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="taskset 'nowhere_v1' not found"):
+        VerifiersTask.Config(taskset="nowhere_v1").build()
+    (tmp_path / "relay_earlier.py").write_text("def load_environment(): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"defines no `__all__`.*for verifiers before 0\.4 do"):
+        VerifiersTask.Config(taskset="relay_earlier").build()
+
+
+def test_warm_up_is_refused(sums):
+    with pytest.raises(ValueError, match="'relay_sums' has no demonstrations to warm up on"):
+        sums.warmup_problems(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("env", "texts", "said"),
+    [
+        ("Twice", ["a", "b"], "seat 'agent' plays several runs in one episode; relay trains one"),
+        ("Ventriloquist", ["a", "b"], "it puts words into the model's mouth"),
+        ("Preface", ["a"], "it does not go on with the conversation, but begins another or rewrites"),
+    ],
+)
+def test_conversations_that_relay_cannot_follow_fail_with_the_reason(env, texts, said):
+    task = odd("Scored", env)
+    try:
+        assert said in failure(task, *texts)
+    finally:
+        task.close()
+
+
+def test_an_environment_without_rewards_fails_its_rollouts():
+    task = odd(rows())
+    try:
+        assert failure(task, "a") == "it has no rewards: nothing can be learnt from it"
+    finally:
+        task.close()
+
+
+def test_a_reward_that_took_too_long_is_no_zero():
+    task = odd("Stuck", settings={"scoring_s": 0.05})
+    try:
+        assert failure(task, "a") == "it was ended before its rewards were there: never"
+    finally:
+        task.close()
+
+
+def test_an_episode_that_never_ends_is_ended_when_it_is_closed():
+    task = odd("Stuck")
+
+    async def scenario():
+        environment = task.environment(first(task))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(environment.step(Reply(text="a", completion=completion("a"))), timeout=0.5)
+        run = environment._episode._run
+        assert not run.done()
+        await environment.close()
+        assert run.done()
+
+    try:
+        asyncio.run(scenario())
+        assert task._host.policy.episodes == {}
+    finally:
+        task.close()
+
+
+def test_what_a_task_has_started_ends_with_it():
+    task = odd("Scored")
+    assert played(task, first(task), "a")[0].metrics["verifiers/reward"] == 1.0
+    thread = task._host._thread
+    assert thread.is_alive()
+    del task
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_another_seat_is_played_by_the_model_of_its_own_client():
+    from aiohttp import web
+
+    async def answer(request):
+        body = await request.json()
+        message = {"role": "assistant", "content": f"{body['model']} heard {body['messages'][-1]['content']}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+    async def scenario():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        partner = {"model": "elder", "client": {"base_url": f"http://127.0.0.1:{port}/v1"}}
+        task = odd("Scored", "Duo", seat="player", environment_settings={"partner": json.dumps(partner)})
+        try:
+            return await play(task, first(task), "my words", "thanks")
+        finally:
+            await asyncio.to_thread(task.close)
+            await runner.cleanup()
+
+    asked, end = asyncio.run(scenario())
+    assert told(asked.messages) == [("user", "partner: elder heard my words")]
+    assert end.metrics["verifiers/reward"] == 2.0
+
+
+def test_evaluation_may_have_settings_of_its_own():
+    task = VerifiersTask.Config(
+        taskset="relay_sums", settings={"num": 10}, eval_settings={"first": 100, "num": 5}
+    ).build()
+    assert {p.answer for p in task.eval_sets()["held_out"]} == {str(n + 1) for n in range(100, 105)}
+    assert {p.answer for p in islice(task.train_problems(seed=0), 10)} == {str(n + 1) for n in range(10)}
+
+
+def test_config_names_the_taskset_that_is_to_be_installed():
+    config = verifiers_env.qwen3_1_7b()
+    assert config.warmup is None
+    with pytest.raises(ValueError, match="taskset 'gsm8k-v1' not found"):
+        config.task.build()
