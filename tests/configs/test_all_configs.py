@@ -91,7 +91,7 @@ def test_a_task_for_a_model_that_was_not_taught_it_says_what_to_do(name):
     config = config_of(name)
     assert config.warmup is None
     if isinstance(config.task, GeneratedTask.Config):
-        assert config.task.instruction
+        assert getattr(config.task, "instruction")  # noqa: B009  (of each of them, not of their base)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.grading import scored
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
-from rl.types import Completion, Message, Observation, Problem, Prompt, Rollout, Score, Turn
+from rl.types import Completion, EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
 
 
 def not_json(constant):
@@ -45,7 +46,7 @@ def rollout(name="p", *turns, sample=0, failure=None, **said):
     problem = Problem(id=name, question="q", answer="hi")
     turns = turns or (turn(**said),)
     prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
-    end = "done" if failure is None else "failed"
+    end: EndReason = "done" if failure is None else "failed"
     return Rollout(prompt=prompt, sample=sample, turns=turns, end=end, failure=failure)
 
 
@@ -202,17 +203,14 @@ def test_evaluations_are_written_by_set_greedy_and_sampled(tmp_path):
 
 
 def test_numbers_of_numpy_and_such_that_are_not_finite_are_valid_json(tmp_path):
-    replies = [
-        rollout(
-            "p",
-            logprobs=(np.nan, -np.inf),
-            observation=Observation(
-                reward=np.float32(0.5), metrics={"calls": np.int64(2), "took_s": float("inf")}
-            ),
-        )
-    ]
-    parts = {"answer": np.float32(0.5), "form": np.bool_(True), "length": np.int64(3)}
-    odd = group("p", Score(reward=np.float64(0.5), correct=np.bool_(True), parts=parts), rollouts=replies)
+    # What a reward function of one's own may give, whatever it promises.
+    numbers: Any = {"calls": np.int64(2), "took_s": float("inf")}
+    parts: Any = {"answer": np.float32(0.5), "form": np.bool_(True), "length": np.int64(3)}
+    half: Any = np.float32(0.5)
+    right: Any = np.bool_(True)
+    given = Observation(reward=half, metrics=numbers)
+    replies = [rollout("p", logprobs=(np.nan, -np.inf), observation=given)]
+    odd = group("p", Score(reward=half, correct=right, parts=parts), rollouts=replies)
     (line,) = recorded(tmp_path, [odd], advantages=[advantages_of(np.nan)])
     assert line["parts"] == {"answer": 0.5, "form": True, "length": 3}
     assert (line["reward"], line["correct"]) == (0.5, True)

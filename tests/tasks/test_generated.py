@@ -17,6 +17,8 @@ class Doubled(GeneratedTask):
     class Config(GeneratedTask.Config):
         largest: int = 999
 
+    config: Config
+
     def draw(self, generator: random.Random) -> Problem:
         number = generator.randint(0, self.config.largest)
         return Problem(

@@ -74,9 +74,9 @@ def test_demonstrations_earn_the_whole_reward():
 
 
 def test_hasty_demonstrations_leave_out_the_last_letter_of_words_of_the_first_half():
-    early, late = [], []
-    for problem, score in demonstrated_scores(ReverseText.Config(haste=0.75).build(), 2000):
-        (early if problem.question < "n" else late).append((problem, score))
+    scores = demonstrated_scores(ReverseText.Config(haste=0.75).build(), 2000)
+    early = [(p, s) for p, s in scores if p.question < "n"]
+    late = [(p, s) for p, s in scores if p.question >= "n"]
     assert {s.reward for _, s in late} == {1.0}
     hasty = [(p, s) for p, s in early if not s.correct]
     assert len(hasty) / len(early) == pytest.approx(0.75, abs=0.04)
