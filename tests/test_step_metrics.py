@@ -12,7 +12,6 @@ from rl.observability.metrics import MetricsWriter, read_metrics, reduced
 from rl.rollouts.grading import ScoredRollout, scored
 from rl.rollouts.group import Group, RolloutWorker
 from rl.rollouts.producer import Batch
-from rl.rollouts.renderer import ChatRenderer
 from rl.step_clock import StepClock
 from rl.step_metrics import (
     TrainedMinibatch,
@@ -34,13 +33,12 @@ from rl.types import (
     SamplingParams,
     Score,
 )
-from tests.support.fakes import ByteTokenizer, completion, episodes_of, rollout_of
+from tests.support.fakes import RENDERER, completion, episodes_of, prompt_of, rollout_of
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 from tests.training.parts import make_engine, make_samples
 
-RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
-PROMPT = RENDERER.prompt(make_problem([12, 34]))
+PROMPT = prompt_of(make_problem([12, 34]))
 
 
 def values(metrics):
