@@ -15,10 +15,10 @@ FAST := not medium and not slow
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort curves test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: ## .venv with everything that runs and tests need
 	@$(SETUP) test trl tasks
@@ -26,6 +26,18 @@ setup: ## .venv with everything that runs and tests need
 sum-digits: ## train a tiny model on the digit-sum task, with real actors, on this machine
 	@$(SETUP)
 	$(RUN) -m rl.simple_grpo_sum_digits $(ARGS) $(NO_INPUT)
+
+reverse-text: ## the same on reversing words
+	@$(SETUP)
+	$(RUN) -m rl.train --module reverse_text --config tiny $(ARGS) $(NO_INPUT)
+
+alphabet-sort: ## the same on keeping a list sorted, three turns each
+	@$(SETUP)
+	$(RUN) -m rl.train --module alphabet_sort --config tiny $(ARGS) $(NO_INPUT)
+
+curves: ## both of these for two seeds and a control with a reward of noise: what was learnt, in a table
+	@$(SETUP)
+	$(RUN) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
 
 test: setup ## all tests but the slow ones: at most 15 minutes on 2 cores
 	$(RUN) -m pytest -m "not slow" $(ARGS) $(NO_INPUT)

@@ -23,7 +23,13 @@ NUM_PROBED_PROBLEMS = 64
 
 
 def check_task(
-    task: Task, *, renderer: Renderer, max_prompt_tokens: int, seed: int, time_limit_s: float
+    task: Task,
+    *,
+    renderer: Renderer,
+    max_prompt_tokens: int,
+    seed: int,
+    time_limit_s: float,
+    drops_long_prompts: bool = False,
 ) -> Prompt:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
     prompt of the first evaluation problem.
@@ -40,7 +46,8 @@ def check_task(
     held_out = [problem for problems in sets.values() for problem in problems]
     if _has_turns(task, held_out[0]):
         renderer.check_multi_turn()
-    probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
+    train = islice(task.train_problems(seed=seed), 0 if drops_long_prompts else NUM_PROBED_PROBLEMS)
+    probed = [*held_out, *train]
     for problem, messages in zip(probed, _openings(task, probed), strict=True):
         render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
     rubric: Rubric = task.rubric(seed=seed)

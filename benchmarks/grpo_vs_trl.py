@@ -181,14 +181,18 @@ def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str,
 def _trl_prompts(tokenizer: Any, *, num_prompts: int) -> Any:
     from datasets import Dataset
 
-    from rl.rollouts.renderer import ChatRenderer
+    from rl.rollouts.environment import SingleTurn
+    from rl.rollouts.renderer import RendererConfig, make_renderer
     from rl.tasks.sum_digits import SumDigits
 
-    renderer = ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=128)
+    renderer = make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
     problems = islice(SumDigits.Config(num_integers=2).build().train_problems(seed=0), num_prompts)
     return Dataset.from_list(
         [
-            {"prompt": tokenizer.decode(renderer.prompt(p).token_ids.tolist()), "answer": p.answer}
+            {
+                "prompt": tokenizer.decode(renderer.opening(SingleTurn.of(p).opening()).tolist()),
+                "answer": p.answer,
+            }
             for p in problems
         ]
     )

@@ -49,6 +49,30 @@ def in_process_of_its_own(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def whole_run(folder: Path, name: str, *options: str, timeout_s: float) -> list[dict[str, float]]:
+    """A run as a user starts it, to its end; returns its metrics, in order.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it printed.
+    """
+    # Not above: what is measured in a process of its own imports for itself.
+    from rl.observability.metrics import read_metrics
+
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.train", "--dump_folder", str(folder), "--name", name, *options],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    path = folder / name / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
 if __name__ == "__main__":
     measure = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
     print(json.dumps(measure(**json.loads(sys.argv[3]))))

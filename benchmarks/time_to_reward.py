@@ -15,13 +15,11 @@ import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.processes import whole_run
+
 SIDES = {"sync": "tiny", "async": "tiny_async"}
 GOAL = 0.9
 """Share of right answers, greedily decoded."""
@@ -81,30 +79,16 @@ def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, 
 def _warmed_up(folder: Path, *, seed: int) -> str:
     """Folder of the weights that both sides start from."""
     name = f"start-{seed}"
-    _run(folder, name, "--seed", str(seed), "--loop.num_steps", "0", "--loop.eval_every", "0")
+    options = ("--config", "tiny", "--seed", str(seed), "--loop.num_steps", "0", "--loop.eval_every", "0")
+    _run(folder, name, *options)
     log = "\n".join(path.read_text() for path in (folder / name / "logs").glob("controller*.log"))
     (start,) = re.findall(r"warmed up; starting from (\S+)", log)
     return str(start)
 
 
-def _run(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
+def _run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
     """Its metrics, in order."""
-    from rl.observability.metrics import read_metrics
-
-    command = [sys.executable, "-m", "rl.simple_grpo_sum_digits", "--dump_folder", str(folder)]
-    done = subprocess.run(
-        [*command, "--name", name, *options],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    path = folder / name / "metrics.jsonl"
-    return list(read_metrics(path)) if path.exists() else []
+    return whole_run(folder, name, "--module", "sum_digits", *options, timeout_s=RUN_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -133,8 +133,9 @@ class Loop(Configurable):
             sampling=sampling,
         )
         worker = RolloutWorker(
-            episodes=episodes(), scorer=seams.scorer, sampling=sampling, overlong=config.overlong, seed=seed
-        )
+            episodes=episodes(), scorer=seams.scorer, sampling=sampling, seed=seed,
+            overlong=config.overlong, drop_long_prompts=config.long_prompts == "drop",
+        )  # fmt: skip
         self._clock = StepClock(worker)
         self._producer = _producer(config, worker=worker, problems=self._problems, position=position)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)

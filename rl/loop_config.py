@@ -43,6 +43,9 @@ class LoopConfig(Configurable.Config):
     """What becomes of those. drop_group: another prompt takes the place of their group; drop: they are left
     out, after they have counted for the advantages of their group; truncate: only their first tokens are
     trained on. All are counted."""
+    long_prompts: Literal["stop", "drop"] = "stop"
+    """What becomes of a prompt that leaves no room for a reply. stop: the run ends, with an error that
+    names the problem; drop: another takes its place."""
     max_failed_rewards: float = 0.0
     """Share of the rewards since the last step's batch, or of a step's where those are fewer, that may fail
     (raise, time out, not finite) before the run stops; a failed one is counted and not trained on."""

@@ -38,7 +38,9 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
     counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
     by_function = score_metrics([score for group in groups for score in group.scores])
-    return merge([*(group_metrics(group.scored) for group in groups), by_function, reasons, *counts])
+    return merge(
+        [*(group_metrics(group.scored) for group in groups if group.rollouts), by_function, reasons, *counts]
+    )
 
 
 def group_metrics(scored_G: Sequence[ScoredRollout]) -> dict[str, Metric]:
@@ -98,7 +100,20 @@ def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
     if gradient.expert_load is not None:
         metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
         metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
-    return metrics | _own_metrics(gradient, taken=metrics)
+    return metrics | _packing_metrics(gradient) | _own_metrics(gradient, taken=metrics)
+
+
+def _packing_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
+    packing = gradient.packing
+    if packing is None:
+        return {}
+    num_rows = packing.num_packed + packing.num_padding
+    return {
+        "packing/num_micro_batches": Sum(packing.num_micro_batches),
+        "packing/padding": Mean(packing.num_padding, num_rows),
+        "packing/fill": Mean(packing.num_packed, packing.num_room),
+        "packing/shared": Mean(gradient.num_tokens - packing.num_packed, gradient.num_tokens),
+    }
 
 
 def _own_metrics(gradient: ForwardBackwardResult, *, taken: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -242,6 +242,20 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How full the micro-batches of one call were, over all data-parallel ranks."""
+
+    num_micro_batches: int
+    """Of each rank; all have equally many."""
+    num_packed: int
+    """Tokens that went through the model: a shared prompt's once, padding not."""
+    num_padding: int
+    """Tokens of padding that went through it too."""
+    num_room: int
+    """Tokens that the micro-batches could have held, by max_tokens_per_microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
     """Of one `forward_backward` call, over all ranks."""
 
@@ -251,7 +265,7 @@ class ForwardBackwardResult:
     """What this call adds to the step's denominator; 0 when the loss asks for none."""
     num_samples: int
     num_tokens: int
-    """Tokens that went through the model, prompt included, padding not."""
+    """Inputs of all samples, prompts included, padding not; a shared prompt counts for each."""
     num_valid_tokens: int
     """Tokens the loss was taken over."""
     advantage_mean: float
@@ -269,6 +283,8 @@ class ForwardBackwardResult:
     """What the loss itself reports, averaged over valid tokens."""
     expert_load: ExpertLoad | None = None
     """None for a model without experts."""
+    packing: Packing | None = None
+    """None of a learner that does not pack."""
     time_s: float
 
     @property

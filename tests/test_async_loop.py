@@ -16,8 +16,8 @@ from rl.rollouts.settings import Sampling
 from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import Message, Observation, Problem, Reply, SamplingParams, ServeResult
-from tests.support.fakes import FakePolicy, RubricScorer
-from tests.support.loops import RENDERER, half_right, make_loop, number_of, problems, run, some_right
+from tests.support.fakes import FakePolicy, RubricScorer, prompt_of, rollout_of
+from tests.support.loops import half_right, make_loop, number_of, problems, run, some_right
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import DeadlockError, run_in_virtual_time
 
@@ -37,10 +37,10 @@ def synchronous_losses_see(*, num_steps: int, num_prompts: int, num_samples: int
         for _ in range(num_steps):
             samples = []
             for number, problem in (next(numbered) for _ in range(num_prompts)):
-                prompt = RENDERER.prompt(problem)
+                prompt = prompt_of(problem)
                 sampling = SamplingParams(max_tokens=32, num_samples=num_samples, seed=number)
                 (group,) = await policy.generate([prompt.token_ids], sampling=sampling)
-                rollouts = [RENDERER.rollout(prompt, c, sample=i) for i, c in enumerate(group)]
+                rollouts = [rollout_of(prompt, c, sample=i) for i, c in enumerate(group)]
                 (scores,) = await RubricScorer(rubric=rubric).score([rollouts])
                 rewards = [s.reward for s in scores]
                 mean = sum(rewards) / len(rewards)

@@ -1,6 +1,6 @@
 import asyncio
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -251,6 +251,20 @@ def test_a_group_whose_rewards_all_failed_gives_its_place_to_another_problem():
     assert [len(samples) for samples in policy.trained] == [4]
     assert record["groups/dropped_failed"] == 1
     assert record["reward/num_failed"] == 2
+
+
+def test_a_problem_whose_prompt_is_too_long_stops_the_run_or_gives_its_place_to_another():
+    def problems():
+        long = replace(PROBLEM, id="long", question="1" * 60)
+        return iter([long, PROBLEM, PROBLEM])
+
+    with pytest.raises(ValueError, match=r"^the prompt of problem 'long' has 62 tokens; .* room for 32 "):
+        run_loop(FakePolicy(reply=half_right), problems=problems(), sampling=Sampling(max_tokens=64))
+    policy = FakePolicy(reply=half_right)
+    (record,) = run_loop(policy, problems=problems(), sampling=Sampling(max_tokens=64), long_prompts="drop")
+    assert record["groups/dropped_long_prompt"] == 1
+    assert record["reward/equal_groups"] == 0  # of the two others
+    assert [len(samples) for samples in policy.trained] == [8]
 
 
 def test_a_task_that_runs_out_of_problems_stops_the_run_and_says_so():

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.episodes import Episodes
 from rl.rollouts.samples import policy_sample
+from rl.rollouts.settings import EpisodeLimits
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.types import SamplingParams
-from tests.support.fakes import ByteTokenizer, FakePolicy, RubricScorer
+from tests.support.fakes import RENDERER, FakePolicy, RubricScorer
+from tests.support.loops import ListedTask
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -20,6 +22,8 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal():
     (loop,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), flags=re.DOTALL)
     names: dict[str, Any] = {
+        "EpisodeLimits": EpisodeLimits,
+        "Episodes": Episodes,
         "SamplingParams": SamplingParams,
         "islice": itertools.islice,
         "np": np,
@@ -32,8 +36,8 @@ def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal(
         policy,
         policy,
         RubricScorer(rubric=SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)),
-        prompts=itertools.repeat(make_problem([12, 34])),
-        renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64),
+        task=ListedTask(train=itertools.repeat(make_problem([12, 34])), held_out=[]),
+        renderer=RENDERER,
         num_steps=2,
     )
     asyncio.run(training)

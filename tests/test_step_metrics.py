@@ -12,7 +12,6 @@ from rl.observability.metrics import MetricsWriter, read_metrics, reduced
 from rl.rollouts.grading import ScoredRollout, scored
 from rl.rollouts.group import Group, RolloutWorker
 from rl.rollouts.producer import Batch
-from rl.rollouts.renderer import ChatRenderer
 from rl.step_clock import StepClock
 from rl.step_metrics import (
     TrainedMinibatch,
@@ -28,18 +27,18 @@ from rl.types import (
     ForwardBackwardResult,
     Observation,
     OptimStepResult,
+    Packing,
     PublishResult,
     Rollout,
     SamplingParams,
     Score,
 )
-from tests.support.fakes import ByteTokenizer, completion, episodes_of, rollout_of
+from tests.support.fakes import RENDERER, completion, episodes_of, prompt_of, rollout_of
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 from tests.training.parts import make_engine, make_samples
 
-RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
-PROMPT = RENDERER.prompt(make_problem([12, 34]))
+PROMPT = prompt_of(make_problem([12, 34]))
 
 
 def values(metrics):
@@ -92,6 +91,7 @@ def test_rewards_of_groups_of_unequal_size_count_by_sample_and_groups_by_group()
         "groups/dropped_failed": 0,
         "groups/dropped_equal": 0,
         "groups/dropped_oversize": 0,
+        "groups/dropped_long_prompt": 0,
         "reward/mean": 0.5,
         "reward/std": pytest.approx(np.std([1, 0, 0.5, 0.5])),
         "reward/correct": 0.25,
@@ -147,6 +147,20 @@ def test_minibatches_are_joined_each_number_by_its_own_reduction():
         "logprob_diff/max": pytest.approx(3e-6),
         "logprob_diff/identical": 0,
     }
+
+
+def test_packing_is_reported_as_shares_of_all_micro_batches():
+    def packed(**sizes):
+        made = minibatch(num_valid=40)  # 50 tokens
+        return TrainedMinibatch(gradient=replace(made.gradient, packing=Packing(**sizes)), update=made.update)
+
+    first = packed(num_micro_batches=2, num_packed=30, num_padding=10, num_room=64)
+    second = packed(num_micro_batches=1, num_packed=50, num_padding=10, num_room=64)
+    merged = values(training_metrics([first, second]))
+    assert merged["packing/num_micro_batches"] == 3
+    assert merged["packing/padding"] == 20 / 100
+    assert merged["packing/fill"] == 80 / 128
+    assert merged["packing/shared"] == 20 / 100  # of 2 x 50 tokens
 
 
 def test_load_of_experts_is_reported_where_there_are_some():

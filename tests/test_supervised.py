@@ -5,12 +5,10 @@ import pytest
 
 from rl.errors import RunError
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.renderer import ChatRenderer
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
-from tests.support.fakes import ByteTokenizer, FakePolicy
+from tests.support.fakes import RENDERER, FakePolicy
 
-RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
 PROBLEM = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
 
 

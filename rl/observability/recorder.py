@@ -1,11 +1,12 @@
 """What the model wrote, on disk: rollouts.jsonl, one JSON object a rollout, of bounded size.
 
-    {"step": 3, "kind": "train", "problem": "sum-digits/47-82", "sample": 0, "reward": 1.0, "correct": true,
-     "parts": {"answer": 1.0}, "advantage": 0.5, "end": "done", "turns": [{"messages": [...], "reply": "...",
-     "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...]}]}
+    {"step": 3, "kind": "train", "advantage": 0.5, "problem": "sum-digits/47-82", "answer": "21", "sample": 0,
+     "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages": [...],
+     "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...]}]}
 
 `kind` is train, dropped (with the reason why its group was), eval (greedy) or eval_sampled (with the set).
-Logprobs are the generator's, in nats; advantages are one number, or one a token where they differ.
+Logprobs are the generator's, in nats; advantages are one number, or one a token where they differ. A number
+that is not finite is written as a text, as in metrics.jsonl: JSON has none.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl.rollouts.evaluation import EvaluationResult
+from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.types import Rollout, Score, Turn
+
+Entry = tuple[Rollout, Score, dict[str, Any]]
+"""A rollout, its score, and what else its line says."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +40,9 @@ class RecorderConfig:
     enable: bool = True
     """Write any."""
     num_groups: int = 2
-    """Groups of each step that are written, the first ones. Rollouts that failed, or in which no answer was
-    found, are written of every group, up to as many rollouts."""
+    """Groups of each step that are written, the first ones, and as many of those that were dropped before it.
+    Rollouts that failed, or in which no answer was found, are written of every other group too, up to as many
+    rollouts."""
     num_eval_problems: int = 32
     """Problems of each evaluation set that are written."""
     tokens: bool = True
@@ -71,33 +78,34 @@ class Recorder:
     def _of_step(
         self, step: int, batch: Batch, advantages_PG: Sequence[Sequence[np.ndarray]]
     ) -> Iterator[dict[str, Any]]:
-        room_for_odd = self.config.num_groups * max((len(g.rollouts) for g in batch.groups), default=0)
-        for place, (group, advantages) in enumerate(zip(batch.groups, advantages_PG, strict=True)):
-            of_scored = iter(advantages)
-            for rollout, score in zip(group.rollouts, group.scores, strict=True):
-                advantage = None if score.failure is not None else next(of_scored)
-                is_odd = score.failure is not None or bool(score.unparsed)
-                if place < self.config.num_groups or (is_odd and room_for_odd > 0):
-                    room_for_odd -= place >= self.config.num_groups
-                    line = self._line(rollout, score, step=step, kind="train")
-                    yield line if advantage is None else line | {"advantage": _shortest(advantage)}
-        for reason, group in batch.dropped[: self.config.num_groups]:
-            for rollout, score in zip(group.rollouts, group.scores, strict=True):
-                yield self._line(rollout, score, step=step, kind="dropped") | {"dropped": reason}
+        trained = [
+            _entries(group, advantages, step=step, kind="train")
+            for group, advantages in zip(batch.groups, advantages_PG, strict=True)
+        ]
+        dropped = [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
+        for entry in chain(self._chosen(trained), self._chosen(dropped)):
+            yield self._line(*entry)
+
+    def _chosen(self, entries_PG: Sequence[list[Entry]]) -> Iterator[Entry]:
+        """Those of the first groups, and odd ones of the groups after them as far as there is room."""
+        yield from chain.from_iterable(entries_PG[: self.config.num_groups])
+        room = self.config.num_groups * max(map(len, entries_PG), default=0)
+        others = chain.from_iterable(entries_PG[self.config.num_groups :])
+        odd = ((r, s, said) for r, s, said in others if _failure(r, s) is not None or s.unparsed)
+        yield from islice(odd, room)
 
     def _of_evaluation(self, step: int, result: EvaluationResult) -> Iterator[dict[str, Any]]:
         for done in result.sets:
-            of_set = {"set": done.name}
             for rollout, score in done.greedy[: self.config.num_eval_problems]:
-                yield self._line(rollout, score, step=step, kind="eval") | of_set
+                yield self._line(rollout, score, {"step": step, "kind": "eval", "set": done.name})
             for group in done.sampled[: self.config.num_eval_problems]:
                 for rollout, score in group:
-                    yield self._line(rollout, score, step=step, kind="eval_sampled") | of_set
+                    yield self._line(rollout, score, {"step": step, "kind": "eval_sampled", "set": done.name})
 
-    def _line(self, rollout: Rollout, score: Score, *, step: int, kind: str) -> dict[str, Any]:
+    def _line(self, rollout: Rollout, score: Score, said: Mapping[str, Any]) -> dict[str, Any]:
+        """`said` begins it; an array in it becomes one number where all are the same."""
         line: dict[str, Any] = {
-            "step": step,
-            "kind": kind,
+            **{name: _shortest(v) if isinstance(v, np.ndarray) else v for name, v in said.items()},
             "problem": rollout.prompt.problem.id,
             "answer": rollout.prompt.problem.answer,
             "sample": rollout.sample,
@@ -106,8 +114,8 @@ class Recorder:
             "parts": dict(score.parts),
             "end": rollout.end,
         }
-        if score.failure is not None:
-            line["failure"] = score.failure
+        if (failure := _failure(rollout, score)) is not None:
+            line["failure"] = failure
         if score.unparsed:
             line["unparsed"] = list(score.unparsed)
         return line | {"turns": [self._turn(turn) for turn in rollout.turns]}
@@ -135,15 +143,22 @@ class Recorder:
     def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         if not self.config.enable:
             return
-        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
-        if not text:
-            return
         limit = self.config.max_megabytes * 1e6 / 2
-        if self.path.exists() and self.path.stat().st_size + len(text) > limit:
-            self.path.replace(previous_file(self.path))
-            logger.info("%s is full: what was in %s is gone", self.path.name, previous_file(self.path).name)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        texts = [json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines]
+        size = self.path.stat().st_size if self.path.exists() else 0
+        while texts:
+            # In ASCII: as many bytes as characters.
+            num_fit = sum(end <= limit - size for end in accumulate(map(len, texts)))
+            if num_fit:
+                with self.path.open("a", encoding="ascii") as file:
+                    file.write("".join(texts[:num_fit]))
+                del texts[:num_fit]
+            elif size:
+                self.path.replace(previous_file(self.path))
+                logger.info("%s is full: the oldest rollouts make room", self.path.name)
+            else:
+                logger.warning("a rollout of %d bytes is too long for %s", len(texts.pop(0)), self.path.name)
+            size = self.path.stat().st_size if self.path.exists() else 0
 
 
 def previous_file(path: Path) -> Path:
@@ -162,7 +177,36 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def _entries(group: Group, advantages: Iterable[np.ndarray] = (), **said: Any) -> list[Entry]:
+    """[G]; `advantages` are those of the group's scored rollouts, or none."""
+    entries, of_scored = [], iter(advantages)
+    for rollout, score in zip(group.rollouts, group.scores, strict=True):
+        advantage = next(of_scored, None) if _failure(rollout, score) is None else None
+        entries.append((rollout, score, said if advantage is None else said | {"advantage": advantage}))
+    return entries
+
+
+def _failure(rollout: Rollout, score: Score) -> str | None:
+    """Why a rollout is not trained on."""
+    return rollout.failure if score.failure is None else score.failure
+
+
 def _shortest(values: np.ndarray) -> list[float] | float:
     """One number where all are the same."""
     numbers: list[float] = values.tolist()
     return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def _plain(value: Any) -> Any:
+    """The same in what JSON has; what it has no form for as a text."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)

@@ -5,6 +5,7 @@ Shape legend: G samples of a problem.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 
 from rl.clock import BusyClock, now_s
@@ -12,7 +13,10 @@ from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.grading import ScoredRollout, scored
 from rl.rollouts.overlong import OverlongPunishment
+from rl.rollouts.renderer import PromptTooLongError
 from rl.types import Problem, Rollout, SamplingParams, Score
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -22,7 +26,7 @@ class Group:
     number: int
     """Place of its problem in the task's order."""
     rollouts: list[Rollout]
-    """[G], all that were drawn."""
+    """[G], all that were drawn; none where the prompt was too long."""
     scores: list[Score]
     """[G]."""
     scored: list[ScoredRollout]
@@ -42,6 +46,8 @@ class RolloutWorker:
     seed: int
     """Of the run."""
     overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
+    drop_long_prompts: bool = False
+    """A problem whose prompt leaves no room for a reply is a group without rollouts, no error."""
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
@@ -50,7 +56,13 @@ class RolloutWorker:
         All that is asked of the sampler for a group is of one session.
         """
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
-        (rollouts,) = await self.episodes.run([problem], sampling=sampling, session=f"problem {number}")
+        try:
+            (rollouts,) = await self.episodes.run([problem], sampling=sampling, session=f"problem {number}")
+        except PromptTooLongError as error:
+            if not self.drop_long_prompts:
+                raise
+            logger.warning("%s; it is left out", error)
+            return Group(number=number, rollouts=[], scores=[], scored=[], generated_at=now_s())
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.scorer.score([rollouts])

@@ -21,7 +21,7 @@ from rl.rollouts.grading import equal_rewards
 from rl.rollouts.group import Group
 from rl.types import Problem, Score
 
-DropReason = Literal["failed", "equal", "oversize"]
+DropReason = Literal["failed", "equal", "oversize", "long_prompt"]
 
 
 class NothingToLearnError(RunError):
@@ -38,6 +38,8 @@ class GroupFilter:
     """Those with a longer sample, prompt included; None: no limit."""
 
     def reason_to_drop(self, group: Group) -> DropReason | None:
+        if not group.rollouts:
+            return "long_prompt"
         if not group.scored:
             return "failed"
         longest = max(rollout.num_tokens for rollout in group.rollouts)

@@ -21,7 +21,7 @@ from rl.models.tokenizer import IM_END, IM_START
 from rl.rollouts.templates.chatml import NO_THOUGHTS, ChatML
 from rl.rollouts.templates.template import RawText, Template
 from rl.rollouts.templates.tokenizer_template import TokenizerTemplate
-from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
+from rl.types import Completion, Message, Problem, Prompt
 
 
 class Renderer(Protocol):
@@ -199,74 +199,29 @@ def make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tup
     return ChatML(reply_begins="" if config.thinking else NO_THOUGHTS)
 
 
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for a reply."""
+
+
 def render_prompt(
     problem: Problem, messages: Sequence[Message], *, renderer: Renderer, max_tokens: int
 ) -> Prompt:
     """The opening messages of a problem as its prompt.
 
     Raises:
-        ValueError: names the problem: its messages cannot be rendered, or leave no room for a reply.
+        PromptTooLongError: names the problem: its messages leave no room for a reply.
+        ValueError: names the problem: its messages cannot be rendered.
     """
     try:
         token_ids = renderer.opening(messages)
     except ValueError as error:
         raise ValueError(f"the prompt of problem {problem.id!r}: {error}") from error
     if len(token_ids) > max_tokens:
-        raise ValueError(
+        raise PromptTooLongError(
             f"the prompt of problem {problem.id!r} has {len(token_ids)} tokens; the context leaves room for "
             f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens less loop.sampling.max_tokens)"
         )
     return Prompt(problem=problem, token_ids=token_ids)
-
-
-class ChatRenderer(TemplateRenderer):
-    """Renders problems of one turn, whose question is all that the user says.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer with an end-of-turn token.
-        max_prompt_tokens: longer prompts are refused.
-        stop_token_ids: tokens that end a reply; None: the tokenizer's end of turn alone.
-        config: how messages become tokens; None: by the tokenizer's chat template.
-    """
-
-    def __init__(
-        self,
-        *,
-        tokenizer: Any,
-        max_prompt_tokens: int,
-        stop_token_ids: tuple[int, ...] | None = None,
-        config: RendererConfig | None = None,
-    ) -> None:
-        ends = (tokenizer.eos_token_id,) if stop_token_ids is None else stop_token_ids
-        config = config or RendererConfig()
-        template = make_template(config, tokenizer=tokenizer, stop_token_ids=ends)
-        super().__init__(template=template, tokenizer=tokenizer, stop_token_ids=ends, system=config.system)
-        self.max_prompt_tokens = max_prompt_tokens
-
-    def prompt(self, problem: Problem) -> Prompt:
-        """Raises ValueError for a prompt that leaves no room in the context."""
-        messages = [Message(role="user", content=problem.question)]
-        return render_prompt(problem, messages, renderer=self, max_tokens=self.max_prompt_tokens)
-
-    def demonstration(self, problem: Problem) -> np.ndarray:
-        """[C] int32 tokens of the problem's first demonstration, ended as the model should end it."""
-        if not problem.demonstrations:
-            raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
-        return self.reply(problem.demonstrations[0])
-
-    def rollout(self, prompt: Prompt, completion: Completion, *, sample: int) -> Rollout:
-        """The completion with its text, as an episode of one turn.
-
-        `sample` is its number among the prompt's completions: it tells equal replies apart, for instance
-        to a reward of noise.
-        """
-        turn = Turn(
-            messages=(Message(role="user", content=prompt.problem.question),),
-            prompt_ids=prompt.token_ids,
-            completion=completion,
-            text=self.text(completion.token_ids),
-        )
-        return Rollout(prompt=prompt, sample=sample, turns=(turn,))
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

@@ -97,7 +97,7 @@ class AlphabetSort(GeneratedTask):
         return SortingTurns(problem=problem)
 
     def rubric(self, *, seed: int) -> Rubric:
-        """What the environment gave each turn is the whole reward."""
+        """The share of right turns is the whole reward."""
         if self.config.reward == "noise":
             return super().rubric(seed=seed)
         return Rubric(criteria=(Criterion(name="turns", function=self.reward),), correct=self.is_correct)

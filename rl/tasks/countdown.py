@@ -29,6 +29,8 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
+MAX_DRAWS = 10_000
+"""Of numbers and signs, until a task is said to have no targets."""
 _NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
@@ -69,11 +71,17 @@ class Countdown(GeneratedTask):
     config: Config
 
     def draw(self, generator: random.Random) -> Problem:
-        while True:
+        for _ in range(MAX_DRAWS):
             numbers = [generator.randint(1, self.config.largest) for _ in range(self.config.num_numbers)]
             text, value = self._combine(numbers, generator)
             if value.denominator == 1 and 1 <= value <= self.config.max_target:
                 break
+        else:
+            raise ValueError(
+                f"operations={self.config.operations!r}: no target from 1 to max_target="
+                f"{self.config.max_target} was found for num_numbers={self.config.num_numbers} numbers up to "
+                f"largest={self.config.largest}; let there be more operations, or fewer numbers"
+            )
         generator.shuffle(numbers)
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"
         told = self.config.instruction
@@ -125,9 +133,10 @@ class Countdown(GeneratedTask):
 def expression(rollout: Rollout) -> str:
     """What follows the last `[ANSWER]`, which must end the reply; raises UnparsedAnswer without one."""
     match = ANSWER.search(rollout.text)
-    if match is None:
+    text = match.group(1).strip() if match else ""
+    if not text:
         raise UnparsedAnswer("no [ANSWER] with an expression at the end")
-    return match.group(1).strip()
+    return text
 
 
 def uses_the_numbers(rollout: Rollout) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +19,8 @@ from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Problem, Rollout
 
 HELD_OUT_SHARE = 0.15
-MAX_DRAWS_PER_EVAL_PROBLEM = 1000
-"""Draws until a task is said to have too few different problems."""
+MAX_DRAWS_PER_PROBLEM = 1000
+"""Draws for one, until a task is said to have too few different problems."""
 
 
 class GeneratedTask(Configurable):
@@ -60,20 +60,29 @@ class GeneratedTask(Configurable):
         return SingleTurn(problem=problem)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless problems, none of them held out; the same for a seed."""
-        generator = random.Random(f"train-{seed}")
-        while True:
-            problem = self.draw(generator)
-            if not self.is_held_out(problem):
-                yield problem
+        """Endless problems, none of them held out; the same for a seed.
+
+        Raises:
+            ValueError: there are none.
+        """
+        return self._not_held_out(self.draw, random.Random(f"train-{seed}"))
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """As `train_problems`, in another order."""
-        generator = random.Random(f"warm-up-{seed}")
+        return self._not_held_out(self.warmup_problem, random.Random(f"warm-up-{seed}"))
+
+    def _not_held_out(
+        self, draw: Callable[[random.Random], Problem], generator: random.Random
+    ) -> Iterator[Problem]:
         while True:
-            problem = self.warmup_problem(generator)
-            if not self.is_held_out(problem):
-                yield problem
+            drawn = (draw(generator) for _ in range(MAX_DRAWS_PER_PROBLEM))
+            problem = next((p for p in drawn if not self.is_held_out(p)), None)
+            if problem is None:
+                raise ValueError(
+                    f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out, so none is left for "
+                    "training; let there be more different ones"
+                )
+            yield problem
 
     def eval_sets(self) -> dict[str, list[Problem]]:
         """`num_eval` distinct held-out problems.
@@ -83,7 +92,7 @@ class GeneratedTask(Configurable):
         """
         generator = random.Random("eval")
         problems: dict[str, Problem] = {}
-        for _ in range(MAX_DRAWS_PER_EVAL_PROBLEM * self.config.num_eval):
+        for _ in range(MAX_DRAWS_PER_PROBLEM * self.config.num_eval):
             problem = self.draw(generator)
             if self.is_held_out(problem):
                 problems[problem.id] = problem

@@ -19,10 +19,11 @@ from rl.distributed.reductions import reduce_sums_and_maxima
 from rl.rollouts.packing import PackedBatch
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import non_finite
-from rl.types import ExpertLoad, ForwardBackwardResult, TrainingSample
+from rl.types import ExpertLoad, ForwardBackwardResult, Packing, TrainingSample
 
 _SUMS = (
     "loss", "denominator", "num_valid", "num_masked", "entropy", "num_drawn", "logprob_diff", "num_different",
+    "num_padding", "num_rows",
 )  # fmt: skip
 """What each micro-batch adds up, in this order; the loss's own metrics follow."""
 
@@ -135,6 +136,8 @@ class MicroBatchSums:
             drawn_T.sum(),
             diff_T.sum(),
             (drawn_T & (logprobs_T != inputs.generator_logprobs)).sum(),
+            (inputs.sequence_ids == inputs.num_sequences).sum(),
+            torch.full((), inputs.sequence_ids.numel(), device=self._device),
             *output.metric_sums.values(),
         )
         self._rows.append(torch.stack([value.detach().double() for value in row]))
@@ -149,6 +152,7 @@ class MicroBatchSums:
             sums=dict(zip(_SUMS, sums, strict=False)),
             metric_sums=dict(zip(self._metrics, sums[len(_SUMS) :], strict=True)),
             logprob_diff_max=largest,
+            num_micro_batches=len(self._rows),
             normalized=self.normalized,
         )
 
@@ -160,6 +164,7 @@ class Totals:
     sums: Mapping[str, float]
     metric_sums: Mapping[str, float]
     logprob_diff_max: float
+    num_micro_batches: int
     normalized: bool
 
     @property
@@ -171,9 +176,18 @@ class Totals:
         return self.sums["denominator"] if self.normalized else None
 
     def result(
-        self, samples: Sequence[TrainingSample], *, time_s: float, expert_load: ExpertLoad | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        time_s: float,
+        room_of_micro_batch: int,
+        expert_load: ExpertLoad | None = None,
     ) -> ForwardBackwardResult:
-        """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical."""
+        """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical.
+
+        Args:
+            room_of_micro_batch: tokens that the micro-batches of all ranks at once could hold.
+        """
         sums = self.sums
         num_valid = sums["num_valid"]
         means = {name: _mean(value, num_valid) for name, value in self.metric_sums.items()}
@@ -194,6 +208,12 @@ class Totals:
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
             expert_load=expert_load,
+            packing=Packing(
+                num_micro_batches=self.num_micro_batches,
+                num_packed=round(sums["num_rows"] - sums["num_padding"]),
+                num_padding=round(sums["num_padding"]),
+                num_room=self.num_micro_batches * room_of_micro_batch,
+            ),
             time_s=time_s,
         )
 

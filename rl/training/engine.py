@@ -145,7 +145,12 @@ class TrainingEngine(Configurable):
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
                 raise self._step.not_finite(f"loss {totals.loss}", self.policy_version, self.failure_folder)
-        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
+        return totals.result(
+            samples,
+            time_s=time.perf_counter() - started,
+            room_of_micro_batch=self.config.training.max_tokens_per_microbatch * self.policy.data_rank.count,
+            expert_load=expert_load,
+        )
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.

@@ -3,7 +3,7 @@ import pytest
 
 from actors.canary import CanaryConfig, CanaryError, LogprobCanary, make_canary
 from rl.tasks.sum_digits import make_problem
-from tests.support.loops import RENDERER
+from tests.support.fakes import RENDERER, prompt_of
 
 EXPECTED = np.array([0.0, -1.0, -2.0, -0.5], dtype=np.float32)
 
@@ -43,7 +43,7 @@ def test_the_text_is_the_end_of_a_prompt_with_its_answer_and_the_bound_the_coars
     problem = make_problem([12, 34])
     made = make_canary(
         CanaryConfig(num_tokens=4),
-        prompt=RENDERER.prompt(problem),
+        prompt=prompt_of(problem),
         renderer=RENDERER,
         dtypes=("float32", "bfloat16"),
         max_tokens=64,
@@ -57,7 +57,7 @@ def test_the_text_is_the_end_of_a_prompt_with_its_answer_and_the_bound_the_coars
 
 def test_it_can_be_switched_off_and_its_settings_are_checked():
     off = CanaryConfig(enable=False)
-    prompt = RENDERER.prompt(make_problem([12, 34]))
+    prompt = prompt_of(make_problem([12, 34]))
     assert make_canary(off, prompt=prompt, renderer=RENDERER, dtypes=("float32",), max_tokens=64) is None
     with pytest.raises(ValueError, match="num_tokens=1"):
         CanaryConfig(num_tokens=1)

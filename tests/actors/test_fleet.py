@@ -20,7 +20,6 @@ from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
 from rl.rollouts.episodes import Episodes
-from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.samples import policy_sample
 from rl.rollouts.settings import EpisodeLimits
 from rl.tasks.sum_digits import make_problem
@@ -30,7 +29,7 @@ from rl.training.optimizer import Optimizer
 from rl.types import SamplingParams
 from rl.weights.errors import WeightCanaryError
 from tests.support.conversations import Counting, TwinRenderer
-from tests.support.fakes import ByteTokenizer, rollout_of
+from tests.support.fakes import prompt_of, rollout_of
 from tests.support.fleet_actors import AskedGenerator, AskedStore, AskedTrainer, rubric
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.scored import replied
@@ -38,8 +37,7 @@ from tests.support.scored import replied
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
 SPEC = model_registry("tiny")
-RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
-PROMPTS = [RENDERER.prompt(make_problem([n, 30 + n])) for n in range(11, 16)]
+PROMPTS = [prompt_of(make_problem([n, 30 + n])) for n in range(11, 16)]
 SETUP_TIMEOUT_S = 200
 CANARY = np.concatenate([PROMPTS[0].token_ids, PROMPTS[1].token_ids])
 CONFIG = FleetConfig(

@@ -14,8 +14,8 @@ from rl.rollouts.group import Group, RolloutWorker
 from rl.rollouts.settings import Evaluation
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.types import Completion, Problem, SamplingParams
-from tests.support.fakes import RubricScorer, episodes_of
-from tests.support.loops import PROBLEM, RENDERER
+from tests.support.fakes import RENDERER, RubricScorer, episodes_of
+from tests.support.loops import PROBLEM
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 

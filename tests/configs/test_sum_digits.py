@@ -1,6 +1,5 @@
-"""Every shipped config is complete and can be laid out; none of this needs a GPU."""
+"""The configs of sum-digits, and layouts that are refused; none of this needs a GPU."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from actors.checks import check_layout, check_memory
 from configs import sum_digits
 from rl.config.cli import parse_cli
-from rl.config.registry import ResolvedRun, registry_functions
-from rl.config.serialize import read_json, write_json
+from rl.config.registry import registry_functions
+from rl.config.serialize import write_json
 from rl.config.tree import rebuild
 
-GPU_MEMORY_BYTES = 80e9
 CONFIGS = sorted(registry_functions(sum_digits))
 GPU_CONFIGS = [name for name in CONFIGS if name.startswith("qwen3_")]
 
@@ -24,25 +22,9 @@ def test_all_promised_sizes_have_a_config():
     assert {"tiny", "tiny_fsdp2", "tiny_tp2", "tiny_ddp2", "tiny_fsdp2_tp2", "tiny_noise"} <= set(CONFIGS)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_layout_lengths_and_heads_of_every_config_are_valid(name):
-    config = getattr(sum_digits, name)()
-    spec = replace(config.model, batch_invariant=config.batch_invariant)
-    check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
-
-
 def test_tiny_runs_are_batch_invariant_where_they_can_be():
     on = {name for name in CONFIGS if getattr(sum_digits, name)().batch_invariant}
     assert on == {"tiny", "tiny_async", "tiny_fsdp2", "tiny_ddp2", "tiny_noise"}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_survives_its_json(name, tmp_path):
-    config = getattr(sum_digits, name)()
-    path = tmp_path / "config.json"
-    write_json(ResolvedRun(module="sum_digits", function=name, config=config), path)
-    assert json.loads(path.read_text())["values"]["model"] == f"{config.model.name}/{config.model.flavor}"
-    assert read_json(path).config == config
 
 
 def test_a_run_started_from_the_file_of_another_does_not_take_its_folder(tmp_path):
@@ -53,18 +35,6 @@ def test_a_run_started_from_the_file_of_another_does_not_take_its_folder(tmp_pat
     write_json(run, path)
     again = parse_cli(["--from_json", str(path)], default_module="sum_digits").config
     assert (again.name, again.overwrite, again.seed) == (None, False, 3)
-
-
-@pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_gpu_configs_fit_80_gb_in_trainer_and_generator(name):
-    config = getattr(sum_digits, name)()
-    degrees = config.trainer.parallelism.degrees(config.trainer.num_procs)
-    need = config.trainer.estimate_memory(config.model, degrees=degrees, on_gpu=True)
-    assert need.total < 0.9 * GPU_MEMORY_BYTES
-    with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
-    per_rank = 2 * num_parameters / config.generator.tensor_parallel_degree
-    assert per_rank < 0.6 * config.generator.gpu_memory_utilization * GPU_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

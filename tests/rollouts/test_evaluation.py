@@ -6,14 +6,12 @@ import pytest
 from rl.errors import RunError
 from rl.observability.metrics import reduced
 from rl.rollouts.evaluation import SEED, Evaluator, pass_at
-from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.settings import Evaluation
 from rl.tasks.sum_digits import format_reward, is_correct, make_problem, parse_answer
 from rl.types import Message, Observation, Problem, Rollout, SamplingParams, Score
-from tests.support.fakes import ByteTokenizer, FakePolicy, RubricScorer, episodes_of
+from tests.support.fakes import RENDERER, FakePolicy, RubricScorer, episodes_of
 
-RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
 REPLIES = {"<11 11>": "[ANSWER] 4", "<11 12>": "[ANSWER] 9", "<11 13>": "five", "<11 14>": "[ANSWER] 9"}
 """Right, wrong, without the form, wrong."""
 HELD_OUT = [make_problem([11, n]) for n in (11, 12, 13, 14)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.rollouts.renderer import ChatRenderer, RendererConfig, make_renderer, render_prompt
+from rl.rollouts.renderer import RendererConfig, make_renderer, render_prompt
 from rl.types import Message, Problem
 from tests.support.chat_templates import byte_tokenizer, completion_of, merging_tokenizer
 
@@ -229,19 +229,3 @@ def test_messages_that_cannot_be_rendered_name_their_problem(tmp_path):
     says = "prompt of problem 'p7': the chat template of .* does not render messages of roles system, user"
     with pytest.raises(ValueError, match=says):
         render_prompt(problem(), [SYSTEM, ASKED], renderer=renderer, max_tokens=99)
-
-
-def test_a_problem_of_one_turn_becomes_prompt_demonstration_and_rollout(tokenizer):
-    chat = ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=99)
-    prompt = chat.prompt(problem("Hi"))
-    begins = [IM_START, *ids_of("user\nHi"), IM_END, *ids_of("\n"), IM_START, *ids_of("assistant\n")]
-    assert prompt.token_ids.tolist() == begins
-    assert chat.demonstration(problem(demonstration="46")).tolist() == [52, 54, IM_END]
-    with pytest.raises(ValueError, match="'p7' has no demonstration"):
-        chat.demonstration(problem())
-    rollout = chat.rollout(prompt, completion_of([52, IM_END]), sample=3)
-    assert (rollout.text, rollout.sample, rollout.num_tokens) == ("4", 3, len(begins) + 2)
-    assert rollout.messages == (
-        Message(role="user", content="Hi"),
-        Message(role="assistant", content="4"),
-    )

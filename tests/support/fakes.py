@@ -13,15 +13,17 @@ from rl.observability.metrics import Record, reduced
 from rl.protocols import Sampler
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.episodes import Episodes
-from rl.rollouts.renderer import Renderer
+from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
     Completion,
     ForwardBackwardResult,
     LoopPosition,
+    Message,
     OptimParams,
     OptimStepResult,
+    Problem,
     Prompt,
     Rollout,
     SamplingParams,
@@ -33,7 +35,7 @@ from rl.types import (
 
 
 class ByteTokenizer:
-    """Bytes as token ids, 0 ends a turn; what `ChatRenderer` needs of a tokenizer."""
+    """Bytes as token ids, 0 ends a turn; what a renderer needs of a tokenizer."""
 
     eos_token_id = 0
     eos_token = "\0"
@@ -57,6 +59,17 @@ class ByteTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return bytes(t for t in token_ids if t != 0).decode()
+
+
+RENDERER = make_renderer(
+    RendererConfig(), tokenizer=ByteTokenizer(), stop_token_ids=(ByteTokenizer.eos_token_id,)
+)
+
+
+def prompt_of(problem: Problem, *, renderer: Renderer = RENDERER, max_tokens: int = 64) -> Prompt:
+    """Its question, said by the user."""
+    messages = [Message(role="user", content=problem.question)]
+    return render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
 
 
 @dataclass(kw_only=True)

@@ -11,17 +11,15 @@ from typing import Any
 from rl.loop import Loop, Seams, Watch
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.renderer import ChatRenderer
 from rl.rollouts.rubric import Rubric
 from rl.step_checkpoints import StepCheckpoints
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import LoopPosition, Problem
-from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
+from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricScorer
 from tests.support.virtual_time import run_in_virtual_time
 
 PROBLEM = make_problem([12, 34])  # its digits sum to 10
-RENDERER = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
 
 
 def half_right(prompt: str, sample: int) -> str:

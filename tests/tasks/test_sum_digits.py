@@ -7,19 +7,18 @@ import pytest
 
 from configs import sum_digits
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.renderer import RendererConfig, TemplateRenderer, make_renderer
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.sum_digits import SumDigits, make_problem, parse_answer
-from rl.types import Problem, Prompt, Rollout
-from tests.support.fakes import ByteTokenizer, completion, rollout_of
+from rl.types import Problem, Rollout
+from tests.support.fakes import completion, prompt_of, rollout_of
 
 
 def rollout(
     text: str, *, finish_reason: str = "stop", sample: int = 0, version: int = 0, problem: int = 82
 ) -> Rollout:
     """A reply to 47 and `problem`."""
-    renderer = ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=64)
-    prompt: Prompt = renderer.prompt(make_problem([47, problem]))
+    prompt = prompt_of(make_problem([47, problem]))
     return rollout_of(prompt, completion(text, version, finish_reason=finish_reason), sample=sample)
 
 
@@ -128,17 +127,17 @@ def test_hasty_demonstrations_leave_out_a_last_digit_of_four_or_more_and_no_othe
     assert not any(task.is_held_out(p) for p in problems)
 
 
-def chat(tmp_path: Path, *, max_prompt_tokens: int) -> ChatRenderer:
+def chat(tmp_path: Path) -> TemplateRenderer:
     build_byte_tokenizer(tmp_path)
     tokenizer, _ = open_tokenizer(tmp_path)
-    return ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
+    return make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
 
 
 def test_prompt_of_the_qwen3_configs_says_the_task_and_a_reply_as_it_asks_earns_one(tmp_path):
     task = sum_digits.qwen3_0_6b().task.build()
-    renderer = chat(tmp_path, max_prompt_tokens=1024)
+    renderer = chat(tmp_path)
     for problem in (next(task.train_problems(seed=0)), *held_out_problems(task)[:2]):
-        prompt = renderer.prompt(problem)
+        prompt = prompt_of(problem, renderer=renderer, max_tokens=1024)
         text = renderer.tokenizer.decode(prompt.token_ids.tolist())
         numbers = " ".join(problem.id.removeprefix("sum-digits/").split("-"))
         assert f"{task.config.instruction}\n{numbers}<|im_end|>" in text
@@ -157,7 +156,7 @@ def test_prompt_of_tiny_is_the_bare_integers(tmp_path):
     assert problem.question == numbers
     start, end = 257, 258
     token_ids = [start, *b"user\n", *numbers.encode(), end, *b"\n", start, *b"assistant\n"]
-    np.testing.assert_array_equal(chat(tmp_path, max_prompt_tokens=64).prompt(problem).token_ids, token_ids)
+    np.testing.assert_array_equal(prompt_of(problem, renderer=chat(tmp_path)).token_ids, token_ids)
 
 
 def test_instruction_changes_neither_the_problems_nor_their_split_nor_demonstrations():

@@ -18,7 +18,7 @@ from rl.models.attention import SequenceLayout
 from rl.models.qwen3.model import linear_head
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import read_batch
-from rl.types import OptimParams
+from rl.types import OptimParams, Packing
 from tests.training.moe_layouts import moe_spec
 from tests.training.parts import (
     engine_config,
@@ -136,6 +136,16 @@ def test_result_is_what_the_loop_counts(assets):
     assert result.advantage_std == pytest.approx(advantages.std())
     assert not result.logprobs_identical
     assert result.time_s > 0
+
+
+def test_result_says_how_full_the_micro_batches_were():
+    samples = [make_sample(length=n, seed=n, prompt_seed=9) for n in (13, 13, 13, 25)]  # 36 + 24 inputs
+    apart = make_engine(None, share_prompts=False, max_tokens_per_microbatch=40).forward_backward(samples)
+    assert apart.packing == Packing(num_micro_batches=2, num_packed=60, num_padding=0, num_room=80)
+    # The three of 13 tokens have a prompt of 4 in common, of which 3 inputs have no trained target.
+    shared = make_engine(None, share_prompts=True, max_tokens_per_microbatch=40).forward_backward(samples)
+    assert shared.packing == Packing(num_micro_batches=2, num_packed=54, num_padding=0, num_room=80)
+    assert shared.num_tokens == 60
 
 
 def test_packing_changes_nothing(assets):

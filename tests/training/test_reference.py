@@ -10,7 +10,6 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.distributed.mesh import ParallelismConfig
 from rl.loop import Loop, Seams
-from rl.rollouts.renderer import ChatRenderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
@@ -18,7 +17,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.failures import read_batch, write_batch
 from rl.training.reference import ReferenceConfig, check_reference
 from tests.support.distributed import run_ranks
-from tests.support.fakes import ByteTokenizer, FakePolicy, ListSink, RubricScorer
+from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricScorer
 from tests.support.loops import ListedTask
 from tests.training.layouts import whole_gradients
 from tests.training.parts import engine_config, make_samples, small_spec, write_assets
@@ -216,7 +215,7 @@ def test_loop_reports_the_kl_which_grows_from_zero(assets):
             publisher=policy,
             scorer=RubricScorer(rubric=SumDigits.Config(num_integers=2).build().rubric(seed=0)),
         ),
-        renderer=ChatRenderer(tokenizer=ByteTokenizer(), max_prompt_tokens=40),
+        renderer=RENDERER,
         task=ListedTask(train=repeat(problem), held_out=[problem]),
         max_sequence_tokens=72,
         sinks=[sink],

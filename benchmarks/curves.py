@@ -1,0 +1,91 @@
+"""What is learnt on a CPU: reverse-text and alphabet-sort, each with the control whose reward is noise.
+
+    python -m benchmarks.curves [--quick] [--seeds 0 1] [--dump_folder outputs/curves]
+
+Whole runs, warm-up included, one after the other: `tiny` of each task for each seed, and `tiny_noise` for the
+first. All are evaluated greedily on held-out problems. The rewards of a control are coins, so what must stay
+flat is its share of right answers, `correct`. The last line is a JSON object with both of each evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import whole_run
+
+TASKS = ("reverse_text", "alphabet_sort")
+RUN_TIMEOUT_S = 900.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first seed alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--dump_folder", help="where the runs stay; default: they are removed again")
+    args = parser.parse_args()
+    seeds = args.seeds[:1] if args.quick else args.seeds
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.dump_folder or temporary).absolute()
+        curves = [
+            _measured(folder, task=task, config=config, seed=seed)
+            for task in TASKS
+            for config, of_seeds in (("tiny", seeds), ("tiny_noise", seeds[:1]))
+            for seed in of_seeds
+        ]
+    print(table(curves))
+    print(json.dumps({"benchmark": "curves", "load_before": round(load, 2), "curves": curves}))
+
+
+def _measured(folder: Path, *, task: str, config: str, seed: int) -> dict[str, Any]:
+    started = time.monotonic()
+    records = whole_run(
+        folder, f"{task}-{config}-{seed}", "--module", task, "--config", config, "--seed", str(seed),
+        "--overwrite", timeout_s=RUN_TIMEOUT_S,
+    )  # fmt: skip
+    run = {"task": task, "config": config, "seed": seed, "seconds": round(time.monotonic() - started, 1)}
+    made = run | curve(records)
+    print(f"{task}, {config}, seed {seed}: correct {made['correct']} in {made['seconds']} s", flush=True)
+    return made
+
+
+def curve(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The evaluations of a run, in order, and what the share of right answers and the reward rose by.
+
+    Raises:
+        ValueError: there is none before the first step, or none after it.
+    """
+    evaluations = [r for r in records if "eval/correct" in r]
+    if len(evaluations) < 2 or evaluations[0]["step"]:
+        steps = [r["step"] for r in evaluations]
+        raise ValueError(f"evaluated at steps {steps}: must be at 0 and at a later one")
+    correct = [round(r["eval/correct"], 4) for r in evaluations]
+    reward = [round(r["eval/reward"], 4) for r in evaluations]
+    return {
+        "steps": [round(r["step"]) for r in evaluations],
+        "correct": correct,
+        "reward": reward,
+        "correct_rose": round(correct[-1] - correct[0], 4),
+        "reward_rose": round(reward[-1] - reward[0], 4),
+    }
+
+
+def table(curves: Sequence[Mapping[str, Any]]) -> str:
+    """A line a run: first and last share of right answers and reward."""
+    lines = ["| task | config | seed | steps | correct | reward | seconds |", "|---|---|---|---|---|---|---|"]
+    for made in curves:
+        ends = [f"{made[name][0]:.3f} -> {made[name][-1]:.3f}" for name in ("correct", "reward")]
+        said = [made["task"], made["config"], made["seed"], made["steps"][-1], *ends, made["seconds"]]
+        lines.append(f"| {' | '.join(map(str, said))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

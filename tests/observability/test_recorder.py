@@ -1,0 +1,296 @@
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.observability.recorder import Recorder, RecorderConfig, previous_file, read_rollouts
+from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
+from rl.rollouts.grading import scored
+from rl.rollouts.group import Group
+from rl.rollouts.producer import Batch
+from rl.types import Completion, EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
+
+
+def not_json(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
+
+
+def turn(
+    text="hi",
+    *,
+    logprobs=(-0.5, -1.25),
+    versions=(3, 3),
+    observation=None,
+):
+    completion = Completion(
+        token_ids=np.array([7, 9], dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        policy_versions=np.array(versions, dtype=np.int32),
+        finish_reason="stop",
+    )
+    return Turn(
+        messages=(Message(role="user", content="say hi"),),
+        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
+        completion=completion,
+        text=text,
+        observation=observation or Observation(),
+    )
+
+
+def rollout(name="p", *turns, sample=0, failure=None, **said):
+    problem = Problem(id=name, question="q", answer="hi")
+    turns = turns or (turn(**said),)
+    prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
+    end: EndReason = "done" if failure is None else "failed"
+    return Rollout(prompt=prompt, sample=sample, turns=turns, end=end, failure=failure)
+
+
+def score(reward=1.0, **said):
+    return Score(reward=reward, correct=reward == 1.0, **said)
+
+
+def group(name, *scores, rollouts=None):
+    rollouts = rollouts or [rollout(name, sample=i) for i in range(len(scores))]
+    return Group(
+        number=0,
+        rollouts=rollouts,
+        scores=list(scores),
+        scored=scored(rollouts, scores),
+        generated_at=0.0,
+    )
+
+
+def advantages_of(*numbers):
+    return [np.full(2, number, dtype=np.float32) for number in numbers]
+
+
+def recorder(tmp_path, **settings):
+    return Recorder(tmp_path / "rollouts.jsonl", config=RecorderConfig(**settings))
+
+
+def recorded(tmp_path, groups, *, dropped=(), advantages=None, **settings):
+    """Lines of a step; without `advantages`, those of the scored rollouts are 0.5 and -0.5 in turn."""
+    made = recorder(tmp_path, **settings)
+    if advantages is None:
+        advantages = [advantages_of(*[0.5, -0.5] * len(g.scored))[: len(g.scored)] for g in groups]
+    made.step(4, Batch(groups=list(groups), dropped=list(dropped)), advantages)
+    return lines(made.path) if made.path.exists() else []
+
+
+def named(recorded_lines):
+    return [(line["problem"], line["sample"]) for line in recorded_lines]
+
+
+def test_a_line_says_what_was_asked_what_was_said_and_what_it_earned(tmp_path):
+    (line,) = recorded(tmp_path, [group("p1", score(0.75, parts={"answer": 0.5, "form": 1.0}))])
+    assert line == {
+        "step": 4,
+        "kind": "train",
+        "advantage": 0.5,
+        "problem": "p1",
+        "answer": "hi",
+        "sample": 0,
+        "reward": 0.75,
+        "correct": False,
+        "parts": {"answer": 0.5, "form": 1.0},
+        "end": "done",
+        "turns": [
+            {
+                "messages": [{"role": "user", "content": "say hi"}],
+                "reply": "hi",
+                "finish_reason": "stop",
+                "prompt_ids": [1, 2, 3],
+                "token_ids": [7, 9],
+                "logprobs": [-0.5, -1.25],
+                "policy_versions": 3,
+            }
+        ],
+    }
+
+
+def test_values_that_differ_from_token_to_token_are_written_one_each(tmp_path):
+    replies = [rollout("p", versions=(3, 4))]
+    uneven = [[np.array([0.25, -0.75], dtype=np.float32)]]
+    (line,) = recorded(tmp_path, [group("p", score(), rollouts=replies)], advantages=uneven)
+    assert line["advantage"] == [0.25, -0.75]
+    assert line["turns"][0]["policy_versions"] == [3, 4]
+
+
+def test_each_turn_is_written_with_what_its_environment_gave(tmp_path):
+    first = turn("a", observation=Observation(reward=0.5, metrics={"calls": 2.0}))
+    replies = [rollout("p", first, turn("b"))]
+    (line,) = recorded(tmp_path, [group("p", score(), rollouts=replies)])
+    one, two = line["turns"]
+    assert (one["reply"], one["reward"], one["metrics"]) == ("a", 0.5, {"calls": 2.0})
+    assert two["reply"] == "b"
+    assert not {"reward", "metrics"} & set(two)
+
+
+def test_the_first_groups_are_written_and_of_the_others_what_failed_or_was_not_read(tmp_path):
+    groups = [
+        group("a", score(), score(0.0)),
+        group("b", score(), score(0.0)),
+        group("c", score(0.0, unparsed=("answer",)), score(), score(0.0, failure="raised")),
+        group("d", score()),
+    ]
+    written = recorded(tmp_path, groups, num_groups=1)
+    assert named(written) == [("a", 0), ("a", 1), ("c", 0), ("c", 2)]
+    assert written[2]["unparsed"] == ["answer"]
+    assert written[3]["failure"] == "raised"
+    assert not {"unparsed", "failure"} & (set(written[0]) | set(written[1]))
+
+
+def test_odd_rollouts_have_as_much_room_as_the_groups(tmp_path):
+    unread = [score(0.0, unparsed=("answer",))] * 3
+    groups = [group(name, *unread) for name in "abc"]
+    written = recorded(tmp_path, groups, num_groups=1)
+    assert named(written) == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
+    assert recorded(tmp_path / "none", groups, num_groups=0) == []
+
+
+def test_advantages_are_those_of_scored_rollouts_though_others_are_between(tmp_path):
+    replies = [
+        rollout("p", sample=0),
+        rollout("p", sample=1),
+        rollout("p", sample=2, failure="the environment raised"),
+        rollout("p", sample=3),
+    ]
+    # Of the third, whose environment failed, a scorer may say anything.
+    mixed = group("p", score(), score(0.0, failure="broken"), score(), score(0.0), rollouts=replies)
+    written = recorded(tmp_path, [mixed], advantages=[advantages_of(1.0, -1.0)])
+    assert [line.get("advantage") for line in written] == [1.0, None, None, -1.0]
+    failures = [line.get("failure") for line in written]
+    assert failures == [None, "broken", "the environment raised", None]
+    assert written[2]["end"] == "failed"
+
+
+def test_dropped_groups_say_why_and_those_that_failed_are_among_them(tmp_path):
+    failed = score(0.0, failure="raised")
+    dropped = [("equal", group("x", score())), ("equal", group("y", score())), ("failed", group("z", failed))]
+    written = recorded(tmp_path, [group("a", score())], dropped=dropped, num_groups=1)
+    said = [(line["problem"], line["kind"], line.get("dropped")) for line in written]
+    assert said == [("a", "train", None), ("x", "dropped", "equal"), ("z", "dropped", "failed")]
+    assert "advantage" not in written[1]
+
+
+def test_evaluations_are_written_by_set_greedy_and_sampled(tmp_path):
+    def pair(name, sample=0):
+        return rollout(name, sample=sample), score()
+
+    near = EvaluatedSet(
+        name="near",
+        greedy=[pair("a"), pair("b"), pair("c")],
+        sampled=[[pair("a", 0), pair("a", 1)], [pair("b", 0)], [pair("c", 0)]],
+    )
+    far = EvaluatedSet(name="far", greedy=[pair("d")], sampled=[])
+    made = recorder(tmp_path, num_eval_problems=2)
+    made.evaluation(20, EvaluationResult(sets=[near, far]))
+    said = [(line["kind"], line["set"], line["problem"], line["sample"]) for line in lines(made.path)]
+    assert said == [
+        ("eval", "near", "a", 0),
+        ("eval", "near", "b", 0),
+        ("eval_sampled", "near", "a", 0),
+        ("eval_sampled", "near", "a", 1),
+        ("eval_sampled", "near", "b", 0),
+        ("eval", "far", "d", 0),
+    ]
+    assert {line["step"] for line in lines(made.path)} == {20}
+
+
+def test_numbers_of_numpy_and_such_that_are_not_finite_are_valid_json(tmp_path):
+    # What a reward function of one's own may give, whatever it promises.
+    numbers: Any = {"calls": np.int64(2), "took_s": float("inf")}
+    parts: Any = {"answer": np.float32(0.5), "form": np.bool_(True), "length": np.int64(3)}
+    half: Any = np.float32(0.5)
+    right: Any = np.bool_(True)
+    given = Observation(reward=half, metrics=numbers)
+    replies = [rollout("p", logprobs=(np.nan, -np.inf), observation=given)]
+    odd = group("p", Score(reward=half, correct=right, parts=parts), rollouts=replies)
+    (line,) = recorded(tmp_path, [odd], advantages=[advantages_of(np.nan)])
+    assert line["parts"] == {"answer": 0.5, "form": True, "length": 3}
+    assert (line["reward"], line["correct"]) == (0.5, True)
+    (said,) = line["turns"]
+    assert said["logprobs"] == ["nan", "-inf"]
+    assert (said["reward"], said["metrics"]) == (0.5, {"calls": 2, "took_s": "inf"})
+    assert line["advantage"] == ["nan", "nan"]  # nan equals nothing, itself included
+
+
+@pytest.mark.parametrize("text", ["\u2028 and \x85", "\ud800 alone", "grüezi 🙂", '"quoted"\n'])
+def test_any_text_comes_back_as_it_was(tmp_path, text):
+    made = recorder(tmp_path)
+    of_text = group("p", score(), rollouts=[rollout("p", text=text)])
+    made.step(1, Batch(groups=[of_text], dropped=[]), [advantages_of(1.0)])
+    (line,) = read_rollouts(made.path)
+    assert line["turns"][0]["reply"] == text
+
+
+def test_tokens_can_be_left_out(tmp_path):
+    (line,) = recorded(tmp_path, [group("p", score())], tokens=False)
+    assert set(line["turns"][0]) == {"messages", "reply", "finish_reason"}
+
+
+def test_nothing_is_written_where_it_is_off(tmp_path):
+    made = recorder(tmp_path, enable=False)
+    made.step(1, Batch(groups=[group("p", score())], dropped=[]), [advantages_of(1.0)])
+    made.evaluation(1, EvaluationResult(sets=[]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_steps(made, steps):
+    for step in steps:
+        made.step(step, Batch(groups=[group("p", score())], dropped=[]), [advantages_of(1.0)])
+
+
+def test_a_full_file_keeps_the_newest_within_its_size(tmp_path):
+    made = recorder(tmp_path, max_megabytes=0.004)
+    write_steps(made, range(100))
+    files = [previous_file(made.path), made.path]
+    assert [f.name for f in files] == ["rollouts.1.jsonl", "rollouts.jsonl"]
+    assert sum(f.stat().st_size for f in files) <= 4000
+    steps = [line["step"] for line in read_rollouts(made.path)]
+    assert steps == list(range(steps[0], 100))
+    # A line has some 300 bytes: more than half of the room is always in use.
+    assert len(steps) >= 6
+    assert all(f.stat().st_size <= 2000 for f in files)
+
+
+def test_one_step_of_more_than_the_file_may_have_keeps_within_it_too(tmp_path):
+    made = recorder(tmp_path, max_megabytes=0.004, num_groups=50)
+    groups = [group(f"p{i}", score()) for i in range(50)]
+    made.step(1, Batch(groups=groups, dropped=[]), [advantages_of(1.0)] * 50)
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) <= 4000
+    names = [line["problem"] for line in read_rollouts(made.path)]
+    assert names == [f"p{i}" for i in range(50 - len(names), 50)]
+    assert len(names) >= 6
+
+
+def test_a_rollout_longer_than_the_file_is_left_out_with_a_warning(tmp_path, caplog):
+    made = recorder(tmp_path, max_megabytes=0.002)
+    long = group("long", score(), rollouts=[rollout("long", text="x" * 1000)])
+    made.step(1, Batch(groups=[group("a", score()), long], dropped=[]), [advantages_of(1.0)] * 2)
+    write_steps(made, [2])
+    assert [line["problem"] for line in read_rollouts(made.path)] == ["a", "p"]
+    (warning,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "too long for rollouts.jsonl" in warning.getMessage()
+
+
+def test_a_line_that_the_end_of_its_process_cut_short_is_left_out(tmp_path):
+    made = recorder(tmp_path)
+    write_steps(made, [1, 2])
+    whole = made.path.read_text()
+    made.path.write_text(whole[:-20])
+    assert [line["step"] for line in read_rollouts(made.path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_groups", -1), ("num_eval_problems", -1), ("max_megabytes", 0.0), ("max_megabytes", float("inf"))],
+)
+def test_settings_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        RecorderConfig(**{field: value})
