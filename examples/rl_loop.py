@@ -30,17 +30,34 @@ from losses.grpo import GRPOLoss
 from rl.local import LocalBackend
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
-from rl.rollouts.renderer import ChatRenderer
+from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import demonstration_sample, policy_sample
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.sum_digits import SumDigits, parse_answer
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
-from rl.types import OptimParams, Problem, Rollout, SamplingParams
+from rl.types import Completion, Message, OptimParams, Problem, Prompt, Rollout, SamplingParams, Turn
 
 MAX_TOKENS = 32
 """Of a completion."""
+
+
+def prompt_of(problem: Problem, renderer: Renderer) -> Prompt:
+    """What the model is asked, as tokens."""
+    question = Message(role="user", content=problem.question)
+    return Prompt(problem=problem, token_ids=renderer.opening([question]))
+
+
+def rollout_of(prompt: Prompt, completion: Completion, sample: int, renderer: Renderer) -> Rollout:
+    """An episode of one turn: what the model read, and what it produced, token for token."""
+    turn = Turn(
+        messages=(Message(role="user", content=prompt.problem.question),),
+        prompt_ids=prompt.token_ids,
+        completion=completion,
+        text=renderer.text(completion.token_ids),
+    )
+    return Rollout(prompt=prompt, sample=sample, turns=(turn,))
 
 
 def reward(rollout: Rollout) -> float:
@@ -51,9 +68,9 @@ def reward(rollout: Rollout) -> float:
     return 0.1 if answer is not None and rollout.completion.finish_reason == "stop" else 0.0
 
 
-async def accuracy(local: LocalBackend, renderer: ChatRenderer, problems: list[Problem]) -> float:
+async def accuracy(local: LocalBackend, renderer: Renderer, problems: list[Problem]) -> float:
     """Share of right greedy replies."""
-    prompts = [renderer.prompt(problem) for problem in problems]
+    prompts = [prompt_of(problem, renderer) for problem in problems]
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=renderer.stop_token_ids)
     groups_P1 = await local.generate([prompt.token_ids for prompt in prompts], sampling=sampling)
     replies = [renderer.text(completion.token_ids) for (completion,) in groups_P1]
@@ -74,7 +91,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     spec = model_registry("tiny")
     folder = write_random_model(output / "random", spec=spec, seed=args.seed)
     tokenizer, ends = open_tokenizer(folder)
-    renderer = ChatRenderer(tokenizer=tokenizer, max_prompt_tokens=96, stop_token_ids=ends)
+    renderer = make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=ends)
     config = TrainingEngine.Config(
         optimizer=Optimizer.Config(betas=(0.9, 0.95), weight_decay=0.0),
         training=TrainingConfig(max_tokens_per_microbatch=2048, max_norm=1.0),
@@ -84,10 +101,10 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         # Warm-up: cross-entropy on demonstrations; the learning rate rises for 20 steps, then decays.
         demonstrated = task.warmup_problems(seed=args.seed)
         for step in range(args.warmup_steps):
-            problems = list(islice(demonstrated, 64))
             samples = [
-                demonstration_sample(renderer.prompt(problem).token_ids, renderer.demonstration(problem))
-                for problem in problems
+                demonstration_sample(prompt_of(problem, renderer).token_ids, renderer.reply(reply))
+                for problem in islice(demonstrated, 64)
+                for reply in problem.demonstrations
             ]
             gradient = await local.forward_backward(samples, loss=CrossEntropyLoss())
             cosine = 0.5 * (1 + math.cos(math.pi * step / args.warmup_steps))
@@ -104,7 +121,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         train_problems = task.train_problems(seed=args.seed)
         for step in range(1, args.steps + 1):
             # Generate G completions of each of P prompts, from the weights that are served.
-            prompts = [renderer.prompt(problem) for problem in islice(train_problems, args.num_prompts)]
+            prompts = [prompt_of(problem, renderer) for problem in islice(train_problems, args.num_prompts)]
             sampling = SamplingParams(
                 max_tokens=MAX_TOKENS,
                 num_samples=args.num_samples,
@@ -116,7 +133,7 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
             # Reward each; its advantage is what it is better than the mean of its group, for all its tokens.
             samples, rewards_PG = [], []
             for prompt, completions_G in zip(prompts, groups_PG, strict=True):
-                rollouts_G = [renderer.rollout(prompt, c, sample=i) for i, c in enumerate(completions_G)]
+                rollouts_G = [rollout_of(prompt, c, i, renderer) for i, c in enumerate(completions_G)]
                 rewards_G = np.array([reward(rollout) for rollout in rollouts_G])
                 rewards_PG.append(rewards_G)
                 for rollout, advantage in zip(rollouts_G, rewards_G - rewards_G.mean(), strict=True):
