@@ -116,9 +116,7 @@ class _Batch:
         return [made[i : i + self.num_samples] for i in range(0, len(made), self.num_samples)]
 
 
-def _decode(
-    model: Qwen3, batch: _Batch, sampling: SamplingParams, is_cancelled: Callable[[], bool]
-) -> None:
+def _decode(model: Qwen3, batch: _Batch, sampling: SamplingParams, is_cancelled: Callable[[], bool]) -> None:
     if is_cancelled():
         return
     device = model.embed_tokens.weight.device

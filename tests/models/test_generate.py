@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -158,3 +159,15 @@ def test_a_prompt_that_is_empty_or_fills_the_context_is_refused_by_number(model,
 def test_settings_out_of_range_are_refused(model):
     with pytest.raises(ValueError, match=r"sampling\.max_tokens=0: must be at least 1"):
         generate(model, PROMPTS, sampling=SamplingParams(max_tokens=0))
+
+
+def test_cancelled_completions_end_where_they_are(model):
+    sampling = SamplingParams(max_tokens=10, num_samples=2, seed=3)
+    whole = generate(model, PROMPTS, sampling=sampling)
+    answers = iter([False] * 4)  # one before the prompts are read, and one before each further token
+    cut = generate(model, PROMPTS, sampling=sampling, is_cancelled=lambda: next(answers, True))
+    for completion, expected in zip(chain(*cut), chain(*whole), strict=True):
+        assert completion.finish_reason == "abort"
+        assert completion.token_ids.tolist() == expected.token_ids[:4].tolist()
+    unread = generate(model, PROMPTS, sampling=sampling, is_cancelled=lambda: True)
+    assert [len(c.token_ids) for c in chain(*unread)] == [0] * 6
