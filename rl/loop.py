@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from rl.clock import now_s
@@ -27,20 +26,16 @@ from rl.loop_config import LoopConfig
 from rl.observability.metrics import Record
 from rl.observability.recorder import Recorder
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
-from rl.rollouts.age_bound import AgeBound
+from rl.rollout_parts import RolloutParts
 from rl.rollouts.ages import token_ages
-from rl.rollouts.episodes import Episodes
-from rl.rollouts.evaluation import Evaluator
-from rl.rollouts.group import RolloutWorker
-from rl.rollouts.numbered_problems import NumberedProblems
-from rl.rollouts.producer import Batch, FailedRewards, GroupFilter, NothingToLearnError, RolloutProducer
+from rl.rollouts.producer import Batch, NothingToLearnError
 from rl.rollouts.renderer import Renderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.step_clock import StepClock
 from rl.step_metrics import TrainedMinibatch, age_metrics, batch_metrics, time_metrics, training_metrics
 from rl.step_samples import SampleMaker, StepSamples
 from rl.tasks.task import Task
-from rl.types import ForwardBackwardResult, LoopPosition, SamplingParams
+from rl.types import ForwardBackwardResult, LoopPosition
 from rl.weights.sync import WeightSync
 
 
@@ -119,25 +114,20 @@ class Loop(Configurable):
             adds_proximal=proximal_logprobs and config.num_minibatches > 1,
         )
         self._position = position
-        self._problems = NumberedProblems(task.train_problems(seed=seed), position)
-        sampling = _sampling(config, renderer)
-        episodes = partial(
-            Episodes, sampler=seams.sampler, renderer=renderer, environment=task.environment,
-            limits=config.episode, max_tokens=max_sequence_tokens,
-        )  # fmt: skip
-        self._evaluator = Evaluator(
-            sets=task.eval_sets(),
-            episodes=episodes(),
+        parts = RolloutParts(
+            config=config,
+            sampler=seams.sampler,
             scorer=seams.scorer,
-            settings=config.evaluation,
-            sampling=sampling,
+            renderer=renderer,
+            task=task,
+            max_sequence_tokens=max_sequence_tokens,
+            seed=seed,
         )
-        worker = RolloutWorker(
-            episodes=episodes(), scorer=seams.scorer, sampling=sampling, seed=seed,
-            overlong=config.overlong, drop_long_prompts=config.long_prompts == "drop",
-        )  # fmt: skip
+        self._evaluator = parts.evaluator()
+        self._problems = parts.problems(position)
+        worker = parts.worker()
         self._clock = StepClock(worker)
-        self._producer = _producer(config, worker=worker, problems=self._problems, position=position)
+        self._producer = parts.producer(worker, self._problems, position)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)
         self._step_of_version: dict[int, int] = {}
         """Step after which each policy version was published, so that ages can be told."""
@@ -272,38 +262,3 @@ class Loop(Configurable):
     def _write(self, record: Record) -> None:
         for sink in self.sinks:
             sink.write(record)
-
-
-def _sampling(config: Loop.Config, renderer: Renderer) -> SamplingParams:
-    sampling = config.sampling
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        num_samples=config.num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=renderer.stop_token_ids,
-    )
-
-
-def _producer(
-    config: Loop.Config, *, worker: RolloutWorker, problems: NumberedProblems, position: LoopPosition | None
-) -> RolloutProducer:
-    return RolloutProducer(
-        bound=AgeBound(
-            max_age=config.max_policy_age,
-            num_prompts=config.num_prompts,
-            num_steps=config.num_steps,
-            step=0 if position is None else position.step,
-        ),
-        worker=worker.run,
-        problems=problems,
-        group_filter=GroupFilter(
-            drop_equal=config.equal_groups == "drop",
-            max_sample_tokens=config.max_sample_tokens if config.long_samples == "drop_group" else None,
-        ),
-        failed_rewards=FailedRewards(
-            max_share=config.max_failed_rewards, rewards_of_step=config.num_prompts * config.num_samples
-        ),
-        max_dropped=config.max_empty_steps * config.num_prompts,
-    )

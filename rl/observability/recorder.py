@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.data.difficulty import write_pass_rates
 from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
@@ -31,6 +32,8 @@ Entry = tuple[Rollout, Score, dict[str, Any]]
 """A rollout, its score, and what else its line says."""
 
 logger = logging.getLogger(__name__)
+
+PASS_RATES = "pass_rates.jsonl"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,8 +75,11 @@ class Recorder:
         self._append(self._of_step(step, batch, advantages_PG))
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Of each set's problems, in order."""
+        """Of each set's problems, in order; where some were drawn several times, also pass_rates.jsonl with
+        the share of right replies to each, for a difficulty filter."""
         self._append(self._of_evaluation(step, result))
+        if self.config.enable and (rates := result.pass_rates()):
+            write_pass_rates(self.path.with_name(PASS_RATES), rates)
 
     def _of_step(
         self, step: int, batch: Batch, advantages_PG: Sequence[Sequence[np.ndarray]]

@@ -28,6 +28,7 @@ OWN_FILES = (
     "metrics.jsonl",
     "learning_curve.png",
     *ROLLOUTS,
+    "pass_rates.jsonl",
     STATUS,
 )
 OWN_FOLDERS = ("logs", "checkpoints")

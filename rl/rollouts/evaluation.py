@@ -51,6 +51,15 @@ class EvaluationResult:
             merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
         return merged
 
+    def pass_rates(self) -> dict[str, float]:
+        """Share of right replies among those sampled of each problem, by its id; empty where only greedy ones
+        were drawn."""
+        return {
+            group[0][0].prompt.problem.id: sum(score.correct for _, score in group) / len(group)
+            for done in self.sets
+            for group in done.sampled
+        }
+
 
 @dataclass(kw_only=True, slots=True)
 class Evaluator:

@@ -110,8 +110,10 @@ def backward(
 class MicroBatchSums:
     """Sums over the micro-batches of one call, kept on the device until the end of it."""
 
-    def __init__(self, *, device: torch.device) -> None:
+    def __init__(self, *, device: torch.device, room: int) -> None:
+        """`room`: tokens that one micro-batch of every rank can hold together."""
         self._device = device
+        self._room = room
         self._rows: list[Tensor] = []
         self._largest: list[Tensor] = []
         self._metrics: tuple[str, ...] = ()
@@ -153,6 +155,7 @@ class MicroBatchSums:
             metric_sums=dict(zip(self._metrics, sums[len(_SUMS) :], strict=True)),
             logprob_diff_max=largest,
             num_micro_batches=len(self._rows),
+            num_room=len(self._rows) * self._room,
             normalized=self.normalized,
         )
 
@@ -165,6 +168,7 @@ class Totals:
     metric_sums: Mapping[str, float]
     logprob_diff_max: float
     num_micro_batches: int
+    num_room: int
     normalized: bool
 
     @property
@@ -176,18 +180,9 @@ class Totals:
         return self.sums["denominator"] if self.normalized else None
 
     def result(
-        self,
-        samples: Sequence[TrainingSample],
-        *,
-        time_s: float,
-        room_of_micro_batch: int,
-        expert_load: ExpertLoad | None = None,
+        self, samples: Sequence[TrainingSample], *, time_s: float, expert_load: ExpertLoad | None = None
     ) -> ForwardBackwardResult:
-        """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical.
-
-        Args:
-            room_of_micro_batch: tokens that the micro-batches of all ranks at once could hold.
-        """
+        """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical."""
         sums = self.sums
         num_valid = sums["num_valid"]
         means = {name: _mean(value, num_valid) for name, value in self.metric_sums.items()}
@@ -212,7 +207,7 @@ class Totals:
                 num_micro_batches=self.num_micro_batches,
                 num_packed=round(sums["num_rows"] - sums["num_padding"]),
                 num_padding=round(sums["num_padding"]),
-                num_room=self.num_micro_batches * room_of_micro_batch,
+                num_room=self.num_room,
             ),
             time_s=time_s,
         )

@@ -133,7 +133,7 @@ class TrainingEngine(Configurable):
             raise ValueError("forward_backward got no samples")
         loss = self.config.loss if loss is None else loss
         batches = self.policy.pack(samples)
-        sums = MicroBatchSums(device=self.device)
+        sums = MicroBatchSums(device=self.device, room=self.policy.micro_batch_room)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
             for batch in with_reference(batches, reference=self.reference, loss=loss):
                 batch = batch.to(self.device)
@@ -145,12 +145,7 @@ class TrainingEngine(Configurable):
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
                 raise self._step.not_finite(f"loss {totals.loss}", self.policy_version, self.failure_folder)
-        return totals.result(
-            samples,
-            time_s=time.perf_counter() - started,
-            room_of_micro_batch=self.config.training.max_tokens_per_microbatch * self.policy.data_rank.count,
-            expert_load=expert_load,
-        )
+        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.

@@ -119,6 +119,11 @@ class Policy:
         """Which matrices they are made of, those of converters too."""
         return self.converters.adapter(self.spec.adapter(self.spec.model))
 
+    @property
+    def micro_batch_room(self) -> int:
+        """Tokens that one micro-batch of every data-parallel rank can hold together."""
+        return self.training.max_tokens_per_microbatch * self.data_rank.count
+
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
         """This rank's micro-batches, equally many on every rank."""
         return pack(

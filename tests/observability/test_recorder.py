@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl.data.difficulty import read_pass_rates
 from rl.observability.recorder import Recorder, RecorderConfig, previous_file, read_rollouts
 from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.grading import scored
@@ -190,6 +191,8 @@ def test_evaluations_are_written_by_set_greedy_and_sampled(tmp_path):
     far = EvaluatedSet(name="far", greedy=[pair("d")], sampled=[])
     made = recorder(tmp_path, num_eval_problems=2)
     made.evaluation(20, EvaluationResult(sets=[near, far]))
+    # Of what was sampled, all problems of the set; a greedy reply is no rate.
+    assert read_pass_rates(str(tmp_path / "pass_rates.jsonl")).keys() == {"a", "b", "c"}
     said = [(line["kind"], line["set"], line["problem"], line["sample"]) for line in lines(made.path)]
     assert said == [
         ("eval", "near", "a", 0),
