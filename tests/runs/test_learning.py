@@ -33,14 +33,13 @@ def dump_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
-    """The tiny run of a seed, warm-up included, of the first whole; made once."""
+    """The tiny run of a seed, warm-up included; made once."""
     runs: dict[int, FinishedRun] = {}
 
     def run(seed: int) -> FinishedRun:
         if seed not in runs:
-            fewer = () if seed == 0 else ("--loop.num_steps", "60")
             runs[seed] = run_to_the_end(
-                dump_folder, f"seed-{seed}", "--seed", str(seed), *fewer, limit_s=FIRST_RUN_LIMIT_S
+                dump_folder, f"seed-{seed}", "--seed", str(seed), limit_s=FIRST_RUN_LIMIT_S
             )
             assert runs[seed].status == 0, runs[seed].output
         return runs[seed]
@@ -56,7 +55,7 @@ def starting_point(run: FinishedRun) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed, seed):
     run = run_of_seed(seed)
     first, last = run.evaluations[0], run.evaluations[max(run.evaluations)]
@@ -67,6 +66,22 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
     assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
     # On-policy with equal weights the ratio is 1 within the parity of the logprobs.
     assert all(abs(r["loss/ratio_mean"] - 1) <= 1e-5 for r in run.steps)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("module", "seed"), [("reverse_text", 1), ("alphabet_sort", 0)])
+def test_held_out_reward_of_other_tasks_rises(dump_folder, module, seed):
+    """Further seeds, and a reward of noise for each: `make curves`."""
+    run = run_to_the_end(
+        dump_folder, module, "--module", module, "--config", "tiny", "--seed", str(seed),
+        "--loop.num_steps", "40", limit_s=FIRST_RUN_LIMIT_S,
+    )  # fmt: skip
+    assert run.status == 0, run.output
+    rewards = [evaluation["eval/reward"] for _, evaluation in sorted(run.evaluations.items())]
+    assert rewards[-1] - rewards[0] >= 0.2, rewards
+    assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
+    turns = {r["rollout/turns_mean"] for r in run.steps}
+    assert turns == ({3.0} if module == "alphabet_sort" else {1.0})
 
 
 @pytest.mark.timeout(900)
