@@ -23,6 +23,7 @@ from rl.clock import BusyClock, now_s
 from rl.errors import RunError
 from rl.protocols import Environment, Sampler
 from rl.rollouts.environment_checks import checked_observation, common_opening
+from rl.rollouts.environment_thread import EnvironmentCalls, EnvironmentThreads, TooLongError
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
@@ -53,6 +54,8 @@ class Episodes:
     limits: EpisodeLimits
     max_tokens: int
     """Of one sequence, that generator and trainer can take."""
+    threads: EnvironmentThreads = field(default_factory=EnvironmentThreads)
+    """In which environments are called."""
     generating: BusyClock = field(default_factory=BusyClock)
     num_generated_tokens: int = 0
 
@@ -68,14 +71,15 @@ class Episodes:
             ValueError: a prompt leaves no room for a reply; it names the problem.
             RunError: an environment does not open; it names the problem.
         """
-        environments: list[list[Environment]] = []
+        environments: list[list[EnvironmentCalls]] = []
         try:
             for problem in problems:
                 environments.append([])
                 for _ in range(sampling.num_samples):
-                    environments[-1].append(self.environment(problem))
+                    environments[-1].append(self.threads.calls_of(self.environment(problem), problem))
             openings = [
-                common_opening(group, problem) for group, problem in zip(environments, problems, strict=True)
+                common_opening([calls.environment for calls in group], problem)
+                for group, problem in zip(environments, problems, strict=True)
             ]
             room = self.limit - sampling.max_tokens
             prompts = [
@@ -119,7 +123,7 @@ class Episode:
     """One of them."""
 
     runner: Episodes
-    environment: Environment
+    environment: EnvironmentCalls
     prompt: Prompt
     sample: int
     sampling: SamplingParams
@@ -166,19 +170,16 @@ class Episode:
 
     async def _step(self, reply: Reply) -> tuple[Observation, str | None]:
         """What the environment answers, and why it could not."""
-        timeout_s = self.runner.limits.step_timeout_s
+        turn = len(self.turns) + 1
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                return checked_observation(await self.environment.step(reply)), None
-        except Exception as error:
-            if isinstance(error, RunError):
-                raise
-            what = (
-                f"took longer than step_timeout_s={timeout_s:g}"
-                if deadline.expired()
-                else f"raised {error!r}"
+            answer = await self.environment.step(
+                reply, turn=turn, timeout_s=self.runner.limits.step_timeout_s
             )
-            turn = len(self.turns) + 1
+            return checked_observation(answer), None
+        except RunError:
+            raise
+        except Exception as error:  # noqa: BLE001  (of the environment's own code)
+            what = str(error) if isinstance(error, TooLongError) else f"raised {error!r}"
             return Observation(), self._failure(f"the environment {what}", turn, reply.text, error)
 
     def _failure(self, what: str, turn: int, text: str, error: Exception) -> str:
@@ -221,9 +222,9 @@ async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _close(environments: Iterable[Environment], *, timeout_s: float) -> None:
+async def _close(environments: Iterable[EnvironmentCalls], *, timeout_s: float) -> None:
     """All of them, whatever one of them raises or how long it takes; that is logged."""
-    closing = (asyncio.wait_for(e.close(), timeout_s) for e in environments)
+    closing = (calls.close(timeout_s=timeout_s) for calls in environments)
     for error in await asyncio.gather(*closing, return_exceptions=True):
         if isinstance(error, Exception):
             logger.warning("an environment could not be closed: %r", error, exc_info=error)

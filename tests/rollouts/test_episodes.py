@@ -290,7 +290,10 @@ def test_an_environment_that_breaks_is_a_failed_rollout_that_names_turn_problem_
         ({"messages": ("go on",)}, r"TypeError\(\"messages\[0\] is 'go on', which is no Message"),
         ({"messages": "go on"}, r"TypeError\(\"messages is 'go on', which is no sequence"),
         ({"messages": None}, r"TypeError\('messages is None, which is no sequence"),
-        ({"messages": (Message(role="bot", content=""),)}, r"ValueError\(\"messages\[0\]\.role='bot': must be"),
+        (
+            {"messages": (Message(role="bot", content=""),)},
+            r"ValueError\(\"messages\[0\]\.role='bot': must be",
+        ),
         ({"messages": (Message(role="user", content=3),)}, r"TypeError\('messages\[0\]\.content=3: must be"),
         ({"reward": "good"}, r"TypeError\(\"reward='good': must be a number"),
         ({"reward": None}, r"TypeError\('reward=None: must be a number"),
@@ -470,7 +473,10 @@ def test_environments_made_before_one_that_cannot_be_made_are_closed():
     assert factory.closed == [1] * 3
 
 
-@pytest.mark.parametrize(("how", "says"), [("raise", "OSError('pipe')"), ("hang", "TimeoutError()")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raise", "OSError('pipe')"), ("hang", "TooLongError('took longer than step_timeout_s=3')")],
+)
 def test_one_that_cannot_be_closed_is_logged_and_the_others_are_closed(how, says, caplog):
     class Stuck(Counting):
         async def close(self) -> None:
