@@ -1,10 +1,10 @@
-"""Environments away from the controller's event loop, so that one that blocks stalls neither it nor its limits.
+"""Environments away from the controller's event loop, so that one that blocks does not stall it.
 
-    episode --call--> event loop of a thread that all environments share --result--> episode
+    episode --call--> event loop of a thread that environments share --result--> episode
 
-The thread is one, so that what a task shares between its episodes (a session, a semaphore) belongs to one event
-loop. Whoever waits unblocks itself: by the loop's result, by the time limit that the loop keeps, or, where
-neither comes because code of an environment blocks the loop, by its own clock a little later. Then the thread
+The thread is one, so that what a task shares between its episodes (a session, a semaphore) belongs to one
+event loop. Who waits is unblocked by the loop's result, by the time limit that the loop keeps, or, where
+neither comes as code of an environment blocks the loop, by a clock of its own a little later. Then the thread
 is left behind, and episodes that begin later get another; those that have begun stay, and go on if it does.
 """
 
@@ -86,10 +86,10 @@ class EnvironmentThread:
         finally:
             waiting.cancel()
         running = asyncio.current_task(self._loop)
-        self.blocked_by = self.blocked_by or ("nobody knows whom" if running is None else running.get_name())
+        self.blocked_by = self.blocked_by or ("an unknown call" if running is None else running.get_name())
         raise TooLongError(
-            f"took longer than step_timeout_s={timeout_s:g}, as the event loop of the environments is blocked "
-            f"by {self.blocked_by}"
+            f"took longer than step_timeout_s={timeout_s:g}, as the event loop of the environments is "
+            f"blocked by {self.blocked_by}"
         )
 
     def leave(self, function: Callable[[], Awaitable[Any]]) -> None:
@@ -98,7 +98,7 @@ class EnvironmentThread:
         async def logged() -> None:
             try:
                 await function()
-            except Exception as error:  # noqa: BLE001  (of an environment's own code)
+            except Exception as error:  # of an environment's own code
                 logger.warning("an environment could not be closed: %r", error, exc_info=error)
 
         asyncio.run_coroutine_threadsafe(logged(), self._loop)

@@ -200,8 +200,8 @@ class Episode:
         return completion
 
     def _seed(self, of_call: int) -> int:
-        """Of this turn: episodes that have gone alike until now go on apart, and so do those of other problems
-        that an evaluation asks for with the same seed."""
+        """Of this turn: episodes that have gone alike until now go on apart, and so do those of other
+        problems that an evaluation asks for with the same seed."""
         key = f"{of_call} problem {self.prompt.problem.id} sample {self.sample} turn {len(self.turns)}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -46,7 +46,7 @@ def released() -> Iterator[None]:
     Threaded.free.set()
 
 
-def episodes_of(environment, *, step_timeout_s: float = STEP_S) -> Episodes:
+def episodes_of(environment: Callable[[Problem], Any], *, step_timeout_s: float = STEP_S) -> Episodes:
     return Episodes(
         sampler=ScriptedSampler(reply=lambda prompt, sampling, sample: "yes"),
         renderer=TwinRenderer(),

@@ -239,6 +239,11 @@ def test_a_prompt_without_room_for_a_reply_is_refused_by_name():
 # Failures
 
 
+def message(**fields: Any) -> Message:
+    """Also one that no type checker would take."""
+    return Message(**fields)
+
+
 @dataclass(kw_only=True)
 class Broken(Counting):
     """Goes wrong at a turn of one of the problems."""
@@ -294,7 +299,7 @@ def test_an_environment_that_breaks_is_a_failed_rollout_that_names_turn_problem_
             {"messages": (Message(role="bot", content=""),)},
             r"ValueError\(\"messages\[0\]\.role='bot': must be",
         ),
-        ({"messages": (Message(role="user", content=3),)}, r"TypeError\('messages\[0\]\.content=3: must be"),
+        ({"messages": (message(role="user", content=3),)}, r"TypeError\('messages\[0\]\.content=3: must be"),
         ({"reward": "good"}, r"TypeError\(\"reward='good': must be a number"),
         ({"reward": None}, r"TypeError\('reward=None: must be a number"),
         ({"reward": float("nan")}, r"ValueError\('reward=nan: must be finite"),
@@ -321,7 +326,8 @@ def test_an_observation_with_a_field_that_cannot_be_used_is_a_failed_rollout_tha
 def test_numbers_of_numpy_are_numbers():
     class Numpy(Counting):
         async def step(self, reply):
-            return Observation(reward=np.float32(0.5), metrics={"moves": np.int64(2), "won": np.True_.item()})
+            numbers: dict[str, Any] = {"reward": np.float32(0.5), "metrics": {"moves": np.int64(2)}}
+            return Observation(**numbers)
 
     rollout, _ = one(factory=Factory(Numpy))
     assert (rollout.end, rollout.failure, rollout.turns[0].observation.reward) == ("done", None, 0.5)
@@ -366,7 +372,7 @@ def _raise(error: Exception) -> None:
         (lambda: "hello", "it is 'hello', which is no sequence of Message"),
         (lambda: ("hello",), r"it\[0\] is 'hello', which is no Message"),
         (lambda: (), "there are no messages in it"),
-        (lambda: [Message(role="user", content=None)], r"it\[0\]\.content=None: must be a string"),
+        (lambda: [message(role="user", content=None)], r"it\[0\]\.content=None: must be a string"),
     ],
 )
 def test_an_opening_that_cannot_be_used_ends_the_run_by_the_problems_name(opening, says):
