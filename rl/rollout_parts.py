@@ -63,6 +63,7 @@ class RolloutParts:
             scorer=self.scorer,
             settings=self.config.evaluation,
             sampling=self.sampling(),
+            max_failed=self.config.max_failed_rewards,
         )
 
     def worker(self) -> RolloutWorker:
