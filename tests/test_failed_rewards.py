@@ -38,7 +38,7 @@ def rarely_right(prompt: str, sample: int) -> str:
     return some_right(prompt, sample) if number_of(prompt) % 6 == 0 else "no"
 
 
-FAILING = {"num_steps": 8, "num_prompts": 8, "num_samples": 4, "max_failed_rewards": 0.1}
+FAILING: dict[str, Any] = {"num_steps": 8, "num_prompts": 8, "num_samples": 4, "max_failed_rewards": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,10 @@ def test_what_stopped_a_run_is_recorded(tmp_path):
 
 def test_groups_that_were_dropped_before_the_run_stopped_are_recorded(tmp_path):
     rubric, _ = failing_every(1)
-    settings = FAILING | {"num_samples": 2, "max_failed_rewards": 0.2}  # of 16: the first group may fail
+    settings: dict[str, Any] = FAILING | {
+        "num_samples": 2,
+        "max_failed_rewards": 0.2,
+    }  # of 16: the first group may fail
     lines = recorded_until_it_stops(tmp_path, rubric, **settings)
     assert [(line["kind"], line.get("dropped")) for line in lines] == [
         *[("pending", None)] * 8,  # two groups, and what failed of others that ended with them
@@ -122,7 +125,7 @@ def test_the_share_that_may_fail_holds_for_evaluations_of_the_loop_too():
         return 1 / (next(calls) > 1)
 
     rubric = Rubric(criteria=(Criterion(name="a", function=fails_once),), correct=lambda rollout: True)
-    settings = {"num_steps": 0, "eval_every": 1, "max_failed_rewards": 0.5}
+    settings: dict[str, Any] = {"num_steps": 0, "eval_every": 1, "max_failed_rewards": 0.5}
     loop, sink = make_loop(
         SimulatedPolicy(reply=lambda prompt, sample: "no"),
         rubric=rubric,

@@ -296,7 +296,7 @@ def test_an_environment_that_breaks_is_a_failed_rollout_that_names_turn_problem_
         ({"messages": "go on"}, r"TypeError\(\"messages is 'go on', which is no sequence"),
         ({"messages": None}, r"TypeError\('messages is None, which is no sequence"),
         (
-            {"messages": (Message(role="bot", content=""),)},
+            {"messages": (message(role="bot", content=""),)},
             r"ValueError\(\"messages\[0\]\.role='bot': must be",
         ),
         ({"messages": (message(role="user", content=3),)}, r"TypeError\('messages\[0\]\.content=3: must be"),
