@@ -28,6 +28,7 @@ from rl.observability.recorder import Recorder
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
 from rl.rollout_parts import RolloutParts
 from rl.rollouts.ages import token_ages
+from rl.rollouts.evaluation import FailedEvaluationError
 from rl.rollouts.producer import Batch, NothingToLearnError
 from rl.rollouts.renderer import Renderer
 from rl.step_checkpoints import StepCheckpoints
@@ -161,7 +162,12 @@ class Loop(Configurable):
         clock.start()
         if self.config.max_policy_age == 0:
             self._producer.serve(step - 1)
-        batch = await self._producer.next_batch()
+        try:
+            batch = await self._producer.next_batch()
+        except Exception:
+            if self.recorder is not None:
+                self.recorder.stopped(step, self._producer.unused())
+            raise
         clock.rollouts(batch)
         ages = token_ages(
             batch.groups,
@@ -247,7 +253,12 @@ class Loop(Configurable):
         policy_version = await self._served_version()
         started = now_s()
         with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
-            evaluation = await self._evaluator.run()
+            try:
+                evaluation = await self._evaluator.run()
+            except FailedEvaluationError as error:
+                if self.recorder is not None:
+                    self.recorder.stopped_evaluation(step, error.result)
+                raise
         eval_s = now_s() - started
         if self.recorder is not None:
             self.recorder.evaluation(step, evaluation)

@@ -48,7 +48,8 @@ class LoopConfig(Configurable.Config):
     names the problem; drop: another takes its place."""
     max_failed_rewards: float = 0.0
     """Share of the rewards since the last step's batch, or of a step's where those are fewer, that may fail
-    (raise, time out, not finite) before the run stops; a failed one is counted and not trained on."""
+    (raise, time out, not finite) before the run stops; a failed one is counted and not trained on.
+    Of each set of an evaluation the same share may."""
     max_empty_steps: int = 20
     """Steps in a row without any policy gradient (equal rewards in every group) before the
     run stops with a message; also steps' worth of groups that are dropped in a row."""

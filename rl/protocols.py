@@ -130,7 +130,10 @@ class Scorer(Protocol):
 class Environment(Protocol):
     """One episode of a problem, used once.
 
-    It says what the model is told; it never sees nor makes tokens.
+    It says what the model is told; it never sees nor makes tokens. `step` and `close` are called in an event
+    loop that all environments of a run share, in a thread beside the controller's. A class with an attribute
+    `runs_inline = True` says that it never blocks: it is called in the controller's loop, without the way
+    between the threads.
     """
 
     def opening(self) -> Sequence[Message]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl.loop_config import LoopConfig
 from rl.protocols import Sampler, Scorer
 from rl.rollouts.age_bound import AgeBound
+from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.evaluation import Evaluator
 from rl.rollouts.group import RolloutWorker
@@ -29,6 +30,8 @@ class RolloutParts:
     max_sequence_tokens: int
     """Of one sequence, that generator and trainer can take."""
     seed: int
+    threads: EnvironmentThreads = field(default_factory=EnvironmentThreads)
+    """Of training and evaluation, so that what a task shares among its episodes is of one event loop."""
 
     def sampling(self) -> SamplingParams:
         """Of training."""
@@ -50,6 +53,7 @@ class RolloutParts:
             environment=self.task.environment,
             limits=self.config.episode,
             max_tokens=self.max_sequence_tokens,
+            threads=self.threads,
         )
 
     def evaluator(self) -> Evaluator:
@@ -59,6 +63,7 @@ class RolloutParts:
             scorer=self.scorer,
             settings=self.config.evaluation,
             sampling=self.sampling(),
+            max_failed=self.config.max_failed_rewards,
         )
 
     def worker(self) -> RolloutWorker:

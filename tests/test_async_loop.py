@@ -153,6 +153,8 @@ def test_no_trained_token_is_older_than_the_bound_whatever_takes_how_long(max_ag
 class Twice:
     """Asks the same once more."""
 
+    runs_inline = True  # in virtual time
+
     def __init__(self, problem: Problem) -> None:
         self.said = (Message(role="user", content=problem.question),)
         self.num_steps = 0

@@ -193,6 +193,19 @@ def test_what_is_served_is_a_snapshot(assets):
     assert len({str(ids_of(groups)) for groups in (pushed, served, last)}) == 3
 
 
+def test_a_generate_that_waits_behind_a_serve_names_the_version_it_draws_from(assets):
+    async def use(local):
+        await local.serve(await local.push())
+        await train(local)
+        version = await local.push()
+        _, queued = await asyncio.gather(local.serve(version), local.generate(PROMPTS, sampling=SAMPLING))
+        return version, queued, await local.generate(PROMPTS, sampling=SAMPLING)
+
+    version, queued, later = with_backend(use, assets=assets)
+    assert ids_of(queued) == ids_of(later)
+    assert {int(v) for group in queued for c in group for v in c.policy_versions} == {version}
+
+
 def test_versions_that_are_not_there_are_named(assets):
     async def use(local):
         with pytest.raises(RuntimeError, match="no weights to sample from: await serve"):

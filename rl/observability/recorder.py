@@ -4,7 +4,8 @@
      "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages": [...],
      "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...]}]}
 
-`kind` is train, dropped (with the reason why its group was), eval (greedy) or eval_sampled (with the set).
+`kind` is train, dropped (with the reason why its group was), pending (no step had taken it when the run
+stopped), eval (greedy) or eval_sampled (with the set).
 Logprobs are the generator's, in nats; advantages are one number, or one a token where they differ. A number
 that is not finite is written as a text, as in metrics.jsonl: JSON has none.
 """
@@ -24,6 +25,7 @@ import numpy as np
 
 from rl.data.difficulty import write_pass_rates
 from rl.rollouts.evaluation import EvaluationResult
+from rl.rollouts.grading import failure_of
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.types import Rollout, Score, Turn
@@ -47,7 +49,7 @@ class RecorderConfig:
     Rollouts that failed, or in which no answer was found, are written of every other group too, up to as many
     rollouts."""
     num_eval_problems: int = 32
-    """Problems of each evaluation set that are written."""
+    """Problems of each evaluation set that are written, and as many odd rollouts of others."""
     tokens: bool = True
     """Token ids, logprobs and policy versions too."""
     max_megabytes: float = 256.0
@@ -81,6 +83,17 @@ class Recorder:
         if self.config.enable and (rates := result.pass_rates()):
             write_pass_rates(self.path.with_name(PASS_RATES), rates)
 
+    def stopped(self, step: int, batch: Batch) -> None:
+        """Of what the producer had when the run stopped before this step's batch."""
+        pending = [_entries(group, step=step, kind="pending") for group in batch.groups]
+        self._append(
+            self._line(*e) for e in chain(self._chosen(pending), self._chosen(_dropped(step, batch)))
+        )
+
+    def stopped_evaluation(self, step: int, result: EvaluationResult) -> None:
+        """Of an evaluation in which too much failed, as far as it got; no rates."""
+        self._append(self._of_evaluation(step, result))
+
     def _of_step(
         self, step: int, batch: Batch, advantages_PG: Sequence[Sequence[np.ndarray]]
     ) -> Iterator[dict[str, Any]]:
@@ -88,25 +101,25 @@ class Recorder:
             _entries(group, advantages, step=step, kind="train")
             for group, advantages in zip(batch.groups, advantages_PG, strict=True)
         ]
-        dropped = [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
-        for entry in chain(self._chosen(trained), self._chosen(dropped)):
+        for entry in chain(self._chosen(trained), self._chosen(_dropped(step, batch))):
             yield self._line(*entry)
 
-    def _chosen(self, entries_PG: Sequence[list[Entry]]) -> Iterator[Entry]:
+    def _chosen(self, entries_PG: Sequence[list[Entry]], num: int | None = None) -> Iterator[Entry]:
         """Those of the first groups, and odd ones of the groups after them as far as there is room."""
-        yield from chain.from_iterable(entries_PG[: self.config.num_groups])
-        room = self.config.num_groups * max(map(len, entries_PG), default=0)
-        others = chain.from_iterable(entries_PG[self.config.num_groups :])
-        odd = ((r, s, said) for r, s, said in others if _failure(r, s) is not None or s.unparsed)
+        num = self.config.num_groups if num is None else num
+        yield from chain.from_iterable(entries_PG[:num])
+        room = num * max(map(len, entries_PG), default=0)
+        others = chain.from_iterable(entries_PG[num:])
+        odd = ((r, s, said) for r, s, said in others if failure_of(r, s) is not None or s.unparsed)
         yield from islice(odd, room)
 
     def _of_evaluation(self, step: int, result: EvaluationResult) -> Iterator[dict[str, Any]]:
         for done in result.sets:
-            for rollout, score in done.greedy[: self.config.num_eval_problems]:
-                yield self._line(rollout, score, {"step": step, "kind": "eval", "set": done.name})
-            for group in done.sampled[: self.config.num_eval_problems]:
-                for rollout, score in group:
-                    yield self._line(rollout, score, {"step": step, "kind": "eval_sampled", "set": done.name})
+            said = {"step": step, "set": done.name}
+            greedy = [[(r, s, said | {"kind": "eval"})] for r, s in done.greedy]
+            sampled = [[(r, s, said | {"kind": "eval_sampled"}) for r, s in group] for group in done.sampled]
+            for entry in chain(*(self._chosen(e, self.config.num_eval_problems) for e in (greedy, sampled))):
+                yield self._line(*entry)
 
     def _line(self, rollout: Rollout, score: Score, said: Mapping[str, Any]) -> dict[str, Any]:
         """`said` begins it; an array in it becomes one number where all are the same."""
@@ -120,7 +133,7 @@ class Recorder:
             "parts": dict(score.parts),
             "end": rollout.end,
         }
-        if (failure := _failure(rollout, score)) is not None:
+        if (failure := failure_of(rollout, score)) is not None:
             line["failure"] = failure
         if score.unparsed:
             line["unparsed"] = list(score.unparsed)
@@ -183,18 +196,17 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def _dropped(step: int, batch: Batch) -> list[list[Entry]]:
+    return [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
+
+
 def _entries(group: Group, advantages: Iterable[np.ndarray] = (), **said: Any) -> list[Entry]:
     """[G]; `advantages` are those of the group's scored rollouts, or none."""
     entries, of_scored = [], iter(advantages)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        advantage = next(of_scored, None) if _failure(rollout, score) is None else None
+        advantage = next(of_scored, None) if failure_of(rollout, score) is None else None
         entries.append((rollout, score, said if advantage is None else said | {"advantage": advantage}))
     return entries
-
-
-def _failure(rollout: Rollout, score: Score) -> str | None:
-    """Why a rollout is not trained on."""
-    return rollout.failure if score.failure is None else score.failure
 
 
 def _shortest(values: np.ndarray) -> list[float] | float:

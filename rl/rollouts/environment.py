@@ -16,6 +16,11 @@ class SingleTurn:
     system: str = ""
     """A system message before the question."""
 
+    @property
+    def runs_inline(self) -> bool:
+        """It never blocks; of a class that is made from it, nobody knows."""
+        return type(self).step is SingleTurn.step
+
     @classmethod
     def of(cls, problem: Problem) -> SingleTurn:
         return cls(problem=problem)

@@ -22,6 +22,8 @@ import numpy as np
 from rl.clock import BusyClock, now_s
 from rl.errors import RunError
 from rl.protocols import Environment, Sampler
+from rl.rollouts.environment_checks import checked_observation, common_opening
+from rl.rollouts.environment_thread import EnvironmentCalls, EnvironmentThreads, TooLongError
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
@@ -52,6 +54,8 @@ class Episodes:
     limits: EpisodeLimits
     max_tokens: int
     """Of one sequence, that generator and trainer can take."""
+    threads: EnvironmentThreads = field(default_factory=EnvironmentThreads)
+    """In which environments are called."""
     generating: BusyClock = field(default_factory=BusyClock)
     num_generated_tokens: int = 0
 
@@ -65,15 +69,17 @@ class Episodes:
 
         Raises:
             ValueError: a prompt leaves no room for a reply; it names the problem.
+            RunError: an environment does not open; it names the problem.
         """
-        environments: list[list[Environment]] = []
+        environments: list[list[EnvironmentCalls]] = []
         try:
             for problem in problems:
                 environments.append([])
                 for _ in range(sampling.num_samples):
-                    environments[-1].append(self.environment(problem))
+                    environments[-1].append(self.threads.calls_of(self.environment(problem), problem))
             openings = [
-                _opening(group, problem) for group, problem in zip(environments, problems, strict=True)
+                common_opening([calls.environment for calls in group], problem)
+                for group, problem in zip(environments, problems, strict=True)
             ]
             room = self.limit - sampling.max_tokens
             prompts = [
@@ -117,7 +123,7 @@ class Episode:
     """One of them."""
 
     runner: Episodes
-    environment: Environment
+    environment: EnvironmentCalls
     prompt: Prompt
     sample: int
     sampling: SamplingParams
@@ -152,7 +158,11 @@ class Episode:
                 return self._rollout("turns")
             if now_s() - started > limits.timeout_s:
                 return self._rollout("time")
-            prompt_ids = self.runner.renderer.continuation(messages, after=completion)
+            try:
+                prompt_ids = self.runner.renderer.continuation(messages, after=completion)
+            except Exception as error:  # noqa: BLE001  (of a template or tokenizer, about these messages)
+                what = f"the renderer refused the environment's messages ({error!r})"
+                return self._rollout("failed", self._failure(what, len(self.turns), text, error))
             room = self.runner.limit - sum(map(len, self.tokens)) - len(prompt_ids)
             if room < 1:
                 return self._rollout("tokens")
@@ -160,22 +170,23 @@ class Episode:
 
     async def _step(self, reply: Reply) -> tuple[Observation, str | None]:
         """What the environment answers, and why it could not."""
-        timeout_s = self.runner.limits.step_timeout_s
+        turn = len(self.turns) + 1
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
-                return _checked(await self.environment.step(reply)), None
-        except Exception as error:
-            if isinstance(error, RunError):
-                raise
-            what = (
-                f"took longer than step_timeout_s={timeout_s:g}"
-                if deadline.expired()
-                else f"raised {error!r}"
+            answer = await self.environment.step(
+                reply, turn=turn, timeout_s=self.runner.limits.step_timeout_s
             )
-            where = f"turn {len(self.turns) + 1} of problem {self.prompt.problem.id!r}, reply {reply.text!r}"
-            failure = f"the environment {what} in {where}"
-            logger.warning("%s", failure, exc_info=error)
-            return Observation(), failure
+            return checked_observation(answer), None
+        except RunError:
+            raise
+        except Exception as error:  # noqa: BLE001  (of the environment's own code)
+            what = str(error) if isinstance(error, TooLongError) else f"raised {error!r}"
+            return Observation(), self._failure(f"the environment {what}", turn, reply.text, error)
+
+    def _failure(self, what: str, turn: int, text: str, error: Exception) -> str:
+        """Logged, and returned."""
+        failure = f"{what} in turn {turn} of problem {self.prompt.problem.id!r}, reply {text!r}"
+        logger.warning("%s", failure, exc_info=error)
+        return failure
 
     async def _reply(self, prompt_ids: np.ndarray, *, room: int) -> Completion:
         sampling = replace(
@@ -189,31 +200,15 @@ class Episode:
         return completion
 
     def _seed(self, of_call: int) -> int:
-        """Of this turn: episodes that have gone alike until now go on apart."""
-        key = f"{of_call} sample {self.sample} turn {len(self.turns)}"
+        """Of this turn: episodes that have gone alike until now go on apart, and so do those of other
+        problems that an evaluation asks for with the same seed."""
+        key = f"{of_call} problem {self.prompt.problem.id} sample {self.sample} turn {len(self.turns)}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
 
     def _rollout(self, end: EndReason, failure: str | None = None) -> Rollout:
         return Rollout(
             prompt=self.prompt, sample=self.sample, turns=tuple(self.turns), end=end, failure=failure
         )
-
-
-def _opening(group: Sequence[Environment], problem: Problem) -> tuple[Message, ...]:
-    """Raises RunError where episodes of one problem would begin differently."""
-    openings = {tuple(environment.opening()) for environment in group}
-    if len(openings) != 1:
-        raise RunError(
-            f"environments of problem {problem.id!r} open differently, but the samples of a group need the "
-            "same prompt: let `opening` depend on the problem alone"
-        )
-    return openings.pop()
-
-
-def _checked(observation: object) -> Observation:
-    if not isinstance(observation, Observation):
-        raise TypeError(f"`step` returned {observation!r}, which is no Observation")
-    return observation
 
 
 async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -227,9 +222,9 @@ async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _close(environments: Iterable[Environment], *, timeout_s: float) -> None:
+async def _close(environments: Iterable[EnvironmentCalls], *, timeout_s: float) -> None:
     """All of them, whatever one of them raises or how long it takes; that is logged."""
-    closing = (asyncio.wait_for(e.close(), timeout_s) for e in environments)
+    closing = (calls.close(timeout_s=timeout_s) for calls in environments)
     for error in await asyncio.gather(*closing, return_exceptions=True):
         if isinstance(error, Exception):
             logger.warning("an environment could not be closed: %r", error, exc_info=error)

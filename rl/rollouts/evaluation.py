@@ -6,13 +6,14 @@ Shape legend: P problems, G samples of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rl.errors import RunError
 from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
+from rl.rollouts.grading import failure_of
 from rl.rollouts.score_metrics import score_metrics
 from rl.rollouts.settings import Evaluation
 from rl.types import Problem, Rollout, SamplingParams, Score
@@ -31,34 +32,59 @@ class EvaluatedSet:
     sampled: list[list[tuple[Rollout, Score]]]
     """[P][G]; empty where only greedy ones are drawn."""
 
+    @property
+    def failures(self) -> list[str]:
+        """Of greedy and sampled ones."""
+        pairs = [*self.greedy, *(pair for group in self.sampled for pair in group)]
+        return [why for pair in pairs if (why := failure_of(*pair)) is not None]
+
+    def sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
+        """A problem's id, and which of its sampled replies are right; of those that did not fail, if any."""
+        for group in self.sampled:
+            correct_G = [score.correct for r, score in group if failure_of(r, score) is None]
+            if correct_G:
+                yield group[0][0].prompt.problem.id, correct_G
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvaluationResult:
     sets: list[EvaluatedSet]
 
     def metrics(self) -> dict[str, Metric]:
-        """`eval/correct`, `eval/reward`, `eval/num_problems`, `eval/num_unparsed`, `eval/<name>` of each
-        reward function; where more than the greedy replies are drawn, `eval/pass@<k>`; where a rollout of
+        """`eval/correct`, `eval/reward`, `eval/num_problems`, `eval/num_failed`, `eval/num_unparsed`,
+        `eval/<name>` of each reward function. What failed is counted, also of the sampled replies, and left
+        out of the means; where more than the greedy replies are drawn, `eval/pass@<k>`; where a rollout of
         the set has several turns, `eval/turns_mean`. Of sets after the first `eval/<set>/...`."""
         merged: dict[str, Metric] = {}
         for place, done in enumerate(self.sets):
             prefix = f"eval/{done.name}" if place else "eval"
-            scores = [score for _, score in done.greedy]
-            merged |= score_metrics(scores, prefix=prefix)
-            parts = [_score_metrics(score) for score in scores]
-            parts += _turn_metrics([rollout for rollout, _ in done.greedy])
-            parts += [_pass_metrics([score.correct for _, score in group]) for group in done.sampled]
+            whole = [(r, s) for r, s in done.greedy if failure_of(r, s) is None]
+            merged |= score_metrics([score for _, score in whole], prefix=prefix)
+            merged[f"{prefix}/num_failed"] = Sum(len(done.failures))
+            parts: list[dict[str, Metric]] = [{"num_problems": Sum(len(done.greedy))}]
+            parts += [_score_metrics(score) for _, score in whole]
+            parts += _turn_metrics([rollout for rollout, _ in whole])
+            parts += [_pass_metrics(correct_G) for _, correct_G in done.sampled_correct()]
             merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
         return merged
 
     def pass_rates(self) -> dict[str, float]:
         """Share of right replies among those sampled of each problem, by its id; empty where only greedy ones
-        were drawn."""
+        were drawn. What failed does not count."""
         return {
-            group[0][0].prompt.problem.id: sum(score.correct for _, score in group) / len(group)
+            problem_id: sum(correct_G) / len(correct_G)
             for done in self.sets
-            for group in done.sampled
+            for problem_id, correct_G in done.sampled_correct()
         }
+
+
+class FailedEvaluationError(RunError):
+    """Too many rollouts of an evaluation could not be scored."""
+
+    def __init__(self, message: str, result: EvaluationResult) -> None:
+        super().__init__(message)
+        self.result = result
+        """As far as it got."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +97,8 @@ class Evaluator:
     settings: Evaluation
     sampling: SamplingParams
     """Of training, from which the length and the stop tokens are taken."""
+    max_failed: float = 0.0
+    """Share of the rollouts of a set that may fail, of the greedy ones and of the sampled ones."""
     num_problems: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +108,7 @@ class Evaluator:
         """Of the weights that the sampler has now.
 
         Raises:
-            RunError: if a rollout could not be scored.
+            FailedEvaluationError: if too many rollouts could not be scored.
         """
         greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
         sampled = replace(
@@ -89,12 +117,31 @@ class Evaluator:
             num_samples=self.settings.num_samples,
             seed=SEED,
         )
-        sets = []
+        sets: list[EvaluatedSet] = []
         for name, problems in self.sets.items():
-            firsts = await self._scored(problems, greedy)
-            further = await self._scored(problems, sampled) if self.settings.num_samples else []
-            sets.append(EvaluatedSet(name=name, greedy=[pair for (pair,) in firsts], sampled=further))
+            firsts = [pair for (pair,) in await self._scored(problems, greedy)]
+            sets.append(EvaluatedSet(name=name, greedy=firsts, sampled=[]))
+            self._check_failures(sets, num_rollouts=len(firsts))
+            if self.settings.num_samples:
+                num_failed = len(sets[-1].failures)
+                further = await self._scored(problems, sampled)
+                sets[-1] = replace(sets[-1], sampled=further)
+                self._check_failures(sets, num_rollouts=sum(map(len, further)), num_before=num_failed)
         return EvaluationResult(sets=sets)
+
+    def _check_failures(
+        self, sets: Sequence[EvaluatedSet], *, num_rollouts: int, num_before: int = 0
+    ) -> None:
+        """Of the rollouts that came last, the failures of the last set after the first `num_before`."""
+        failures = sets[-1].failures[num_before:]
+        # The quotient, as 0.29 * 100 is less than 29.
+        if failures and len(failures) / num_rollouts > self.max_failed:
+            raise FailedEvaluationError(
+                f"{len(failures)} of {num_rollouts} rewards failed in the evaluation of {sets[-1].name!r}, "
+                f"where loop.max_failed_rewards={self.max_failed:g} allows that share; "
+                f"the first: {failures[0]}",
+                EvaluationResult(sets=list(sets)),
+            )
 
     async def _scored(
         self, problems: Sequence[Problem], sampling: SamplingParams
@@ -102,7 +149,6 @@ class Evaluator:
         # Of no session: that would send all of them to one generator.
         groups = await self.episodes.run(problems, sampling=sampling)
         scores = await self.scorer.score(groups)
-        raise_on_failures([score for group in scores for score in group], max_fraction=0.0)
         return [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
 
 
@@ -133,14 +179,4 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> list[dict[str, Metric]]:
 
 
 def _score_metrics(score: Score) -> dict[str, Metric]:
-    return {"correct": Mean(score.correct), "reward": Mean(score.reward), "num_problems": Sum(1)}
-
-
-def raise_on_failures(scores: Sequence[Score], *, max_fraction: float) -> None:
-    """Raises RunError, which shows the first failure, if more than this share of the scores failed."""
-    failures = [s.failure for s in scores if s.failure is not None]
-    if len(failures) > max_fraction * len(scores):
-        raise RunError(
-            f"{len(failures)} of {len(scores)} rewards failed, where a share of {max_fraction:g} may; "
-            f"the first: {failures[0]}"
-        )
+    return {"correct": Mean(score.correct), "reward": Mean(score.reward)}

@@ -21,10 +21,15 @@ class ScoredRollout:
     score: Score
 
 
+def failure_of(rollout: Rollout, score: Score) -> str | None:
+    """Why a rollout is neither trained on nor part of a mean."""
+    return rollout.failure if score.failure is None else score.failure
+
+
 def scored(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[ScoredRollout]:
     """[<=G]: rollouts whose environment or whose score failed are left out."""
     pairs = zip(rollouts, scores, strict=True)
-    whole = [(r, s) for r, s in pairs if r.failure is None and s.failure is None]
+    whole = [(r, s) for r, s in pairs if failure_of(r, s) is None]
     return [ScoredRollout(rollout=r, score=s) for r, s in whole]
 
 

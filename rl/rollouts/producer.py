@@ -154,6 +154,10 @@ class RolloutProducer:
         self._start_groups()
         return batch
 
+    def unused(self) -> Batch:
+        """What was finished or dropped since the last batch; after an error, to show what led to it."""
+        return Batch(groups=[self._finished[n] for n in sorted(self._finished)], dropped=self._dropped)
+
     async def close(self) -> None:
         """End what is under way. Idempotent."""
         self._error = self._error or asyncio.CancelledError()
@@ -184,7 +188,11 @@ class RolloutProducer:
 
     def _settle(self, group: Group) -> None:
         """A group is finished: keep or drop it."""
-        self._failed_rewards.add(group.scores)
+        try:
+            self._failed_rewards.add(group.scores)
+        except RunError:
+            self._finished[group.number] = group  # for `unused`: no batch is taken any more
+            raise
         reason = self._filter.reason_to_drop(group)
         if reason is None:
             self._finished[group.number] = group

@@ -10,6 +10,7 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import GeneratedTask
@@ -114,6 +115,8 @@ class AlphabetSort(GeneratedTask):
 @dataclass(kw_only=True, slots=True)
 class SortingTurns:
     """Tells the words of each turn."""
+
+    runs_inline: ClassVar[bool] = True
 
     problem: Problem
     num_replies: int = field(default=0, init=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Message, Observation, Reply, Rollout
@@ -28,6 +28,9 @@ class RunningEpisode(Protocol):
 @dataclass(kw_only=True, slots=True)
 class VerifiersEnvironment:
     """Starts the episode of verifiers at the first reply, and passes replies and messages on."""
+
+    runs_inline: ClassVar[bool] = True
+    """It has a thread of its own for code that may block."""
 
     host: EpisodeHost
     make_episode: Callable[[], RunningEpisode]

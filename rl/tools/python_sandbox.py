@@ -8,6 +8,7 @@ what not.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import marshal
 import os
@@ -90,6 +91,9 @@ class PythonSandbox(Configurable):
     class Config(Configurable.Config):
         time_limit_s: float = 5.0
         """Wall-clock time of one call, from the start of its process; waiting for a place is not counted."""
+        wait_limit_s: float = 30.0
+        """Longest wait for a place; then the model is told of a timeout. Together with `time_limit_s` less
+        than `loop.episode.step_timeout_s`, or full places fail rollouts."""
         cpu_limit_s: int = 5
         """CPU time of all threads of one call, held by the kernel."""
         memory_limit_mib: int = 512
@@ -109,9 +113,9 @@ class PythonSandbox(Configurable):
         """Run where seccomp is not there, and code makes processes and reaches the network as it likes."""
 
         def __post_init__(self) -> None:
-            for name, least in (("time_limit_s", 0.1), ("cpu_limit_s", 1), ("memory_limit_mib", 64),
-                                ("max_output_bytes", 1), ("max_file_mib", 0), ("max_files", 1),
-                                ("max_threads", 1), ("num_at_once", 0)):  # fmt: skip
+            for name, least in (("time_limit_s", 0.1), ("wait_limit_s", 0.1), ("cpu_limit_s", 1),
+                                ("memory_limit_mib", 64), ("max_output_bytes", 1), ("max_file_mib", 0),
+                                ("max_files", 1), ("max_threads", 1), ("num_at_once", 0)):  # fmt: skip
                 value = getattr(self, name)
                 if not value >= least:
                     raise ValueError(f"{name}={value} is below {least}")
@@ -145,8 +149,20 @@ class PythonSandbox(Configurable):
         return result.text
 
     async def run(self, code: str) -> SandboxResult:
-        """Raises RunError where the process could not be confined, and so did not see the code."""
-        async with self._slots.here():
+        """
+        Raises:
+            ToolTimeoutError: there was no place for `wait_limit_s`.
+            RunError: the process could not be confined, and so did not see the code.
+        """
+        places = self._slots.here()
+        try:
+            async with asyncio.timeout(self.config.wait_limit_s):
+                await places.acquire()
+        except TimeoutError:
+            raise ToolTimeoutError(
+                f"Error: not run: all {self._slots.num} places were taken for {self.config.wait_limit_s:g} s"
+            ) from None
+        try:
             folder = tempfile.mkdtemp(prefix="relay-sandbox-")
             token = secrets.token_hex()
             try:
@@ -164,6 +180,8 @@ class PythonSandbox(Configurable):
                 )
             finally:
                 _remove(folder)
+        finally:
+            places.release()
         if ended.status == NOT_CONFINED and ended.stderr.startswith(token.encode()):
             raise RunError(f"the Python sandbox: {ended.stderr.decode().removeprefix(token).strip()}")
         return SandboxResult(

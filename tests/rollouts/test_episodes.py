@@ -150,6 +150,13 @@ def test_samples_with_equal_first_replies_go_on_with_seeds_of_their_own():
     assert len(set(later)) == 6
 
 
+def test_episodes_of_several_problems_of_one_call_do_not_share_seeds():
+    sampler = ScriptedSampler(reply=by_seed)
+    run(sampler=sampler, sampling=SamplingParams(max_tokens=64, num_samples=2, seed=7))
+    later = [s.seed for _, s, _ in sampler.asked if s.num_samples == 1]
+    assert len(later) == len(set(later)) == 2 * 2 * 2
+
+
 def test_the_same_run_twice_gives_the_same_and_another_seed_another():
     def texts(seed: int | None) -> list[str]:
         sampling = SamplingParams(max_tokens=64, num_samples=2, seed=seed)
@@ -232,6 +239,11 @@ def test_a_prompt_without_room_for_a_reply_is_refused_by_name():
 # Failures
 
 
+def message(**fields: Any) -> Message:
+    """Also one that no type checker would take."""
+    return Message(**fields)
+
+
 @dataclass(kw_only=True)
 class Broken(Counting):
     """Goes wrong at a turn of one of the problems."""
@@ -274,6 +286,103 @@ def test_an_environment_that_breaks_is_a_failed_rollout_that_names_turn_problem_
     assert [(r.end, r.failure, len(r.turns)) for r in whole] == [("done", None, 3)] * 2
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert sorted(record.getMessage() for record in warned) == sorted(str(r.failure) for r in failed)
+    assert factory.closed == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("observation", "says"),
+    [
+        ({"messages": ("go on",)}, r"TypeError\(\"messages\[0\] is 'go on', which is no Message"),
+        ({"messages": "go on"}, r"TypeError\(\"messages is 'go on', which is no sequence"),
+        ({"messages": None}, r"TypeError\('messages is None, which is no sequence"),
+        (
+            {"messages": (message(role="bot", content=""),)},
+            r"ValueError\(\"messages\[0\]\.role='bot': must be",
+        ),
+        ({"messages": (message(role="user", content=3),)}, r"TypeError\('messages\[0\]\.content=3: must be"),
+        ({"reward": "good"}, r"TypeError\(\"reward='good': must be a number"),
+        ({"reward": None}, r"TypeError\('reward=None: must be a number"),
+        ({"reward": float("nan")}, r"ValueError\('reward=nan: must be finite"),
+        ({"reward": float("-inf")}, r"ValueError\('reward=-inf: must be finite"),
+        ({"metrics": {"moves": "two"}}, r"TypeError\(\"metrics\['moves'\]='two': must be a number"),
+        ({"metrics": {"moves": float("nan")}}, r"ValueError\(\"metrics\['moves'\]=nan: must be finite"),
+        ({"metrics": {3: 1.0}}, r"TypeError\('metrics has the name 3, which is no string"),
+        ({"metrics": [1.0]}, r"TypeError\('metrics=\[1\.0\]: must be numbers by name"),
+    ],
+)
+def test_an_observation_with_a_field_that_cannot_be_used_is_a_failed_rollout_that_names_it(observation, says):
+    class Odd(Counting):
+        async def step(self, reply):
+            whole = await super().step(reply)
+            return Observation(**observation) if self.num_steps == 2 else whole
+
+    rollout, _ = one(factory=Factory(Odd))
+    assert (rollout.end, len(rollout.turns)) == ("failed", 2)
+    assert rollout.failure is not None
+    assert re.match(rf"the environment raised {says}.* in turn 2 of problem 'ask/one'", rollout.failure)
+    assert rollout.turns[-1].observation == Observation()
+
+
+def test_numbers_of_numpy_are_numbers():
+    class Numpy(Counting):
+        async def step(self, reply):
+            numbers: dict[str, Any] = {"reward": np.float32(0.5), "metrics": {"moves": np.int64(2)}}
+            return Observation(**numbers)
+
+    rollout, _ = one(factory=Factory(Numpy))
+    assert (rollout.end, rollout.failure, rollout.turns[0].observation.reward) == ("done", None, 0.5)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such role"), TypeError("surrogates")])
+def test_messages_that_the_template_refuses_are_a_failed_rollout_that_names_problem_and_turn(error):
+    class Refusing(TwinRenderer):
+        def continuation(self, messages, *, after):
+            if messages[0].content == "more 2":
+                raise error
+            return super().continuation(messages, after=after)
+
+    factory = Factory()
+    episodes = Episodes(
+        sampler=ScriptedSampler(reply=echo),
+        renderer=Refusing(),
+        environment=factory,
+        limits=EpisodeLimits(),
+        max_tokens=200,
+    )
+    (((rollout,),), _) = run_in_virtual_time(
+        episodes.run(PROBLEMS[:1], sampling=SamplingParams(max_tokens=16))
+    )
+    assert (rollout.end, len(rollout.turns)) == ("failed", 2)
+    assert rollout.failure == (
+        f"the renderer refused the environment's messages ({error!r}) in turn 2 of problem 'ask/one', "
+        "reply 're more 1 a'"
+    )
+    assert factory.closed == [1]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("opening", "says"),
+    [
+        (lambda: _raise(KeyError("board")), r"KeyError\('board'\)"),
+        (lambda: None, "it is None, which is no sequence of Message"),
+        (lambda: "hello", "it is 'hello', which is no sequence of Message"),
+        (lambda: ("hello",), r"it\[0\] is 'hello', which is no Message"),
+        (lambda: (), "there are no messages in it"),
+        (lambda: [message(role="user", content=None)], r"it\[0\]\.content=None: must be a string"),
+    ],
+)
+def test_an_opening_that_cannot_be_used_ends_the_run_by_the_problems_name(opening, says):
+    class Odd(Counting):
+        def opening(self):
+            return opening()
+
+    factory = Factory(Odd)
+    with pytest.raises(RunError, match=rf"environment of problem 'ask/one' \(Odd\) does not open.*{says}"):
+        run(factory)
     assert factory.closed == [1] * 4
 
 
@@ -370,7 +479,10 @@ def test_environments_made_before_one_that_cannot_be_made_are_closed():
     assert factory.closed == [1] * 3
 
 
-@pytest.mark.parametrize(("how", "says"), [("raise", "OSError('pipe')"), ("hang", "TimeoutError()")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raise", "OSError('pipe')"), ("hang", "TooLongError('took longer than step_timeout_s=3')")],
+)
 def test_one_that_cannot_be_closed_is_logged_and_the_others_are_closed(how, says, caplog):
     class Stuck(Counting):
         async def close(self) -> None:

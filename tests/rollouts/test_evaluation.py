@@ -66,6 +66,55 @@ def test_one_failed_score_stops_the_evaluation():
         evaluated(Rubric(criteria=criteria, correct=is_correct))
 
 
+def fails_on_five(rollout: Rollout) -> float:
+    return is_correct(rollout) / (rollout.text != "five")
+
+
+FAILS_ON_FIVE = Rubric(criteria=(Criterion(name="answer", function=fails_on_five),), correct=is_correct)
+
+
+def test_the_share_that_may_fail_is_counted_and_left_out_of_the_means():
+    judged = evaluator(FAILS_ON_FIVE)
+    judged.max_failed = 0.25
+    result = asyncio.run(judged.run())
+    metrics = {name: reduced(metric) for name, metric in result.metrics().items()}
+    assert metrics == {
+        "eval/correct": pytest.approx(1 / 3),
+        "eval/reward": pytest.approx(1 / 3),
+        "eval/answer": pytest.approx(1 / 3),
+        "eval/num_problems": 4,
+        "eval/num_failed": 1,
+        "eval/num_unparsed": 0,
+    }
+
+
+def test_failed_ones_of_the_sampled_replies_are_counted_and_left_out_of_pass_at_k_and_the_rates():
+    def reply(prompt: str, sample: int) -> str:
+        if policy.sampled[-1].temperature == 0:
+            return "[ANSWER] 9"
+        if prompt == "<11 12>":
+            return "five"
+        return ("five", "[ANSWER] 4", "no", "no")[sample]
+
+    policy = FakePolicy(reply=reply)
+    judged = evaluator(
+        FAILS_ON_FIVE, policy=policy, sets={"a": HELD_OUT[:2]}, settings=Evaluation(num_samples=4)
+    )
+    judged.max_failed = 5 / 8
+    result = asyncio.run(judged.run())
+    metrics = {name: reduced(metric) for name, metric in result.metrics().items()}
+    assert metrics["eval/num_failed"] == 5
+    # Three replies to the first problem are left, of which one is right; none to the second.
+    assert metrics["eval/pass@1"] == pytest.approx(1 / 3)
+    assert metrics["eval/pass@2"] == pytest.approx(2 / 3)
+    assert result.pass_rates() == {HELD_OUT[0].id: pytest.approx(1 / 3)}
+    judged.max_failed = 0.5
+    with pytest.raises(
+        RunError, match=r"5 of 8 rewards failed in the evaluation of 'a', where loop.max_fail"
+    ):
+        asyncio.run(judged.run())
+
+
 def test_sets_after_the_first_are_told_apart_by_their_names():
     sets = {"near": HELD_OUT[:2], "far": HELD_OUT[2:], "other": HELD_OUT[:1]}
     judged = evaluator(RUBRIC, sets=sets)

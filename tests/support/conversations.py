@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -106,6 +106,8 @@ def _drawn(text: str, version: int, max_tokens: int) -> Completion:
 class Counting:
     """Asks `turns` times more, with messages of its own; counts how often it is closed."""
 
+    runs_inline: ClassVar[bool] = True
+    """So that its seconds are virtual ones."""
     problem: Problem
     turns: int = 2
     seconds: float = 0.0

@@ -60,6 +60,7 @@ def make_loop(
     problems: Iterator[Problem] | None = None,
     proximal_logprobs: bool = False,
     environment: Callable[[Problem], Environment] = SingleTurn.of,
+    held_out: Sequence[Problem] = (PROBLEM,),
     **config: Any,
 ) -> tuple[Loop, ListSink]:
     """The loop, and where its records go."""
@@ -75,7 +76,7 @@ def make_loop(
         renderer=RENDERER,
         task=ListedTask(
             train=repeat(PROBLEM) if problems is None else problems,
-            held_out=[PROBLEM],
+            held_out=held_out,
             make_environment=environment,
         ),
         max_sequence_tokens=96,

@@ -333,6 +333,24 @@ def test_threads_have_a_number():
     assert run(limited(max_threads=8), code).reason == "thread limit"
 
 
+@pytest.mark.medium
+def test_calls_that_find_no_place_in_time_are_told_to_the_model_and_counted_as_timeouts():
+    env = episode(limited(num_at_once=1, time_limit_s=1.0, wait_limit_s=0.2))
+    said = "\n".join(
+        render_call(ToolCall(name="python", arguments={"code": "while True: pass"})) for _ in range(3)
+    )
+    observation = asyncio.run(env.step(Reply(text=said, completion=completion(said))))
+    assert [message.content for message in observation.messages] == [
+        "Error: stopped at its time limit",
+        *["Error: not run: all 1 places were taken for 0.2 s"] * 2,
+    ]
+    assert (observation.metrics["tools/timeouts"], observation.metrics["tools/errors"]) == (3, 3)
+    # The place is free again.
+    last = render_call(ToolCall(name="python", arguments={"code": "6 * 7"}))
+    (answer,) = asyncio.run(env.step(Reply(text=last, completion=completion(last)))).messages
+    assert answer.content == "42"
+
+
 def test_only_as_many_run_at_once_as_there_are_places(folders):
     sandbox = limited(num_at_once=2)
 
