@@ -85,6 +85,7 @@ def make_plan(config: RunConfig) -> Plan:
         seed=config.seed,
         time_limit_s=config.reward.time_limit_s,
         drops_long_prompts=config.loop.long_prompts == "drop",
+        max_turns=config.loop.episode.max_turns,
     )
     check_sample_limit(
         config.loop, task=task, renderer=renderer, max_model_len=max_model_len, seed=config.seed

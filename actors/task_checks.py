@@ -11,7 +11,7 @@ import numpy as np
 from rl.clock import run_now
 from rl.loop import Loop
 from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated
-from rl.rollouts.environment import SingleTurn
+from rl.rollouts.environment import is_single_turn
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
@@ -30,9 +30,13 @@ def check_task(
     seed: int,
     time_limit_s: float,
     drops_long_prompts: bool = False,
+    max_turns: int | None = None,
 ) -> Prompt:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
     prompt of the first evaluation problem.
+
+    Args:
+        max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
 
     Raises:
         ValueError: names the problem, or the reward function and what it did.
@@ -44,7 +48,7 @@ def check_task(
     if not sets:
         raise ValueError("the task has no evaluation problems")
     held_out = [problem for problems in sets.values() for problem in problems]
-    if _has_turns(task, held_out[0]):
+    if max_turns != 1 and has_turns(task, held_out[0]):
         renderer.check_multi_turn()
     train = islice(task.train_problems(seed=seed), 0 if drops_long_prompts else NUM_PROBED_PROBLEMS)
     probed = [*held_out, *train]
@@ -60,10 +64,11 @@ def check_task(
     return prompt
 
 
-def _has_turns(task: Task, problem: Problem) -> bool:
+def has_turns(task: Task, problem: Problem) -> bool:
+    """Whether an episode of the problem may go on after the first reply."""
     environment = task.environment(problem)
     run_now(environment.close())
-    return not isinstance(environment, SingleTurn)
+    return not is_single_turn(environment)
 
 
 def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:

@@ -130,7 +130,9 @@ class Scorer(Protocol):
 class Environment(Protocol):
     """One episode of a problem, used once.
 
-    It says what the model is told; it never sees nor makes tokens.
+    It says what the model is told; it never sees nor makes tokens. One that has a true attribute
+    `single_turn` never answers a reply with messages; of any other, several turns are expected, and the
+    run's renderer must be able to go on after a reply.
     """
 
     def opening(self) -> Sequence[Message]:

@@ -118,6 +118,10 @@ class SortingTurns:
     problem: Problem
     num_replies: int = field(default=0, init=False)
 
+    @property
+    def single_turn(self) -> bool:
+        return len(self.problem.info["turns"]) == 1
+
     def opening(self) -> Sequence[Message]:
         return (Message(role="user", content=self.problem.question),)
 

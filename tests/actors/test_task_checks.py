@@ -111,3 +111,40 @@ def test_a_limit_of_samples_is_one_that_some_sample_meets_and_some_misses(limit,
             ValueError, match=rf"max_sample_tokens={limit}: must be from 10, .* to 99, .* None"
         ):
             check_limit()
+
+
+class OneTurnRenderer(TwinRenderer):
+    def check_multi_turn(self) -> None:
+        raise ValueError("no second turn")
+
+
+@dataclass(kw_only=True)
+class Quiz(Counting):
+    """An environment of somebody's own that ends after one reply, and says so."""
+
+    turns: int = 0
+    single_turn: bool = True
+
+
+@dataclass(kw_only=True)
+class Quizzing(Asking):
+    def environment(self, problem: Problem) -> Quiz:
+        return Quiz(problem=problem)
+
+
+def test_several_turns_are_expected_unless_environment_or_limit_say_otherwise():
+    def check_turns(task: Asking, *, max_turns: int | None = None) -> None:
+        check_task(
+            task,
+            renderer=OneTurnRenderer(),
+            max_prompt_tokens=9,
+            seed=0,
+            time_limit_s=5.0,
+            max_turns=max_turns,
+        )
+
+    for max_turns in (None, 2):
+        with pytest.raises(ValueError, match="no second turn"):
+            check_turns(Asking(), max_turns=max_turns)
+    check_turns(Asking(), max_turns=1)
+    check_turns(Quizzing(sets={"held_out": [replace(PROBLEM, demonstration="first")]}))
