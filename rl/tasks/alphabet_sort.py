@@ -11,6 +11,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import GeneratedTask
 from rl.types import Message, Observation, Problem, Reply, Rollout
@@ -106,7 +107,8 @@ class AlphabetSort(GeneratedTask):
         """Share of the turns with the right list."""
         answers = rollout.prompt.problem.info["answers"]
         right = [
-            turn.text.split() == answer.split() for turn, answer in zip(rollout.turns, answers, strict=False)
+            answer_part(turn.text).split() == answer.split()
+            for turn, answer in zip(rollout.turns, answers, strict=False)
         ]
         return sum(right) / len(answers)
 
