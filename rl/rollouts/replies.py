@@ -10,7 +10,7 @@ def answer_part(text: str) -> str:
 
     Thoughts that were never closed have no answer after them: the empty string.
     """
-    before, closed, after = text.rpartition(THINK_CLOSE)
+    _, closed, after = text.rpartition(THINK_CLOSE)
     if not closed and THINK_OPEN in after:
         return ""
     return after.strip()

@@ -132,7 +132,10 @@ class Countdown(GeneratedTask):
 
 
 def expression(rollout: Rollout) -> str:
-    """What follows the last `[ANSWER]` after any thoughts, which must end the reply; raises UnparsedAnswer without one."""
+    """What follows the last `[ANSWER]` after any thoughts, which must end the reply.
+
+    Raises UnparsedAnswer without one.
+    """
     match = ANSWER.search(answer_part(rollout.text))
     text = match.group(1).strip() if match else ""
     if not text:
