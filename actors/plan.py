@@ -86,6 +86,8 @@ def make_plan(config: RunConfig) -> Plan:
         time_limit_s=config.reward.time_limit_s,
         drops_long_prompts=config.loop.long_prompts == "drop",
         max_turns=config.loop.episode.max_turns,
+        num_samples=config.loop.num_samples,
+        rewards_may_fail=config.loop.max_failed_rewards > 0,
     )
     check_sample_limit(
         config.loop, task=task, renderer=renderer, max_model_len=max_model_len, seed=config.seed

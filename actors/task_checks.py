@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from rl.clock import run_now
 from rl.loop import Loop
-from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated
+from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated, demonstrated_rollout
 from rl.rollouts.environment import is_single_turn
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
-from rl.rollouts.scoring import score_within
+from rl.rollouts.scoring_limit import score_group_within
 from rl.tasks.task import Task
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
+
+logger = logging.getLogger(__name__)
 
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
@@ -31,12 +35,16 @@ def check_task(
     time_limit_s: float,
     drops_long_prompts: bool = False,
     max_turns: int | None = None,
+    num_samples: int = 2,
+    rewards_may_fail: bool = False,
 ) -> Prompt:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
     prompt of the first evaluation problem.
 
     Args:
         max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
+        num_samples: of a group, which is what functions of a group are given.
+        rewards_may_fail: a rubric that fails is only warned of.
 
     Raises:
         ValueError: names the problem, or the reward function and what it did.
@@ -54,14 +62,50 @@ def check_task(
     probed = [*held_out, *train]
     for problem, messages in zip(probed, _openings(task, probed), strict=True):
         render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
-    rubric: Rubric = task.rubric(seed=seed)
     problem = held_out[0]
     prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
-    for text in ((problem.demonstrations or (problem.answer,))[-1], "", "?"):
-        score = score_within(rubric, _reply(prompt, text), time_limit_s)
-        if score.failure is not None:
-            raise ValueError(f"the task's rubric fails: {score.failure}")
+    example = _example(task, problem, prompt, renderer=renderer)
+    rubric: Rubric = task.rubric(seed=seed)
+    failure = _rubric_failure(
+        rubric,
+        example or _one_turn(task, problem, prompt),
+        num_samples=num_samples,
+        time_limit_s=time_limit_s,
+    )
+    if failure is None:
+        return prompt
+    # A judge may not be up yet; an episode of one turn may not be what the functions are made for.
+    is_sure = not rubric.has_async_functions and (example is not None or not has_turns(task, problem))
+    if is_sure and not rewards_may_fail:
+        raise ValueError(f"the task's rubric fails: {failure}")
+    logger.warning("the task's rubric fails when it is tried: %s", failure)
     return prompt
+
+
+def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_limit_s: float) -> str | None:
+    """The first, of a group of the example, and of its likes that end with no words and with others."""
+    *before, last = example.turns
+    for text in (last.text, "", "?"):
+        attempt = replace(example, turns=(*before, replace(last, text=text)))
+        size = num_samples if rubric.has_group_functions else 1
+        group = [replace(attempt, sample=sample) for sample in range(size)]
+        for score in score_group_within(rubric, group, time_limit_s):
+            if score.failure is not None:
+                return score.failure
+    return None
+
+
+def _example(task: Task, problem: Problem, prompt: Prompt, *, renderer: Renderer) -> Rollout | None:
+    """The problem's demonstration, played against its environment; None where there is none, or it does not
+    go with the environment, which is an error only of a run that warms up on it (`check_demonstrations`)."""
+    if not problem.demonstrations:
+        return None
+    try:
+        played = demonstrated_rollout(problem, task.environment(problem), renderer=renderer)
+        return replace(run_now(played), prompt=prompt)
+    except ValueError as error:
+        logger.warning("the rubric is tried on a reply of one turn: %s", error)
+        return None
 
 
 def has_turns(task: Task, problem: Problem) -> bool:
@@ -139,12 +183,14 @@ def _openings(task: Task, problems: Sequence[Problem]) -> list[tuple[Message, ..
     return run_now(opened())
 
 
-def _reply(prompt: Prompt, text: str) -> Rollout:
+def _one_turn(task: Task, problem: Problem, prompt: Prompt) -> Rollout:
+    """The reference answer as a reply."""
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),
         logprobs=np.zeros(1, dtype=np.float32),
         policy_versions=np.zeros(1, dtype=np.int32),
         finish_reason="stop",
     )
-    turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=completion, text=text)
+    (messages,) = _openings(task, [problem])
+    turn = Turn(messages=messages, prompt_ids=prompt.token_ids, completion=completion, text=problem.answer)
     return Rollout(prompt=prompt, sample=0, turns=(turn,))

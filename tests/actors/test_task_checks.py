@@ -1,6 +1,7 @@
 """What is checked of a task before anything starts: several evaluation sets, prompts, demonstrations."""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -9,7 +10,7 @@ import pytest
 
 from actors.task_checks import check_demonstrations, check_sample_limit, check_task
 from rl.loop import Loop
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.types import Problem, Rollout
 from tests.support.conversations import Counting, TwinRenderer
 
@@ -148,3 +149,79 @@ def test_several_turns_are_expected_unless_environment_or_limit_say_otherwise():
             check_turns(Asking(), max_turns=max_turns)
     check_turns(Asking(), max_turns=1)
     check_turns(Quizzing(sets={"held_out": [replace(PROBLEM, demonstration="first")]}))
+
+
+@dataclass(kw_only=True)
+class Graded(Asking):
+    """With a rubric of its own."""
+
+    graded: Rubric
+
+    def rubric(self, *, seed: int) -> Rubric:
+        return self.graded
+
+
+def _second_question(rollout: Rollout) -> float:
+    """Of the episode as its environment had it."""
+    assert [len(turn.messages) for turn in rollout.turns] == [1, 1]
+    assert rollout.turns[0].text == "first"
+    return float(rollout.turns[1].messages[0].content == "more 1")
+
+
+def _above_mean(rollouts: Sequence[Rollout]) -> list[float]:
+    """Of a group alone."""
+    assert {r.sample for r in rollouts} == {0, 1}
+    return [len(r.text) - sum(len(s.text) for s in rollouts) / (len(rollouts) - 1) for r in rollouts]
+
+
+def test_a_rubric_is_tried_on_the_demonstrated_episode_and_on_a_whole_group():
+    criteria = (
+        Criterion(name="turns", function=_second_question),
+        GroupCriterion(name="group", function=_above_mean),
+    )
+    check(Graded(graded=Rubric(criteria=criteria)))
+
+
+def _breaks_on_silence(rollout: Rollout) -> float:
+    return 1 / len(rollout.text)
+
+
+async def _asks_a_judge(rollout: Rollout) -> float:
+    raise OSError("connection refused")
+
+
+SILENCE = Rubric(criteria=(Criterion(name="own", function=_breaks_on_silence),))
+JUDGED = Rubric(criteria=(Criterion(name="judge", function=_asks_a_judge),))
+
+
+def test_a_rubric_that_fails_stops_the_run_unless_rewards_may_fail_or_a_judge_is_asked(caplog):
+    with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'own' raised ZeroDivisionError"):
+        check(Graded(graded=SILENCE))
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        check_task(
+            Graded(graded=SILENCE),
+            renderer=RENDERER,
+            max_prompt_tokens=9,
+            seed=0,
+            time_limit_s=5.0,
+            rewards_may_fail=True,
+        )
+        check(Graded(graded=JUDGED))
+    assert "reward 'own' raised ZeroDivisionError" in caplog.text
+    assert "reward 'judge' raised OSError('connection refused')" in caplog.text
+
+
+def test_where_no_episode_is_demonstrated_one_turn_is_tried_and_a_failure_is_a_warning(caplog):
+    asked = {"held_out": [replace(PROBLEM, demonstration="")]}
+    with caplog.at_level(logging.WARNING):
+        check(Graded(graded=SILENCE, sets=asked))
+    assert "reward 'own' raised ZeroDivisionError" in caplog.text
+    caplog.clear()
+    check(Graded(graded=Rubric(criteria=(Criterion(name="told", function=_says_one),)), sets=asked))
+    assert caplog.text == ""
+
+
+def _says_one(rollout: Rollout) -> float:
+    assert [m.content for m in rollout.messages[:1]] == ["one"]
+    return 1.0
