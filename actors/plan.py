@@ -87,6 +87,7 @@ def make_plan(config: RunConfig) -> Plan:
         drops_long_prompts=config.loop.long_prompts == "drop",
         max_turns=config.loop.episode.max_turns,
         num_samples=config.loop.num_samples,
+        evaluates=config.loop.eval_every > 0,
         rewards_may_fail=config.loop.max_failed_rewards > 0,
     )
     check_sample_limit(

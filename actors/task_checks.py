@@ -37,32 +37,28 @@ def check_task(
     max_turns: int | None = None,
     num_samples: int = 2,
     rewards_may_fail: bool = False,
+    evaluates: bool = True,
 ) -> Prompt:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
-    prompt of the first evaluation problem.
+    prompt of the first evaluation problem, or of the first of training where there is none.
 
     Args:
         max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
         num_samples: of a group, which is what functions of a group are given.
         rewards_may_fail: a rubric that fails is only warned of.
+        evaluates: whether there will be evaluations, which need problems.
 
     Raises:
         ValueError: names the problem, or the reward function and what it did.
     """
-    sets = task.eval_sets()
-    for name, problems in sets.items():
-        if not problems:
-            raise ValueError(f"the task has no evaluation problems in its set {name!r}")
-    if not sets:
-        raise ValueError("the task has no evaluation problems")
-    held_out = [problem for problems in sets.values() for problem in problems]
-    if max_turns != 1 and has_turns(task, held_out[0]):
+    held_out = _held_out(task, needed=evaluates)
+    problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
+    if max_turns != 1 and has_turns(task, problem):
         renderer.check_multi_turn()
     train = islice(task.train_problems(seed=seed), 0 if drops_long_prompts else NUM_PROBED_PROBLEMS)
     probed = [*held_out, *train]
-    for problem, messages in zip(probed, _openings(task, probed), strict=True):
-        render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
-    problem = held_out[0]
+    for asked, messages in zip(probed, _openings(task, probed), strict=True):
+        render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
     prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
     example = _example(task, problem, prompt, renderer=renderer)
     rubric: Rubric = task.rubric(seed=seed)
@@ -80,6 +76,20 @@ def check_task(
         raise ValueError(f"the task's rubric fails: {failure}")
     logger.warning("the task's rubric fails when it is tried: %s", failure)
     return prompt
+
+
+def _held_out(task: Task, *, needed: bool) -> list[Problem]:
+    """Of all evaluation sets."""
+    sets = task.eval_sets()
+    for name, problems in sets.items():
+        if needed and not problems:
+            raise ValueError(f"the task has no evaluation problems in its set {name!r}")
+    if needed and not sets:
+        raise ValueError(
+            "the task has no evaluation problems: give it some (a task of files: task.eval_files, or "
+            "task.held_out above 0), or set loop.eval_every to 0"
+        )
+    return [problem for problems in sets.values() for problem in problems]
 
 
 def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_limit_s: float) -> str | None:

@@ -1,7 +1,7 @@
 """Mathematics from local files: GSM8K and MATH on GPUs, and a `tiny` one for a CPU.
 
-The file of `tiny` comes with the project; those of GSM8K and MATH are not fetched: docs/tasks_from_data.md says
-what they hold. Other places for them:
+The file of `tiny` comes with the project; those of GSM8K and MATH are not fetched: docs/tasks_from_data.md
+says what they hold. Other places for them:
 `--task.train_files my/train.parquet --task.eval_files test my/test.parquet`.
 """
 

@@ -68,8 +68,16 @@ def test_demonstrations_of_every_set_and_of_training_have_to_fit():
 def test_a_task_without_evaluation_problems_is_refused_and_an_empty_set_by_its_name():
     with pytest.raises(ValueError, match="no evaluation problems in its set 'far'"):
         check(Asking(sets={"near": [PROBLEM], "far": []}))
-    with pytest.raises(ValueError, match=r"the task has no evaluation problems$"):
+    with pytest.raises(ValueError, match=r"the task has no evaluation problems: .* loop\.eval_every to 0"):
         check(Asking(sets={}))
+
+
+@pytest.mark.parametrize("sets", [{}, {"near": []}])
+def test_a_run_that_does_not_evaluate_needs_no_evaluation_problems(sets):
+    prompt = check_task(
+        Asking(sets=sets), renderer=RENDERER, max_prompt_tokens=9, seed=0, time_limit_s=5.0, evaluates=False
+    )
+    assert prompt.problem == PROBLEM
 
 
 def demonstrations(task: Asking, *, max_tokens: int, max_model_len: int) -> None:
