@@ -1,9 +1,11 @@
 """From a problem to a scored group: what the overlong punishment takes off, and what it leaves equal."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
+from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.grading import token_rewards
@@ -20,7 +22,12 @@ PROBLEM = Problem(id="p", question="q", answer="y")
 RUBRIC = Rubric(criteria=(Criterion(name="yes", function=lambda rollout: float("y" in rollout.text)),))
 
 
-def group_of(*replies: str, later: str | None = None, environment=SingleTurn.of, limit: int = 100) -> Group:
+def group_of(
+    *replies: str,
+    later: str | None = None,
+    environment: Callable[[Problem], Environment] = SingleTurn.of,
+    limit: int = 100,
+) -> Group:
     """The group of samples that reply so, and with `later` in later turns; one token a letter, and one that
     ends it."""
 
