@@ -70,9 +70,14 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
             f"generator.max_model_len={max_model_len}: the longest sample would not fit a micro-batch"
         )
     check_total_steps(trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches)
+    if loop.kl_reward.coef > 0 and not trainer.reference.enable:
+        raise ValueError(
+            f"loop.kl_reward.coef={loop.kl_reward.coef} needs the reference policy: must be 0, or "
+            "trainer.reference.enable True"
+        )
     with _named_as_options(trainer):
         check_reference(trainer.reference, loss=trainer.loss, kl_in_reward=loop.kl_reward.coef > 0)
-    loop.overlong.check(max_tokens=loop.sampling.max_tokens)
+    _check_overlong(loop)
     check_sequence_length(model_spec, fleet.trainer.training)
     max_length = fleet.trainer.training.max_sequence_length
     if max_length is not None and max_length < max_model_len:
@@ -84,6 +89,13 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
     place_fleet(fleet, num_gpus=num_gpus)
     if fleet.launch.share_gpus:
         check_turns(fleet, loop=loop)
+
+
+def _check_overlong(loop: Loop.Config) -> None:
+    try:
+        loop.overlong.check(max_tokens=loop.sampling.max_tokens)
+    except ValueError as error:
+        raise ValueError(f"loop.overlong.{error} (loop.sampling.max_tokens)") from error
 
 
 @contextmanager

@@ -75,20 +75,23 @@ def make_plan(config: RunConfig) -> Plan:
         num_cores = len(os.sched_getaffinity(0))
         check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
     tokenizer, stop_ids = start.tokenizer()
-    max_model_len, max_new = config.generator.max_model_len, config.loop.sampling.max_tokens
+    loop, max_model_len = config.loop, config.generator.max_model_len
+    max_new = loop.sampling.max_tokens
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
-    room = min(max_model_len, config.loop.episode.max_tokens or max_model_len) - max_new
+    room = min(max_model_len, loop.episode.max_tokens or max_model_len) - max_new
     first_prompt = check_task(
         task,
         renderer=renderer,
         max_prompt_tokens=room,
         seed=config.seed,
         time_limit_s=config.reward.time_limit_s,
-        drops_long_prompts=config.loop.long_prompts == "drop",
+        drops_long_prompts=loop.long_prompts == "drop",
+        max_turns=loop.episode.max_turns,
+        num_samples=loop.num_samples,
+        evaluates=loop.eval_every > 0,
+        rewards_may_fail=loop.max_failed_rewards > 0,
     )
-    check_sample_limit(
-        config.loop, task=task, renderer=renderer, max_model_len=max_model_len, seed=config.seed
-    )
+    check_sample_limit(loop, task=task, renderer=renderer, max_model_len=max_model_len, seed=config.seed)
     if start.warmed_up is not None:
         check_demonstrations(
             task, renderer=renderer, seed=config.seed, max_tokens=max_new, max_model_len=max_model_len

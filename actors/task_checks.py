@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from rl.clock import run_now
 from rl.loop import Loop
-from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated
-from rl.rollouts.environment import SingleTurn
+from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated, demonstrated_rollout
+from rl.rollouts.environment import is_single_turn
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
-from rl.rollouts.scoring import score_within
+from rl.rollouts.scoring_limit import score_group_within
 from rl.tasks.task import Task
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
+
+logger = logging.getLogger(__name__)
 
 NUM_PROBED_PROBLEMS = 64
 """Training problems whose prompts are rendered before the start; the others when their turn comes."""
@@ -30,40 +34,95 @@ def check_task(
     seed: int,
     time_limit_s: float,
     drops_long_prompts: bool = False,
+    max_turns: int | None = None,
+    num_samples: int = 2,
+    rewards_may_fail: bool = False,
+    evaluates: bool = True,
 ) -> Prompt:
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
-    prompt of the first evaluation problem.
+    prompt of the first evaluation problem, or of the first of training where there is none.
+
+    Args:
+        max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
+        num_samples: of a group, which is what functions of a group are given.
+        rewards_may_fail: a rubric that fails is only warned of.
+        evaluates: whether there will be evaluations, which need problems.
 
     Raises:
         ValueError: names the problem, or the reward function and what it did.
     """
-    sets = task.eval_sets()
-    for name, problems in sets.items():
-        if not problems:
-            raise ValueError(f"the task has no evaluation problems in its set {name!r}")
-    if not sets:
-        raise ValueError("the task has no evaluation problems")
-    held_out = [problem for problems in sets.values() for problem in problems]
-    if _has_turns(task, held_out[0]):
+    held_out = _held_out(task, needed=evaluates)
+    problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
+    if max_turns != 1 and has_turns(task, problem):
         renderer.check_multi_turn()
     train = islice(task.train_problems(seed=seed), 0 if drops_long_prompts else NUM_PROBED_PROBLEMS)
     probed = [*held_out, *train]
-    for problem, messages in zip(probed, _openings(task, probed), strict=True):
-        render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
-    rubric: Rubric = task.rubric(seed=seed)
-    problem = held_out[0]
+    for asked, messages in zip(probed, _openings(task, probed), strict=True):
+        render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
     prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
-    for text in ((problem.demonstrations or (problem.answer,))[-1], "", "?"):
-        score = score_within(rubric, _reply(prompt, text), time_limit_s)
-        if score.failure is not None:
-            raise ValueError(f"the task's rubric fails: {score.failure}")
+    example = _example(task, problem, prompt, renderer=renderer)
+    rubric: Rubric = task.rubric(seed=seed)
+    failure = _rubric_failure(
+        rubric,
+        example or _one_turn(task, problem, prompt),
+        num_samples=num_samples,
+        time_limit_s=time_limit_s,
+    )
+    if failure is None:
+        return prompt
+    # A judge may not be up yet; an episode of one turn may not be what the functions are made for.
+    is_sure = not rubric.has_async_functions and (example is not None or not has_turns(task, problem))
+    if is_sure and not rewards_may_fail:
+        raise ValueError(f"the task's rubric fails: {failure}")
+    logger.warning("the task's rubric fails when it is tried: %s", failure)
     return prompt
 
 
-def _has_turns(task: Task, problem: Problem) -> bool:
+def _held_out(task: Task, *, needed: bool) -> list[Problem]:
+    """Of all evaluation sets."""
+    sets = task.eval_sets()
+    for name, problems in sets.items():
+        if needed and not problems:
+            raise ValueError(f"the task has no evaluation problems in its set {name!r}")
+    if needed and not sets:
+        raise ValueError(
+            "the task has no evaluation problems: give it some (a task of files: task.eval_files, or "
+            "task.held_out above 0), or set loop.eval_every to 0"
+        )
+    return [problem for problems in sets.values() for problem in problems]
+
+
+def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_limit_s: float) -> str | None:
+    """The first, of a group of the example, and of its likes that end with no words and with others."""
+    *before, last = example.turns
+    for text in (last.text, "", "?"):
+        attempt = replace(example, turns=(*before, replace(last, text=text)))
+        size = num_samples if rubric.has_group_functions else 1
+        group = [replace(attempt, sample=sample) for sample in range(size)]
+        for score in score_group_within(rubric, group, time_limit_s):
+            if score.failure is not None:
+                return score.failure
+    return None
+
+
+def _example(task: Task, problem: Problem, prompt: Prompt, *, renderer: Renderer) -> Rollout | None:
+    """The problem's demonstration, played against its environment; None where there is none, or it does not
+    go with the environment, which is an error only of a run that warms up on it (`check_demonstrations`)."""
+    if not problem.demonstrations:
+        return None
+    try:
+        played = demonstrated_rollout(problem, task.environment(problem), renderer=renderer)
+        return replace(run_now(played), prompt=prompt)
+    except ValueError as error:
+        logger.warning("the rubric is tried on a reply of one turn: %s", error)
+        return None
+
+
+def has_turns(task: Task, problem: Problem) -> bool:
+    """Whether an episode of the problem may go on after the first reply."""
     environment = task.environment(problem)
     run_now(environment.close())
-    return not isinstance(environment, SingleTurn)
+    return not is_single_turn(environment)
 
 
 def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:
@@ -134,12 +193,14 @@ def _openings(task: Task, problems: Sequence[Problem]) -> list[tuple[Message, ..
     return run_now(opened())
 
 
-def _reply(prompt: Prompt, text: str) -> Rollout:
+def _one_turn(task: Task, problem: Problem, prompt: Prompt) -> Rollout:
+    """The reference answer as a reply."""
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),
         logprobs=np.zeros(1, dtype=np.float32),
         policy_versions=np.zeros(1, dtype=np.int32),
         finish_reason="stop",
     )
-    turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=completion, text=text)
+    (messages,) = _openings(task, [problem])
+    turn = Turn(messages=messages, prompt_ids=prompt.token_ids, completion=completion, text=problem.answer)
     return Rollout(prompt=prompt, sample=0, turns=(turn,))

@@ -38,7 +38,11 @@ def grpo(config: Controller.Config) -> Controller.Config:
 
 
 def dr_grpo(config: Controller.Config) -> Controller.Config:
-    """GRPO without its two divisions: by the deviation, and by the length."""
+    """GRPO without its two divisions: by the deviation, and by the length.
+
+    The constant is the config's length here: who sets another on the command line sets
+    `--trainer.loss.tokens_per_sequence` too.
+    """
     config.trainer.loss = DrGRPOLoss(tokens_per_sequence=config.loop.sampling.max_tokens)
     config.loop.advantage = Advantage()
     return config
@@ -50,8 +54,7 @@ def dapo(config: Controller.Config) -> Controller.Config:
     config.trainer.loss = DAPOLoss()
     config.loop.advantage = Advantage(scale="group_std")
     config.loop.equal_groups = "drop"
-    buffer_tokens = max(1, config.loop.sampling.max_tokens // 4)
-    config.loop.overlong = OverlongPunishment(enable=True, buffer_tokens=buffer_tokens)
+    config.loop.overlong = OverlongPunishment(enable=True, buffer_tokens=None)
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.rollouts.renderer import RendererConfig
 from rl.supervised import SupervisedWarmup
 from rl.tasks.alphabet_sort import INSTRUCTION, AlphabetSort
 
@@ -36,4 +37,8 @@ def qwen3_0_6b() -> Controller.Config:
     config = sum_digits.qwen3_0_6b()
     config.description = "Qwen3-0.6B on alphabet-sort, on GPUs"
     config.task = AlphabetSort.Config(num_words=(8, 4, 4), num_letters=4, instruction=INSTRUCTION)
+    # Qwen3's own template takes the thoughts out of earlier replies: no conversation goes on token by token.
+    config.renderer = RendererConfig(kind="qwen3")
+    config.generator.max_model_len = 4096
+    config.loop.sampling.max_tokens = 1024
     return config

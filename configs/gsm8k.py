@@ -1,6 +1,7 @@
 """Mathematics from local files: GSM8K and MATH on GPUs, and a `tiny` one for a CPU.
 
-The files are not fetched: docs/tasks_from_data.md says what they hold. Other places for them:
+The file of `tiny` comes with the project; those of GSM8K and MATH are not fetched: docs/tasks_from_data.md
+says what they hold. Other places for them:
 `--task.train_files my/train.parquet --task.eval_files test my/test.parquet`.
 """
 
@@ -11,7 +12,8 @@ from configs import sum_digits
 from rl.tasks.math_problems import MathProblems
 from rl.tasks.problem_rows import Columns
 
-TINY = "data/tiny_math.jsonl"
+TINY = "examples/data/tiny_math.jsonl"
+"""Made by examples/data/make_tiny_math.py; from the folder of the project, as all paths here."""
 GSM8K_TRAIN = "data/gsm8k/train.jsonl"
 GSM8K_TEST = "data/gsm8k/test.jsonl"
 MATH_TRAIN = "data/math/train.jsonl"

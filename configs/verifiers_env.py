@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.rollouts.renderer import RendererConfig
 from rl.tasks.verifiers_task import VerifiersTask
 
 
@@ -20,6 +21,8 @@ def qwen3_1_7b() -> Controller.Config:
 def _verifiers(config: Controller.Config) -> Controller.Config:
     config.description = config.description.replace("sum-digits", "an environment of verifiers")
     config.task = VerifiersTask.Config(taskset="gsm8k-v1", num_eval=256)
+    # Environments may have several turns, which Qwen3's own template does not keep token by token.
+    config.renderer = RendererConfig(kind="qwen3")
     config.generator.max_model_len = 4096
     config.loop.sampling.max_tokens = 1024
     return config

@@ -131,9 +131,10 @@ class Environment(Protocol):
     """One episode of a problem, used once.
 
     It says what the model is told; it never sees nor makes tokens. `step` and `close` are called in an event
-    loop that all environments of a run share, in a thread beside the controller's. A class with an attribute
-    `runs_inline = True` says that it never blocks: it is called in the controller's loop, without the way
-    between the threads.
+    loop that all environments of a run share, in a thread beside the controller's. Two attributes may say
+    more. `runs_inline = True`: it never blocks, and is called in the controller's loop, without the way
+    between the threads. `single_turn = True`: it never answers a reply with messages; of any other, several
+    turns are expected, and the run's renderer must be able to go on after a reply.
     """
 
     def opening(self) -> Sequence[Message]:

@@ -179,7 +179,7 @@ class Score:
     """What a rubric says of one rollout."""
 
     reward: float
-    """The number that is optimised; always finite."""
+    """What the rubric gives, always finite; what is optimised is this and `overlong`."""
     correct: bool
     """Whether the answer is right, whatever the reward's shaping."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -188,6 +188,9 @@ class Score:
     """Why scoring failed (raised, timed out, not finite); then the rollout is not trained on."""
     unparsed: tuple[str, ...] = ()
     """Reward functions that found no answer in the reply, and gave what such a reply gets."""
+    overlong: float = 0.0
+    """What the length of a training rollout takes off (loop.overlong), at most 0. It is apart from `reward`,
+    by which groups are compared: replies that are all right stay so, however long they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

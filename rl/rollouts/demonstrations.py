@@ -13,43 +13,68 @@ from rl.errors import RunError
 from rl.protocols import Environment
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import TokenSpan, supervised_sample
-from rl.types import Completion, Observation, Problem, Reply, TrainingSample
+from rl.types import Completion, Observation, Problem, Prompt, Reply, Rollout, TrainingSample, Turn
 
 STEP_TIMEOUT_S = 60.0
 """Longest time an environment may take outside of rollouts, to answer a demonstrated reply or to close."""
 
 
 async def demonstrated(problem: Problem, environment: Environment, *, renderer: Renderer) -> TrainingSample:
-    """The conversation in which each reply is the demonstrated one, as a rollout would have it; the replies
-    are trained on.
+    """The conversation of `demonstrated_rollout` as a training sample; the replies are trained on.
+
+    Raises:
+        ValueError: as that does.
+    """
+    rollout = await demonstrated_rollout(problem, environment, renderer=renderer)
+    spans: list[TokenSpan] = []
+    for turn in rollout.turns:
+        spans += [
+            TokenSpan(turn.prompt_ids, is_reply=False),
+            TokenSpan(turn.completion.token_ids, is_reply=True),
+        ]
+    return supervised_sample(spans)
+
+
+async def demonstrated_rollout(problem: Problem, environment: Environment, *, renderer: Renderer) -> Rollout:
+    """The conversation in which each reply is the demonstrated one, as a rollout would have it.
 
     Raises:
         ValueError: there is no demonstration, it has more or fewer replies than the environment asks for, or
             the environment breaks; it names the problem.
     """
     replies = problem.demonstrations
-    spans: list[TokenSpan] = []
+    turns: list[Turn] = []
     try:
         if not replies:
             raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
-        told = renderer.opening(environment.opening())
-        for turn, text in enumerate(replies, start=1):
-            reply = renderer.reply(text)
-            spans += [TokenSpan(told, is_reply=False), TokenSpan(reply, is_reply=True)]
-            completion = _as_completion(reply)
-            observation = await _answer(environment, Reply(text=text, completion=completion), turn, problem)
-            if bool(observation.messages) != (turn < len(replies)):
+        messages = tuple(environment.opening())
+        told = renderer.opening(messages)
+        for number, text in enumerate(replies, start=1):
+            completion = _as_completion(renderer.reply(text))
+            observation = await _answer(environment, Reply(text=text, completion=completion), number, problem)
+            turns.append(
+                Turn(
+                    messages=messages,
+                    prompt_ids=told,
+                    completion=completion,
+                    text=text,
+                    observation=observation,
+                )
+            )
+            if bool(observation.messages) != (number < len(replies)):
                 more = "goes on after" if observation.messages else "ends after"
                 raise ValueError(
-                    f"problem {problem.id!r}: its environment {more} reply {turn} of the {len(replies)} of "
+                    f"problem {problem.id!r}: its environment {more} reply {number} of the {len(replies)} of "
                     "its demonstration: must be a reply for each turn"
                 )
             if observation.messages:
-                told = renderer.continuation(observation.messages, after=completion)
+                messages = observation.messages
+                told = renderer.continuation(messages, after=completion)
     finally:
         async with asyncio.timeout(STEP_TIMEOUT_S):
             await environment.close()
-    return supervised_sample(spans)
+    prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
+    return Rollout(prompt=prompt, sample=0, turns=tuple(turns))
 
 
 async def _answer(environment: Environment, reply: Reply, turn: int, problem: Problem) -> Observation:

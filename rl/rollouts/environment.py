@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from rl.protocols import Environment
 from rl.types import Message, Observation, Problem, Reply
+
+
+def is_single_turn(environment: Environment) -> bool:
+    """Whether it says that the first reply ends the episode (`single_turn`); one that does not say may go
+    on."""
+    return bool(getattr(environment, "single_turn", False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +23,7 @@ class SingleTurn:
     problem: Problem
     system: str = ""
     """A system message before the question."""
+    single_turn: ClassVar[bool] = True
 
     @property
     def runs_inline(self) -> bool:

@@ -34,15 +34,19 @@ def scored(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[ScoredR
 
 
 def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
-    """Whether no sample of the group did better than another, or there is none."""
+    """Whether no sample of the group did better than another, or there is none.
+
+    By what the rubric gave, before the overlong punishment: DAPO's dynamic sampling (arXiv 2503.14476,
+    equation 11) asks whether all replies, or none, are right.
+    """
     return len({member.score.reward for member in group_G}) <= 1
 
 
 def token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
-    """[C] float64: the reward at the last token; with `by_turn`, what the environment gave a reply at the
-    last of its tokens, and the rest at the end."""
+    """[C] float64: the reward, with the overlong punishment, at the last token; with `by_turn`, what the
+    environment gave a reply at the last of its tokens, and the rest at the end."""
     rewards_C = np.zeros(member.rollout.num_completion_tokens, dtype=np.float64)
-    rewards_C[-1] = member.score.reward
+    rewards_C[-1] = member.score.reward + member.score.overlong
     if by_turn:
         ends = np.cumsum([len(turn.completion.token_ids) for turn in member.rollout.turns]) - 1
         for end, turn in zip(ends, member.rollout.turns, strict=True):

@@ -66,7 +66,7 @@ class RolloutWorker:
         generated_at = now_s()
         with self.scoring.active():
             (scores,) = await self.scorer.score([rollouts])
-        scores = [self._without_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
+        scores = [self._with_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
         return Group(
             number=number,
             rollouts=rollouts,
@@ -75,10 +75,16 @@ class RolloutWorker:
             generated_at=generated_at,
         )
 
-    def _without_overlong(self, rollout: Rollout, score: Score) -> Score:
-        """With what its last reply's length takes off; a failed score stays one."""
+    def _with_overlong(self, rollout: Rollout, score: Score) -> Score:
+        """With what its last reply's length takes off; earlier turns are not looked at.
+
+        A reply that was cut off, or an episode that ended for want of tokens, is at the limit, whatever room
+        there was for it.
+        """
         if not self.overlong.enable:
             return score
-        num_tokens, max_tokens = len(rollout.completion.token_ids), self.sampling.max_tokens
+        max_tokens = self.sampling.max_tokens
+        cut_off = rollout.end == "tokens" or rollout.completion.finish_reason == "length"
+        num_tokens = max_tokens if cut_off else len(rollout.completion.token_ids)
         punishment = self.overlong(num_tokens, max_tokens=max_tokens)
-        return replace(score, reward=score.reward + punishment, parts={**score.parts, "overlong": punishment})
+        return replace(score, overlong=punishment, parts={**score.parts, "overlong": punishment})

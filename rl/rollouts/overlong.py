@@ -34,13 +34,14 @@ class OverlongPunishment:
 
     enable: bool = False
     """Take something off the reward of completions that end within the buffer."""
-    buffer_tokens: int = 4096
-    """The last tokens that a completion may have, over which the punishment grows: DAPO's L_cache."""
+    buffer_tokens: int | None = 4096
+    """The last tokens that a completion may have, over which the punishment grows: DAPO's L_cache; None: a
+    quarter of what it may have."""
     penalty: float = 1.0
     """What it grows to, in units of reward."""
 
     def __post_init__(self) -> None:
-        if self.buffer_tokens < 1:
+        if self.buffer_tokens is not None and self.buffer_tokens < 1:
             raise ValueError(f"buffer_tokens={self.buffer_tokens}: must be at least 1")
         if not 0 <= self.penalty < math.inf:
             raise ValueError(f"penalty={self.penalty}: must be a finite number of at least 0")
@@ -48,7 +49,7 @@ class OverlongPunishment:
     def check(self, *, max_tokens: int) -> None:
         """Raise ValueError if the buffer is longer than a completion of at most `max_tokens`."""
         self.__post_init__()  # A field may have been edited since.
-        if self.enable and self.buffer_tokens > max_tokens:
+        if self.enable and self.buffer_tokens is not None and self.buffer_tokens > max_tokens:
             raise ValueError(
                 f"buffer_tokens={self.buffer_tokens}: must be at most {max_tokens}, the most tokens of a "
                 "completion"
@@ -59,6 +60,7 @@ class OverlongPunishment:
         self.check(max_tokens=max_tokens)
         if not self.enable:
             return 0.0
+        buffer_tokens = max(1, max_tokens // 4) if self.buffer_tokens is None else self.buffer_tokens
         return self.penalty * overlong_punishment(
-            num_tokens, max_tokens=max_tokens, cache_tokens=self.buffer_tokens
+            num_tokens, max_tokens=max_tokens, cache_tokens=buffer_tokens
         )

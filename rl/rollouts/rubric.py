@@ -17,6 +17,7 @@ which time limit and in which process, is not its business (`rl.rollouts.scoring
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,9 @@ RIGHT = 1.0 - 1e-6
 ENVIRONMENT = "environment"
 """The part of a score that the environment gave, turn by turn."""
 MAX_CONCURRENCY = 64
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -145,7 +149,7 @@ class Rubric:
             values = {name: values_of(self.criterion(name), call.rollouts) for name in call.names}
             correct = correctness(self.correct, call.rollouts[0]) if call.correct else None  # type: ignore[arg-type]
         except ScoringError as error:
-            return CallResult(failure=str(error))
+            return self._failed(call, error)
         return CallResult(values=values, correct=correct)
 
     async def async_result(self, call: RubricCall, *, limit_s: float | None) -> CallResult:
@@ -154,8 +158,17 @@ class Rubric:
         try:
             values = await async_values_of(self.criterion(name), call.rollouts, limit_s=limit_s)
         except ScoringError as error:
-            return CallResult(failure=str(error))
+            return self._failed(call, error)
         return CallResult(values={name: values})
+
+    def _failed(self, call: RubricCall, error: ScoringError) -> CallResult:
+        """A function of a group that cannot grade one rollout alone, as greedy evaluation has it, is left out
+        of its score: there is nothing to compare it with."""
+        in_group = any(isinstance(self.criterion(name), GroupCriterion) for name in call.names)
+        if in_group and len(call.rollouts) == 1 and self.correct not in call.names:
+            logger.warning("%s on one rollout alone; its score is without it", error)
+            return CallResult()
+        return CallResult(failure=str(error))
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
@@ -181,13 +194,14 @@ class Rubric:
                 return failed_score(failure, rollout=rollout)
         values = {name: given[at] for r, at in results for name, given in r.values.items()}
         given_by_environment = sum(t.observation.reward for t in rollout.turns)
-        reward = sum(c.weight * values[c.name].value for c in self.criteria) + given_by_environment
+        graded = [c for c in self.criteria if c.name in values]
+        reward = sum(c.weight * values[c.name].value for c in graded) + given_by_environment
         if not math.isfinite(given_by_environment):
             reason = f"the environment's reward is {given_by_environment}, not a finite number"
             return failed_score(reason, rollout=rollout)
         if not math.isfinite(reward):
             return failed_score(f"weighted reward is {reward}, not a finite number", rollout=rollout)
-        parts = {c.name: values[c.name].value for c in self.criteria}
+        parts = {c.name: values[c.name].value for c in graded}
         if any(t.observation.reward for t in rollout.turns):
             parts[ENVIRONMENT] = given_by_environment
         asked = [r.correct for r, _ in results if r.correct is not None]

@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -118,19 +118,22 @@ def result_within(
 
 
 def score_within(rubric: Rubric, rollout: Rollout, time_limit_s: float) -> Score:
-    """The score, or a failed one if it took too long; for a process's main thread alone (a signal).
+    """As `score_group_within`; functions of a group are given this rollout alone."""
+    (score,) = score_group_within(rubric, [rollout], time_limit_s)
+    return score
 
-    Functions of a group are given this rollout alone.
-    """
+
+def score_group_within(rubric: Rubric, group: Sequence[Rollout], time_limit_s: float) -> list[Score]:
+    """Scores of a problem's rollouts, failed ones where it took too long; for a process's main thread alone
+    (a signal)."""
     limits = MainThreadLimit(time_limit_s)
     try:
-        (score,) = score_here(
+        return score_here(
             rubric,
-            [rollout],
+            group,
             sync=lambda call: result_within(rubric, call, limits=limits, time_limit_s=time_limit_s),
             time_limit_s=time_limit_s,
         )
-        return score
     finally:
         limits.close()
 

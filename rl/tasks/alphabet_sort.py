@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import GeneratedTask
 from rl.types import Message, Observation, Problem, Reply, Rollout
@@ -107,7 +108,8 @@ class AlphabetSort(GeneratedTask):
         """Share of the turns with the right list."""
         answers = rollout.prompt.problem.info["answers"]
         right = [
-            turn.text.split() == answer.split() for turn, answer in zip(rollout.turns, answers, strict=False)
+            answer_part(turn.text).split() == answer.split()
+            for turn, answer in zip(rollout.turns, answers, strict=False)
         ]
         return sum(right) / len(answers)
 
@@ -120,6 +122,10 @@ class SortingTurns:
 
     problem: Problem
     num_replies: int = field(default=0, init=False)
+
+    @property
+    def single_turn(self) -> bool:
+        return len(self.problem.info["turns"]) == 1
 
     def opening(self) -> Sequence[Message]:
         return (Message(role="user", content=self.problem.question),)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
@@ -131,8 +132,11 @@ class Countdown(GeneratedTask):
 
 
 def expression(rollout: Rollout) -> str:
-    """What follows the last `[ANSWER]`, which must end the reply; raises UnparsedAnswer without one."""
-    match = ANSWER.search(rollout.text)
+    """What follows the last `[ANSWER]` after any thoughts, which must end the reply.
+
+    Raises UnparsedAnswer without one.
+    """
+    match = ANSWER.search(answer_part(rollout.text))
     text = match.group(1).strip() if match else ""
     if not text:
         raise UnparsedAnswer("no [ANSWER] with an expression at the end")

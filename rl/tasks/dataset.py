@@ -43,7 +43,8 @@ class DatasetTask(Configurable):
         train_files: tuple[str, ...] = ()
         """Local files, or folders of `datasets.Dataset.save_to_disk`."""
         eval_files: dict[str, str] = field(default_factory=dict)
-        """A file for each evaluation set, by the set's name; the first is that of the run's curve."""
+        """A file for each evaluation set, by the set's name; the first is that of the run's curve. Without
+        any, and with `held_out` 0, there is nothing to evaluate on: a run then needs loop.eval_every 0."""
         held_out: float = 0.0
         """Share of the training files that is held out as evaluation set `held_out`, by what the rows ask."""
         num_eval: int | None = None
@@ -77,11 +78,6 @@ class DatasetTask(Configurable):
         self.config = config
         if not config.train_files:
             raise ValueError("train_files is empty: name at least one local file")
-        if not (config.eval_files or config.held_out):
-            raise ValueError(
-                "eval_files is empty and held_out is 0: name files to evaluate on, or hold out a share such "
-                "as 0.05 of the training files"
-            )
         for name, file in config.eval_files.items():
             if file in config.train_files:
                 raise ValueError(

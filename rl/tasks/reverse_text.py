@@ -7,6 +7,7 @@ import random
 import string
 from dataclasses import dataclass, replace
 
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
@@ -63,7 +64,7 @@ class ReverseText(GeneratedTask):
         return replace(problem, demonstration=problem.answer[:-1]) if hasty else problem
 
     def reward(self, rollout: Rollout) -> float:
-        return float(rollout.text.strip() == rollout.prompt.problem.answer)
+        return float(answer_part(rollout.text) == rollout.prompt.problem.answer)
 
     def rubric(self, *, seed: int) -> Rubric:
         if self.config.reward == "noise":
@@ -79,4 +80,4 @@ class ReverseText(GeneratedTask):
 def similarity(rollout: Rollout) -> float:
     """From 0 to 1: Ratcliff and Obershelp's, twice the matching letters over all."""
     answer = rollout.prompt.problem.answer
-    return difflib.SequenceMatcher(None, rollout.text.strip(), answer, autojunk=False).ratio()
+    return difflib.SequenceMatcher(None, answer_part(rollout.text), answer, autojunk=False).ratio()

@@ -163,3 +163,22 @@ def test_a_warm_up_in_other_kernels_is_another_one(tmp_path):
         )
     }
     assert len(folders) == 2
+
+
+def check_loop(config):
+    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+
+
+def test_settings_of_the_loop_that_do_not_fit_others_are_named_as_the_options_that_they_are():
+    config = tiny()
+    config.loop.overlong.enable = True
+    config.loop.overlong.buffer_tokens = config.loop.sampling.max_tokens + 1
+    with pytest.raises(ValueError, match=r"^loop\.overlong\.buffer_tokens=\d+: .*loop\.sampling\.max_tokens"):
+        check_loop(config)
+    config.loop.overlong.buffer_tokens -= 1
+    check_loop(config)
+    config.loop.kl_reward.coef = 0.5
+    with pytest.raises(
+        ValueError, match=r"^loop\.kl_reward\.coef=0\.5 needs .*: must be 0, or trainer\.reference\.enable"
+    ):
+        check_loop(config)

@@ -1,6 +1,7 @@
 """What is checked of a task before anything starts: several evaluation sets, prompts, demonstrations."""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -9,7 +10,7 @@ import pytest
 
 from actors.task_checks import check_demonstrations, check_sample_limit, check_task
 from rl.loop import Loop
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.types import Problem, Rollout
 from tests.support.conversations import Counting, TwinRenderer
 
@@ -67,8 +68,16 @@ def test_demonstrations_of_every_set_and_of_training_have_to_fit():
 def test_a_task_without_evaluation_problems_is_refused_and_an_empty_set_by_its_name():
     with pytest.raises(ValueError, match="no evaluation problems in its set 'far'"):
         check(Asking(sets={"near": [PROBLEM], "far": []}))
-    with pytest.raises(ValueError, match=r"the task has no evaluation problems$"):
+    with pytest.raises(ValueError, match=r"the task has no evaluation problems: .* loop\.eval_every to 0"):
         check(Asking(sets={}))
+
+
+@pytest.mark.parametrize("sets", [{}, {"near": []}])
+def test_a_run_that_does_not_evaluate_needs_no_evaluation_problems(sets):
+    prompt = check_task(
+        Asking(sets=sets), renderer=RENDERER, max_prompt_tokens=9, seed=0, time_limit_s=5.0, evaluates=False
+    )
+    assert prompt.problem == PROBLEM
 
 
 def demonstrations(task: Asking, *, max_tokens: int, max_model_len: int) -> None:
@@ -111,3 +120,116 @@ def test_a_limit_of_samples_is_one_that_some_sample_meets_and_some_misses(limit,
             ValueError, match=rf"max_sample_tokens={limit}: must be from 10, .* to 99, .* None"
         ):
             check_limit()
+
+
+class OneTurnRenderer(TwinRenderer):
+    def check_multi_turn(self) -> None:
+        raise ValueError("no second turn")
+
+
+@dataclass(kw_only=True)
+class Quiz(Counting):
+    """An environment of somebody's own that ends after one reply, and says so."""
+
+    turns: int = 0
+    single_turn: bool = True
+
+
+@dataclass(kw_only=True)
+class Quizzing(Asking):
+    def environment(self, problem: Problem) -> Quiz:
+        return Quiz(problem=problem)
+
+
+def test_several_turns_are_expected_unless_environment_or_limit_say_otherwise():
+    def check_turns(task: Asking, *, max_turns: int | None = None) -> None:
+        check_task(
+            task,
+            renderer=OneTurnRenderer(),
+            max_prompt_tokens=9,
+            seed=0,
+            time_limit_s=5.0,
+            max_turns=max_turns,
+        )
+
+    for max_turns in (None, 2):
+        with pytest.raises(ValueError, match="no second turn"):
+            check_turns(Asking(), max_turns=max_turns)
+    check_turns(Asking(), max_turns=1)
+    check_turns(Quizzing(sets={"held_out": [replace(PROBLEM, demonstration="first")]}))
+
+
+@dataclass(kw_only=True)
+class Graded(Asking):
+    """With a rubric of its own."""
+
+    graded: Rubric
+
+    def rubric(self, *, seed: int) -> Rubric:
+        return self.graded
+
+
+def _second_question(rollout: Rollout) -> float:
+    """Of the episode as its environment had it."""
+    assert [len(turn.messages) for turn in rollout.turns] == [1, 1]
+    assert rollout.turns[0].text == "first"
+    return float(rollout.turns[1].messages[0].content == "more 1")
+
+
+def _above_mean(rollouts: Sequence[Rollout]) -> list[float]:
+    """Of a group alone."""
+    assert {r.sample for r in rollouts} == {0, 1}
+    return [len(r.text) - sum(len(s.text) for s in rollouts) / (len(rollouts) - 1) for r in rollouts]
+
+
+def test_a_rubric_is_tried_on_the_demonstrated_episode_and_on_a_whole_group():
+    criteria = (
+        Criterion(name="turns", function=_second_question),
+        GroupCriterion(name="group", function=_above_mean),
+    )
+    check(Graded(graded=Rubric(criteria=criteria)))
+
+
+def _breaks_on_silence(rollout: Rollout) -> float:
+    return 1 / len(rollout.text)
+
+
+async def _asks_a_judge(rollout: Rollout) -> float:
+    raise OSError("connection refused")
+
+
+SILENCE = Rubric(criteria=(Criterion(name="own", function=_breaks_on_silence),))
+JUDGED = Rubric(criteria=(Criterion(name="judge", function=_asks_a_judge),))
+
+
+def test_a_rubric_that_fails_stops_the_run_unless_rewards_may_fail_or_a_judge_is_asked(caplog):
+    with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'own' raised ZeroDivisionError"):
+        check(Graded(graded=SILENCE))
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        check_task(
+            Graded(graded=SILENCE),
+            renderer=RENDERER,
+            max_prompt_tokens=9,
+            seed=0,
+            time_limit_s=5.0,
+            rewards_may_fail=True,
+        )
+        check(Graded(graded=JUDGED))
+    assert "reward 'own' raised ZeroDivisionError" in caplog.text
+    assert "reward 'judge' raised OSError('connection refused')" in caplog.text
+
+
+def test_where_no_episode_is_demonstrated_one_turn_is_tried_and_a_failure_is_a_warning(caplog):
+    asked = {"held_out": [replace(PROBLEM, demonstration="")]}
+    with caplog.at_level(logging.WARNING):
+        check(Graded(graded=SILENCE, sets=asked))
+    assert "reward 'own' raised ZeroDivisionError" in caplog.text
+    caplog.clear()
+    check(Graded(graded=Rubric(criteria=(Criterion(name="told", function=_says_one),)), sets=asked))
+    assert caplog.text == ""
+
+
+def _says_one(rollout: Rollout) -> float:
+    assert [m.content for m in rollout.messages[:1]] == ["one"]
+    return 1.0

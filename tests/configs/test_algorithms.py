@@ -59,6 +59,12 @@ def test_constant_of_dr_grpo_is_the_most_tokens_of_a_completion():
     assert algorithms.dr_grpo(config).trainer.loss == DrGRPOLoss(tokens_per_sequence=17)
 
 
+def test_the_buffer_of_dapo_follows_the_length_that_the_command_line_gives():
+    argv = ["--loop.sampling.max_tokens", "8"]
+    loop = parse_cli(argv, default_module="algorithms", default_config="tiny_dapo").config.loop
+    assert loop.overlong(7, max_tokens=loop.sampling.max_tokens) == -0.5
+
+
 def test_kl_comes_with_its_reference_policy_and_only_to_a_policy_loss():
     config = algorithms.with_kl(algorithms.reinforce_plus_plus_baseline(sum_digits.tiny()), coef=0.1)
     assert config.trainer.loss == ReinforcePlusPlusLoss(kl_coef=0.1, kl_estimator="k3")

@@ -10,13 +10,15 @@ import torch
 
 import configs
 from actors.checks import check_layout
-from actors.task_checks import check_demonstrations
+from actors.task_checks import check_demonstrations, has_turns
 from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import read_json, write_json
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.generated import GeneratedTask
+from rl.tasks.verifiers_task import VerifiersTask
+from tests.support import chat_templates
 
 GPU_MEMORY_BYTES = 80e9
 MODULES = sorted(m.name for m in pkgutil.iter_modules(configs.__path__))
@@ -114,6 +116,35 @@ def test_demonstrations_fit_the_lengths_of_a_config_that_warms_up_on_them(name, 
         max_tokens=config.loop.sampling.max_tokens,
         max_model_len=config.generator.max_model_len,
     )
+
+
+def may_have_turns(config):
+    """By an episode of the task where it can be made here: those of files and packages have one turn, but
+    for verifiers', which may have any number."""
+    if not isinstance(config.task, GeneratedTask.Config):
+        return isinstance(config.task, VerifiersTask.Config)
+    task = config.task.build()
+    return has_turns(task, next(task.train_problems(seed=0)))
+
+
+MULTI_TURN = [name for name in GPU_CONFIGS if may_have_turns(config_of(name))]
+
+
+def test_gpu_configs_with_turns_are_these():
+    assert {name.partition(".")[0] for name in MULTI_TURN} == {"alphabet_sort", "verifiers_env"}
+
+
+@pytest.fixture(scope="module")
+def qwen3_tokenizer(tmp_path_factory):
+    """Bytes, with the chat template of Qwen3."""
+    return chat_templates.byte_tokenizer(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.mark.parametrize("name", MULTI_TURN)
+def test_gpu_configs_with_turns_go_on_after_a_reply_of_qwen3(name, qwen3_tokenizer):
+    ends = (qwen3_tokenizer.eos_token_id,)
+    renderer = make_renderer(config_of(name).renderer, tokenizer=qwen3_tokenizer, stop_token_ids=ends)
+    renderer.check_multi_turn()
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.endswith(".tiny_noise")])

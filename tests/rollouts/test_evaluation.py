@@ -6,7 +6,7 @@ import pytest
 from rl.errors import RunError
 from rl.observability.metrics import reduced
 from rl.rollouts.evaluation import SEED, Evaluator, pass_at
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.rollouts.settings import Evaluation
 from rl.tasks.sum_digits import format_reward, is_correct, make_problem, parse_answer
 from rl.types import Message, Observation, Problem, Rollout, SamplingParams, Score
@@ -201,3 +201,16 @@ def test_turns_of_conversations_are_reported():
     assert metrics["eval/turns_mean"] == 1.5
     assert metrics["eval/correct"] == 0.5
     assert "eval/turns_mean" not in evaluated(RUBRIC)
+
+
+def test_a_function_of_a_group_that_cannot_grade_one_rollout_is_left_out_of_greedy_evaluation():
+    def above_the_others(rollouts):
+        return [1.0 / (len(rollouts) - 1) for _ in rollouts]
+
+    ranked = GroupCriterion(name="ranked", function=above_the_others)
+    with_ranked = Rubric(criteria=(*RUBRIC.criteria, ranked), correct=is_correct)
+    assert evaluated(with_ranked) == evaluated(RUBRIC)
+    # Not where it is the one that says what is right.
+    by_rank = Rubric(criteria=(*RUBRIC.criteria, ranked), correct="ranked")
+    with pytest.raises(RunError, match="reward 'ranked' raised ZeroDivisionError"):
+        evaluated(by_rank)

@@ -27,3 +27,12 @@ def test_what_cannot_be_is_refused_with_its_field():
         OverlongPunishment(buffer_tokens=0)
     with pytest.raises(ValueError, match="penalty=-1: must be a finite number"):
         OverlongPunishment(penalty=-1)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_tokens", "expected"), [(40, 30, 0.0), (40, 35, -0.5), (3, 3, -1.0)]
+)
+def test_a_buffer_that_is_not_given_is_a_quarter_of_what_a_completion_may_have(
+    max_tokens, num_tokens, expected
+):
+    assert OverlongPunishment(enable=True, buffer_tokens=None)(num_tokens, max_tokens=max_tokens) == expected

@@ -58,6 +58,7 @@ def test_each_environment_begins_at_the_first_turn():
     ("replies", "reward"),
     [
         (("a c d", "a b c d", "a b c d e"), 1.0),
+        (("<think>a</think>a c d", "<think>\n</think>\n\na b c d", "<think>a b c d e"), 2 / 3),
         ((" a  c d\n", "a b c d", "a b c d e"), 1.0),
         (("a c d", "a c d b", "a b c d e"), 2 / 3),
         (("a c d", "a c d b", "a c d b e"), 1 / 3),

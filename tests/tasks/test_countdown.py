@@ -186,3 +186,9 @@ def test_settings_out_of_range_are_refused_by_name(field, value):
 def test_settings_that_no_target_fits_end_with_an_error_that_names_them(settings):
     with pytest.raises(ValueError, match=r"operations=.*max_target=.*num_numbers=.*largest="):
         next(task(**settings).train_problems(seed=0))
+
+
+def test_an_expression_in_a_thought_is_no_answer():
+    assert scored(task(), THIRTEEN, "<think>[ANSWER] 2</think>[ANSWER] 3+5*2").correct
+    cut_off = scored(task(), THIRTEEN, "<think>perhaps [ANSWER] 3+5*2")
+    assert (cut_off.correct, cut_off.reward) == (False, 0.0)

@@ -59,6 +59,12 @@ def test_what_is_held_out_does_not_depend_on_the_order_of_the_file(build):
     assert questions(held) == questions(turned)
 
 
+def test_without_anything_to_evaluate_on_all_rows_are_trained_on(build):
+    task = build(held_out=0.0)
+    assert task.eval_sets() == {}
+    assert questions(one_epoch(task)) == {row["question"] for row in ROWS}
+
+
 def test_rows_that_ask_the_same_stay_on_one_side(build):
     twice = [{**row, "question": f" {row['question']} "} for row in ROWS]
     task = build([*ROWS, *twice])
@@ -189,7 +195,6 @@ def test_an_id_that_stands_twice_is_named_with_both_rows(build):
     ("options", "said"),
     [
         ({"train_files": ()}, "train_files is empty"),
-        ({"held_out": 0.0}, "eval_files is empty and held_out is 0"),
         ({"held_out": 1e-9}, "held_out=1e-09 holds out none of 200 rows"),
         ({"held_out": 1.0}, "held_out=1.0: must be at least 0 and below 1"),
         ({"eval_files": {"test": "train.jsonl"}}, "train.jsonl' is one of train_files"),

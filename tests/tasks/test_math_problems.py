@@ -1,10 +1,12 @@
 import json
 import threading
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from configs import gsm8k
+from examples.data import make_tiny_math
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathCorrect, MathProblems, equal, find_answer
 from rl.types import Problem
@@ -144,15 +146,21 @@ def test_settings_that_cannot_work_are_named(build):
         build(GSM8K, held_out=2)
 
 
-def test_tiny_config_runs_over_a_file_that_is_there_and_names_one_that_is_not(tmp_path):
+def test_the_file_of_the_tiny_config_is_there_and_its_solutions_fit_and_are_right(tmp_path, monkeypatch):
+    root = Path(gsm8k.__file__).parent.parent
     config = gsm8k.tiny()
     assert isinstance(config.task, MathProblems.Config)
-    with pytest.raises(ValueError, match=r"'data/tiny_math\.jsonl' is no local file"):
-        config.task.build()
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
-    config.task.train_files, config.task.cache_folder = (str(path),), str(tmp_path / "cache")
+    monkeypatch.chdir(root)
+    config.task.cache_folder = str(tmp_path / "cache")
     task = config.task.build()
+    rows = [json.loads(line) for line in (root / gsm8k.TINY).read_text().splitlines()]
+    assert rows == make_tiny_math.problems()
+    assert len({row["question"] for row in rows}) == 200
+    assert len(task.eval_sets()["held_out"]) >= 10
+    for problem in islice(task.train_problems(seed=0), 150):
+        for step in problem.demonstrations[0].partition(" ####")[0].split(", "):
+            left, _, right = step.partition("=")
+            assert sum(map(int, left.replace("-", "+-").split("+"))) == int(right)
     shown = next(task.warmup_problems(seed=0))
     room = config.generator.max_model_len - config.loop.sampling.max_tokens
     assert len(shown.question) < room

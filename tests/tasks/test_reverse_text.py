@@ -25,6 +25,8 @@ def test_a_problem_asks_for_a_word_of_lower_case_letters_from_the_end():
     [
         ("dcba", 1.0, True),
         (" dcba\n", 1.0, True),
+        ("<think>d, c, b, a</think>\ndcba", 1.0, True),
+        ("<think>dcba", 0.0, False),
         # Twice the 3 letters in common over the 7 of both.
         ("dcb", 6 / 7, False),
         # The longest block in common is a letter.
