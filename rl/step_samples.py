@@ -82,8 +82,8 @@ class SampleMaker:
     async def _take_off_kl(
         self, members_PG: Sequence[Sequence[ScoredRollout]], rewards_PG: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[np.ndarray], Metric]:
-        """`loop.kl_reward`: of each token's reward, in place; the reference policy's logprobs of each rollout,
-        [T] float32 nats, which the gradient need not compute again, and the KL by token."""
+        """`loop.kl_reward`: of each token's reward, in place. Returns the reference policy's logprobs of each
+        rollout, [T] float32 nats, which the gradient need not compute again, and the KL by token."""
         setting = self.config.kl_reward
         flat = [member for members in members_PG for member in members]
         samples = [self._sample(m, np.zeros(m.rollout.num_completion_tokens, np.float32)) for m in flat]
