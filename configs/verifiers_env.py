@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.tasks.verifiers_environment import START_S
 from rl.tasks.verifiers_task import VerifiersTask
 
 
@@ -22,4 +23,6 @@ def _verifiers(config: Controller.Config) -> Controller.Config:
     config.task = VerifiersTask.Config(taskset="gsm8k-v1", num_eval=256)
     config.generator.max_model_len = 4096
     config.loop.sampling.max_tokens = 1024
+    # The first replies also wait for the environment's tool servers.
+    config.loop.episode.step_timeout_s = START_S + 60.0
     return config
