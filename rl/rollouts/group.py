@@ -12,7 +12,7 @@ from rl.clock import BusyClock, now_s
 from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.grading import ScoredRollout, scored
-from rl.rollouts.overlong import OverlongPunishment
+from rl.rollouts.overlong import OVERLONG, OverlongPunishment
 from rl.rollouts.renderer import PromptTooLongError
 from rl.types import Problem, Rollout, SamplingParams, Score
 
@@ -81,4 +81,4 @@ class RolloutWorker:
             return score
         num_tokens, max_tokens = len(rollout.completion.token_ids), self.sampling.max_tokens
         punishment = self.overlong(num_tokens, max_tokens=max_tokens)
-        return replace(score, reward=score.reward + punishment, parts={**score.parts, "overlong": punishment})
+        return replace(score, reward=score.reward + punishment, parts={**score.parts, OVERLONG: punishment})
