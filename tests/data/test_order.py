@@ -1,5 +1,7 @@
 from itertools import islice
 
+import pytest
+
 from rl.data.order import ShuffledProblems
 from rl.rollouts.numbered_problems import NumberedProblems
 from rl.types import LoopPosition, Problem
