@@ -45,8 +45,8 @@ class NumberedProblems:
         return number, problem
 
     def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
-        """After `step`, with these numbers drawn and not used, and those that were outstanding before and have
-        not been given again yet."""
+        """After `step`, with these numbers drawn and not used, and those outstanding before that have not
+        been given again yet."""
         left = tuple(sorted(self._again.union(outstanding)))
         return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
 
