@@ -3,8 +3,9 @@
     python -m benchmarks.curves [--quick] [--seeds 0 1] [--dump_folder outputs/curves]
 
 Whole runs, warm-up included, one after the other: `tiny` of each task for each seed, and `tiny_noise` for the
-first, or with `--controls` for each. All are evaluated greedily on held-out problems. The rewards of a control are coins, so what must stay
-flat is its share of right answers, `correct`. The last line is a JSON object with both of each evaluation.
+first, or with `--controls` for each. All are evaluated greedily on held-out problems. The rewards of a
+control are coins, so what must stay flat is its share of right answers, `correct`. The last line of the
+output is a JSON object with both of each evaluation.
 The exit status is 1 where a reward rose by less than 0.2, or `correct` of a control moved by more than 0.05.
 """
 
