@@ -12,7 +12,7 @@ from rl.clock import run_now
 from rl.loop import Loop
 from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.renderer import Renderer, render_prompt
+from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import score_within
 from rl.tasks.task import Task
@@ -34,6 +34,9 @@ def check_task(
     """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
     prompt of the first evaluation problem.
 
+    Args:
+        drops_long_prompts: a training problem whose prompt is too long is left out later, and no error.
+
     Raises:
         ValueError: names the problem, or the reward function and what it did.
     """
@@ -46,10 +49,13 @@ def check_task(
     held_out = [problem for problems in sets.values() for problem in problems]
     if _has_turns(task, held_out[0]):
         renderer.check_multi_turn()
-    train = islice(task.train_problems(seed=seed), 0 if drops_long_prompts else NUM_PROBED_PROBLEMS)
-    probed = [*held_out, *train]
-    for problem, messages in zip(probed, _openings(task, probed), strict=True):
-        render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
+    probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
+    for place, (problem, messages) in enumerate(zip(probed, _openings(task, probed), strict=True)):
+        try:
+            render_prompt(problem, messages, renderer=renderer, max_tokens=max_prompt_tokens)
+        except PromptTooLongError:
+            if place < len(held_out) or not drops_long_prompts:
+                raise
     rubric: Rubric = task.rubric(seed=seed)
     problem = held_out[0]
     prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
