@@ -1,7 +1,7 @@
 import asyncio
 import threading
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -59,7 +59,7 @@ class Gated(Recorder):
     gate = threading.Event()
     threads: ClassVar[set[int]] = set()
 
-    def step(self, *args) -> None:
+    def step(self, *args: Any) -> None:
         assert self.gate.wait(WAIT_S)
         self.threads.add(threading.get_ident())
         super().step(*args)
