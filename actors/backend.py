@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,11 @@ from rl.types import (
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
+
+MAX_SCORED_AT_ONCE = 256
+"""Rollouts that one reward process is asked for and has not scored: more than it calls functions at once."""
+PARTS_AT_ONCE = 4
+"""They are asked for in parts, so that there is work while the last rollouts of a part are scored."""
 
 
 class ActorLearner:
@@ -161,10 +168,35 @@ class ActorPublisher:
         return served
 
 
+class ScoringRoom:
+    """Lets in so many rollouts at once, in the order in which they come; more than that go in alone."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._num_in = 0
+        self._turn = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def of(self, num_rollouts: int) -> AsyncIterator[None]:
+        async with self._turn:
+            while self._num_in and self._num_in + num_rollouts > self.limit:
+                self._left.clear()
+                await self._left.wait()
+            self._num_in += num_rollouts
+        try:
+            yield
+        finally:
+            self._num_in -= num_rollouts
+            self._left.set()
+
+
 class ActorScorer:
     """A `Scorer` over the processes of a `RewardActor`; calls overlap.
 
     Each process is asked for its share alone, so that a slow one holds up nobody who does not wait for it.
+    It is asked for a few rollouts at a time, and has few to do at any time: so `timeouts.score_s` is for
+    these, however many an evaluation has.
 
     Args:
         num_procs: of the actor's mesh.
@@ -177,8 +209,25 @@ class ActorScorer:
         self._ranks = [reward.at_rank(rank) for rank in range(num_procs)]
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
+        self._room = ScoringRoom(MAX_SCORED_AT_ONCE * num_procs)
+        self._most_of_part = MAX_SCORED_AT_ONCE * num_procs // PARTS_AT_ONCE
 
     async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+        parts = _parts(groups, most=self._most_of_part)
+        if len(parts) == 1:
+            return await self._score(parts[0])
+        asking = [asyncio.ensure_future(self._score(part)) for part in parts]
+        try:
+            return list(chain.from_iterable(await asyncio.gather(*asking)))
+        finally:
+            for task in asking:
+                task.cancel()
+
+    async def _score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+        async with self._room.of(sum(map(len, groups))):
+            return await self._score_now(groups)
+
+    async def _score_now(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
         shares = self._divide([len(group) for group in groups])
         asking = []
         for rank, share in shares.items():
@@ -214,3 +263,13 @@ class ActorScorer:
 
 _Share = dict[int, list[int]]
 """Rollouts of one process: their places in their groups, by the group's number."""
+
+
+def _parts(groups: Sequence[Sequence[Rollout]], *, most: int) -> list[list[Sequence[Rollout]]]:
+    """Consecutive groups with as many rollouts together; a group is in one part, however long it is."""
+    parts: list[list[Sequence[Rollout]]] = [[]]
+    for group in groups:
+        if parts[-1] and sum(map(len, parts[-1])) + len(group) > most:
+            parts.append([])
+        parts[-1].append(group)
+    return parts

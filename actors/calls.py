@@ -33,7 +33,8 @@ class Timeouts:
     train_s: float = 1800.0
     """One forward_backward, optim_step or compute_logprobs."""
     score_s: float = 600.0
-    """Scoring all rollouts of a step or of an evaluation."""
+    """Scoring the rollouts that a reward process has at once: at most 256, whatever a step or an evaluation
+    has, or one group."""
     sync_s: float = 600.0
     """A push of the weights by all trainer ranks, or a pull by all of a generator's; where running
     completions are finished first (generator.on_update 'drain'), after generate_s for these."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,15 @@ from actors.task_checks import check_demonstrations, check_sample_limit, check_t
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
-from rl.rollouts.renderer import RendererConfig, TemplateRenderer, make_renderer
-from rl.starting_point import StartingPoint, given_folder, random_model, warmed_up_model
+from rl.rollouts.demonstrations import demonstrated_now
+from rl.rollouts.renderer import TemplateRenderer, make_renderer
+from rl.starting_point import (
+    NUM_KEYED_DEMONSTRATIONS,
+    StartingPoint,
+    given_folder,
+    random_model,
+    warmed_up_model,
+)
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
 from rl.training.experts import ExpertBalance
@@ -122,14 +130,19 @@ def starting_point(config: RunConfig, *, task: Task, source: LoadSource | None) 
     starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
     if config.warmup is None or not starts_here:
         return random_model(cache, spec=spec, seed=config.seed)
-    rendered = {} if config.renderer == RendererConfig() else {"renderer": to_dict(config.renderer)}
+    tokenizer, stop_ids = random_model(cache, spec=spec, seed=config.seed).tokenizer()
+    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
     return warmed_up_model(
         cache,
         spec=spec,
         seed=config.seed,
         warmup=config.warmup,
-        demonstrations=task.warmup_problems(seed=config.seed),
-        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant) | rendered,
+        demonstrations=demonstrated_now(
+            islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
+            environment=task.environment,
+            renderer=renderer,
+        ),
+        arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),
     )
 
 

@@ -14,7 +14,7 @@ from rl.clock import run_now
 from rl.loop import Loop
 from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated, demonstrated_rollout
 from rl.rollouts.environment import is_single_turn
-from rl.rollouts.renderer import Renderer, render_prompt
+from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring_limit import score_group_within
 from rl.tasks.task import Task
@@ -43,6 +43,7 @@ def check_task(
     prompt of the first evaluation problem, or of the first of training where there is none.
 
     Args:
+        drops_long_prompts: a training problem whose prompt is too long is left out later, and no error.
         max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
         num_samples: of a group, which is what functions of a group are given.
         rewards_may_fail: a rubric that fails is only warned of.
@@ -55,10 +56,13 @@ def check_task(
     problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
     if max_turns != 1 and has_turns(task, problem):
         renderer.check_multi_turn()
-    train = islice(task.train_problems(seed=seed), 0 if drops_long_prompts else NUM_PROBED_PROBLEMS)
-    probed = [*held_out, *train]
-    for asked, messages in zip(probed, _openings(task, probed), strict=True):
-        render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
+    probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
+    for place, (asked, messages) in enumerate(zip(probed, _openings(task, probed), strict=True)):
+        try:
+            render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
+        except PromptTooLongError:
+            if place < len(held_out) or not drops_long_prompts:
+                raise
     prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
     example = _example(task, problem, prompt, renderer=renderer)
     rubric: Rubric = task.rubric(seed=seed)

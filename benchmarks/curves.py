@@ -3,8 +3,10 @@
     python -m benchmarks.curves [--quick] [--seeds 0 1] [--dump_folder outputs/curves]
 
 Whole runs, warm-up included, one after the other: `tiny` of each task for each seed, and `tiny_noise` for the
-first. All are evaluated greedily on held-out problems. The rewards of a control are coins, so what must stay
-flat is its share of right answers, `correct`. The last line is a JSON object with both of each evaluation.
+first, or with `--controls` for each. All are evaluated greedily on held-out problems. The rewards of a
+control are coins, so what must stay flat is its share of right answers, `correct`. The last line of the
+output is a JSON object with both of each evaluation.
+The exit status is 1 where a reward rose by less than 0.2, or `correct` of a control moved by more than 0.05.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,12 +25,19 @@ from benchmarks.processes import whole_run
 
 TASKS = ("reverse_text", "alphabet_sort")
 RUN_TIMEOUT_S = 900.0
+MIN_RISE = 0.2
+"""Of the evaluated reward, in a run that learns."""
+MAX_DRIFT = 0.05
+"""Of the share of right answers, either way, in a control."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first seed alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument(
+        "--controls", action="store_true", help="a control for every seed, not the first alone"
+    )
     parser.add_argument("--dump_folder", help="where the runs stay; default: they are removed again")
     args = parser.parse_args()
     seeds = args.seeds[:1] if args.quick else args.seeds
@@ -37,11 +47,35 @@ def main() -> None:
         curves = [
             _measured(folder, task=task, config=config, seed=seed)
             for task in TASKS
-            for config, of_seeds in (("tiny", seeds), ("tiny_noise", seeds[:1]))
-            for seed in of_seeds
+            for config, seed in runs(seeds, controls=args.controls)
         ]
     print(table(curves))
     print(json.dumps({"benchmark": "curves", "load_before": round(load, 2), "curves": curves}))
+    if missed := shortfalls(curves):
+        sys.exit("\n".join(missed))
+
+
+def runs(seeds: Sequence[int], *, controls: bool) -> list[tuple[str, int]]:
+    """Config and seed of each run of a task; `controls`: one for every seed."""
+    return [
+        *(("tiny", seed) for seed in seeds),
+        *(("tiny_noise", seed) for seed in (seeds if controls else seeds[:1])),
+    ]
+
+
+def shortfalls(curves: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each run did that it should not; empty where all learnt and no control did."""
+    missed = []
+    for made in curves:
+        run = f"{made['task']}, {made['config']}, seed {made['seed']}"
+        if made["config"] == "tiny_noise":
+            if abs(made["correct_rose"]) > MAX_DRIFT:
+                missed.append(
+                    f"{run}: correct moved by {made['correct_rose']:+}, at most {MAX_DRIFT} is noise"
+                )
+        elif made["reward_rose"] < MIN_RISE:
+            missed.append(f"{run}: the reward rose by {made['reward_rose']:+}, should by {MIN_RISE}")
+    return missed
 
 
 def _measured(folder: Path, *, task: str, config: str, seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from actors.controller import Controller
 from configs import sum_digits
 from rl.rollouts.renderer import RendererConfig
+from rl.tasks.verifiers_environment import START_S
 from rl.tasks.verifiers_task import VerifiersTask
 
 
@@ -25,4 +26,6 @@ def _verifiers(config: Controller.Config) -> Controller.Config:
     config.renderer = RendererConfig(kind="qwen3")
     config.generator.max_model_len = 4096
     config.loop.sampling.max_tokens = 1024
+    # The first replies also wait for the environment's tool servers.
+    config.loop.episode.step_timeout_s = START_S + 60.0
     return config

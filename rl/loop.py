@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rl.clock import now_s
 from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
 from rl.loop_config import LoopConfig
+from rl.observability.background import BackgroundWriter
 from rl.observability.metrics import Record
 from rl.observability.recorder import Recorder
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
@@ -107,6 +109,7 @@ class Loop(Configurable):
         self.sinks = sinks
         self.checkpoints = checkpoints
         self.recorder = recorder
+        self._recording = BackgroundWriter("rollouts.jsonl")
         self.watch = watch
         self._samples = SampleMaker(
             config=config,
@@ -153,7 +156,9 @@ class Loop(Configurable):
                     await self._save(step)
             with naming(f"after step {max(done, self.config.num_steps)}"):
                 await self._sync.served()
+                await self._recording.finish()
         finally:
+            await self._recording.close()
             await self._producer.close()
             await self._sync.close()
 
@@ -177,7 +182,8 @@ class Loop(Configurable):
         )
         made = await self._samples.make(batch)
         if self.recorder is not None:
-            self.recorder.step(step, batch, made.advantages_PG)
+            # Long rollouts take a second to write: beside the gradient.
+            await self._recording.begin(partial(self.recorder.step, step, batch, made.advantages_PG))
         minibatches = await self._train(made, is_on_policy=not ages.any())
         policy_version = minibatches[-1].update.policy_version
         await self._publish(step, policy_version)
@@ -261,7 +267,7 @@ class Loop(Configurable):
                 raise
         eval_s = now_s() - started
         if self.recorder is not None:
-            self.recorder.evaluation(step, evaluation)
+            await self._recording.begin(partial(self.recorder.evaluation, step, evaluation))
         self._write(
             {"step": step, "policy_version": policy_version, **evaluation.metrics(), "time/eval_s": eval_s}
         )

@@ -24,9 +24,9 @@ from rl.models.spec import ModelSpec
 from rl.models.starting_point import write_random_model
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.rollouts.tokenizer import open_tokenizer
-from rl.types import Problem
+from rl.types import TrainingSample
 
-RECIPE = 2
+RECIPE = 3
 """Part of the key; raised when the code of the warm-up, the tokenizer or the initialisation changes
 what comes out."""
 NUM_KEYED_DEMONSTRATIONS = 256
@@ -96,13 +96,14 @@ def warmed_up_model(
     spec: ModelSpec,
     seed: int,
     warmup: Configurable.Config,
-    demonstrations: Iterable[Problem],
+    demonstrations: Iterable[TrainingSample],
     arithmetic: dict[str, Any],
 ) -> StartingPoint:
     """The model after its warm-up if that was made before, else what the warm-up starts from.
 
     Args:
-        demonstrations: of the warm-up, in order.
+        demonstrations: of the warm-up, in order, as it trains on them: so what the renderer and the
+            environments put between the replies is part of the key.
         arithmetic: what else of the trainer shapes the steps: optimizer and dtypes.
     """
     made_of = {
@@ -110,15 +111,18 @@ def warmed_up_model(
         "model": to_dict(spec.model),
         "seed": seed,
         "warmup": to_dict(warmup),
-        "demonstrations": [
-            (p.question, p.demonstration) for p in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)
-        ],
+        "demonstrations": [_digest(sample) for sample in islice(demonstrations, NUM_KEYED_DEMONSTRATIONS)],
         "arithmetic": arithmetic,
     }
     warm = cache / f"{spec.name}-{spec.flavor}-warm-{_key(made_of)}"
     if warm.exists():
         return given_folder(warm, spec=spec, any_size=False)
     return replace(random_model(cache, spec=spec, seed=seed), warmed_up=warm)
+
+
+def _digest(sample: TrainingSample) -> str:
+    """Of its tokens, and of which are trained on."""
+    return hashlib.sha256(sample.token_ids.tobytes() + sample.mask.tobytes()).hexdigest()
 
 
 def _key(made_of: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -38,13 +39,15 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
     counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
     by_function = score_metrics([score for group in groups for score in group.scores])
-    return merge(
-        [*(group_metrics(group.scored) for group in groups if group.rollouts), by_function, reasons, *counts]
-    )
+    by_environment = _environment_metrics([member.rollout for group in groups for member in group.scored])
+    of_groups = [group_metrics(group.scored) for group in groups]
+    return merge([*of_groups, by_function, by_environment, reasons, *counts])
 
 
 def group_metrics(scored_G: Sequence[ScoredRollout]) -> dict[str, Metric]:
-    """Of those of one prompt's rollouts that could be scored."""
+    """Of those of one prompt's rollouts that could be scored; nothing where none could."""
+    if not scored_G:
+        return {}
     return merge([*map(_rollout_metrics, scored_G), {"reward/equal_groups": Mean(equal_rewards(scored_G))}])
 
 
@@ -55,7 +58,7 @@ def age_metrics(ages: np.ndarray) -> dict[str, Metric]:
 
 def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
     rollout, score = member.rollout, member.score
-    metrics: dict[str, Metric] = {
+    return {
         "reward/mean": Mean(score.reward),
         "reward/std": Std(score.reward),
         "reward/correct": Mean(score.correct),
@@ -64,16 +67,16 @@ def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
         "rollout/turns_mean": Mean(len(rollout.turns)),
         "rollout/unfinished": Mean(rollout.end != "done"),
     }
-    return metrics | _environment_metrics(rollout)
 
 
-def _environment_metrics(rollout: Rollout) -> dict[str, Metric]:
-    """What the environment reports of its turns, added up, as a mean over rollouts."""
+def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """What the environments report of their turns, added up, as a mean over all rollouts: 0 for those that do
+    not report it."""
     totals: dict[str, float] = defaultdict(float)
-    for turn in rollout.turns:
+    for turn in chain.from_iterable(rollout.turns for rollout in rollouts):
         for name, value in turn.observation.metrics.items():
             totals[name] += value
-    return {f"environment/{name}": Mean(total) for name, total in totals.items()}
+    return {f"environment/{name}": Mean(total, len(rollouts)) for name, total in totals.items()}
 
 
 def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:

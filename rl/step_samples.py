@@ -50,13 +50,18 @@ class SampleMaker:
         by_turn = self.config.advantage.credit == "token"
         rewards_PG = [[token_rewards(m, by_turn=by_turn) for m in members] for members in members_PG]
         metrics: dict[str, Metric] = {}
+        references: list[np.ndarray] | None = None
         if self.config.kl_reward.coef:
-            metrics |= await self._take_off_kl(members_PG, rewards_PG)
+            references, kl = await self._take_off_kl(members_PG, rewards_PG)
+            metrics["reward/kl"] = kl
         advantages_PG = self.config.advantage(rewards_PG)
         samples_PG = [
             [self._sample(*pair) for pair in zip(*of_group, strict=True)]
             for of_group in zip(members_PG, advantages_PG, strict=True)
         ]
+        if references is not None:
+            known = iter(references)
+            samples_PG = [[replace(s, reference_logprobs=next(known)) for s in of] for of in samples_PG]
         width = self.config.num_prompts // self.config.num_minibatches
         parts, counts = self._within_limit(
             [list(chain(*samples_PG[i : i + width])) for i in range(0, len(samples_PG), width)]
@@ -76,8 +81,9 @@ class SampleMaker:
 
     async def _take_off_kl(
         self, members_PG: Sequence[Sequence[ScoredRollout]], rewards_PG: Sequence[Sequence[np.ndarray]]
-    ) -> dict[str, Metric]:
-        """`loop.kl_reward`: of each token's reward, in place."""
+    ) -> tuple[list[np.ndarray], Metric]:
+        """`loop.kl_reward`: of each token's reward, in place. Returns the reference policy's logprobs of each
+        rollout, [T] float32 nats, which the gradient need not compute again, and the KL by token."""
         setting = self.config.kl_reward
         flat = [member for members in members_PG for member in members]
         samples = [self._sample(m, np.zeros(m.rollout.num_completion_tokens, np.float32)) for m in flat]
@@ -91,7 +97,7 @@ class SampleMaker:
             )
             rewards_C -= setting.coef * kl_C
             total, count = total + float(kl_C.sum()), count + len(kl_C)
-        return {"reward/kl": Mean(total, count)}
+        return references, Mean(total, count)
 
     def _within_limit(
         self, parts: list[list[TrainingSample]]

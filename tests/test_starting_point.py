@@ -1,4 +1,6 @@
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -7,20 +9,34 @@ import pytest
 from rl.config.tree import rebuild
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
-from rl.starting_point import StartingPoint, random_model, warmed_up_model
+from rl.protocols import Environment
+from rl.rollouts.demonstrations import demonstrated_now
+from rl.rollouts.environment import SingleTurn
+from rl.starting_point import NUM_KEYED_DEMONSTRATIONS, StartingPoint, random_model, warmed_up_model
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
+from rl.types import Message, Observation, Problem, Reply
+from tests.support.fakes import RENDERER
 
 SPEC = model_registry("tiny")
 
 
-def planned(cache: Path, *, task: SumDigits.Config | None = None, **changes: Any) -> StartingPoint:
-    task = task or SumDigits.Config(num_integers=2)
+def planned(
+    cache: Path,
+    *,
+    task: SumDigits.Config | None = None,
+    environment: Callable[[Problem], Environment] | None = None,
+    **changes: Any,
+) -> StartingPoint:
+    built = (task or SumDigits.Config(num_integers=2)).build()
+    problems = islice(built.warmup_problems(seed=0), NUM_KEYED_DEMONSTRATIONS)
     arguments: dict[str, Any] = {
         "spec": SPEC,
         "seed": 0,
         "warmup": SupervisedWarmup.Config(),
-        "demonstrations": task.build().warmup_problems(seed=0),
+        "demonstrations": demonstrated_now(
+            problems, environment=environment or built.environment, renderer=RENDERER
+        ),
         "arithmetic": {"dtypes": "float32"},
     }
     return warmed_up_model(cache, **(arguments | changes))
@@ -62,9 +78,43 @@ def test_what_does_not_shape_the_warm_up_shares_its_result(tmp_path, task):
         {"task": SumDigits.Config(num_integers=2, haste=0.5)},
         {"task": SumDigits.Config(num_integers=3)},
         {"arithmetic": {"dtypes": "bfloat16"}},
+        {"environment": lambda problem: SingleTurn(problem=problem, system="Add.")},
         {"spec": replace(SPEC, model=rebuild(SPEC.model, {"num_layers": 2}))},
     ],
-    ids=["seed", "warm-up", "haste", "integers", "dtype", "layers"],
+    ids=["seed", "warm-up", "haste", "integers", "dtype", "system", "layers"],
 )
 def test_what_shapes_the_warm_up_gets_one_of_its_own(tmp_path, change):
     assert planned(tmp_path, **change).warmed_up != planned(tmp_path).warmed_up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answering:
+    """Says something after the first reply."""
+
+    problem: Problem
+    answer: str
+    said: list[str] = field(default_factory=list)
+
+    def opening(self) -> tuple[Message, ...]:
+        return (Message(role="user", content=self.problem.question),)
+
+    async def step(self, reply: Reply) -> Observation:
+        self.said.append(reply.text)
+        more = len(self.said) == 1
+        return Observation(messages=(Message(role="user", content=self.answer),) if more else ())
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_what_an_environment_says_between_the_replies_shapes_the_warm_up(tmp_path):
+    two_turns = [Problem(id="p", question="q", answer="b", demonstration=("a", "b"))]
+
+    def folder(answer: str) -> Path | None:
+        samples = demonstrated_now(
+            two_turns, environment=lambda p: Answering(problem=p, answer=answer), renderer=RENDERER
+        )
+        return planned(tmp_path, demonstrations=samples).warmed_up
+
+    assert folder("go on") == folder("go on")
+    assert folder("go on") != folder("go on then")

@@ -116,15 +116,26 @@ def test_rollouts_of_several_turns_report_them_and_what_their_environment_counte
         )
 
     long = of_turns({"calls": 2.0}, {}, {"calls": 1.0, "errors": 1.0}, end="turns")
-    said = values(group_metrics([long, of_turns({"calls": 0.0})]))
+    short = of_turns({"calls": 0.0})
+    groups = [
+        Group(number=i, rollouts=[m.rollout], scores=[m.score], scored=[m], generated_at=0.0)
+        for i, m in enumerate((long, short))
+    ]
+    said = values(batch_metrics(Batch(groups=groups, dropped=[])))
     assert (said["rollout/turns_mean"], said["rollout/unfinished"]) == (2, 0.5)
     assert said["completion/tokens_mean"] == (3 * 4 + 4) / 2  # of all turns
-    # A rollout's calls are added up; of those that count errors, the mean.
-    assert (said["environment/calls"], said["environment/errors"]) == (1.5, 1)
+    # A rollout's calls are added up; one that counts no errors has none.
+    assert (said["environment/calls"], said["environment/errors"]) == (1.5, 0.5)
 
 
-def test_a_group_without_a_single_score_counts_as_one_that_teaches_nothing():
-    assert values(group_metrics([])) == {"reward/equal_groups": 1}
+def test_a_group_without_a_single_score_is_not_one_of_equal_rewards():
+    failed = [Score(reward=0.0, correct=False, failure="raised")] * 2
+    made = rollouts("abc", "a")
+    group = Group(number=0, rollouts=made, scores=failed, scored=scored(made, failed), generated_at=0.0)
+    said = values(batch_metrics(Batch(groups=[], dropped=[("failed", group)])))
+    assert "reward/equal_groups" not in said
+    assert (said["reward/num_failed"], said["groups/dropped_failed"]) == (2, 1)
+    assert group_metrics([]) == {}
 
 
 def test_minibatches_are_joined_each_number_by_its_own_reduction():

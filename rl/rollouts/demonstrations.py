@@ -6,9 +6,11 @@ Shape legend: N tokens of what a model is told, C tokens of a completion.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from rl.clock import run_now
 from rl.errors import RunError
 from rl.protocols import Environment
 from rl.rollouts.renderer import Renderer
@@ -75,6 +77,17 @@ async def demonstrated_rollout(problem: Problem, environment: Environment, *, re
             await environment.close()
     prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
     return Rollout(prompt=prompt, sample=0, turns=tuple(turns))
+
+
+def demonstrated_now(
+    problems: Iterable[Problem], *, environment: Callable[[Problem], Environment], renderer: Renderer
+) -> list[TrainingSample]:
+    """`demonstrated` of each, from code that cannot await."""
+
+    async def all_of_them() -> list[TrainingSample]:
+        return [await demonstrated(p, environment(p), renderer=renderer) for p in problems]
+
+    return run_now(all_of_them())
 
 
 async def _answer(environment: Environment, reply: Reply, turn: int, problem: Problem) -> Observation:

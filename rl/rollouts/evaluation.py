@@ -14,7 +14,7 @@ from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.grading import failure_of
-from rl.rollouts.score_metrics import score_metrics
+from rl.rollouts.score_metrics import PASS_AT, score_metrics
 from rl.rollouts.settings import Evaluation
 from rl.types import Problem, Rollout, SamplingParams, Score
 
@@ -163,7 +163,7 @@ def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
 def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
     num_samples, num_correct = len(correct_G), sum(correct_G)
     return {
-        f"pass@{k}": Mean(pass_at(k, num_samples=num_samples, num_correct=num_correct))
+        f"{PASS_AT}{k}": Mean(pass_at(k, num_samples=num_samples, num_correct=num_correct))
         for k in _powers_of_two(num_samples)
     }
 

@@ -12,7 +12,7 @@ from rl.clock import BusyClock, now_s
 from rl.protocols import Scorer
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.grading import ScoredRollout, scored
-from rl.rollouts.overlong import OverlongPunishment
+from rl.rollouts.overlong import OVERLONG, OverlongPunishment
 from rl.rollouts.renderer import PromptTooLongError
 from rl.types import Problem, Rollout, SamplingParams, Score
 
@@ -87,4 +87,4 @@ class RolloutWorker:
         cut_off = rollout.end == "tokens" or rollout.completion.finish_reason == "length"
         num_tokens = max_tokens if cut_off else len(rollout.completion.token_ids)
         punishment = self.overlong(num_tokens, max_tokens=max_tokens)
-        return replace(score, overlong=punishment, parts={**score.parts, "overlong": punishment})
+        return replace(score, overlong=punishment, parts={**score.parts, OVERLONG: punishment})

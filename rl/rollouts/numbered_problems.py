@@ -26,7 +26,8 @@ class NumberedProblems:
     def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
         self.num_drawn = 0 if position is None else position.num_problems
         """Of the task, outstanding ones included."""
-        self._again = () if position is None else position.outstanding
+        self._again = set() if position is None else set(position.outstanding)
+        """Of the earlier position, not given yet."""
         self._numbered: Iterator[tuple[int, Problem]]
         if isinstance(problems, RandomAccess):
             numbers = itertools.chain(sorted(self._again), itertools.count(self.num_drawn))
@@ -39,12 +40,15 @@ class NumberedProblems:
 
     def __next__(self) -> tuple[int, Problem]:
         number, problem = next(self._numbered)
+        self._again.discard(number)
         self.num_drawn = max(self.num_drawn, number + 1)
         return number, problem
 
     def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
-        """After `step`, with these numbers drawn and not used."""
-        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=tuple(sorted(outstanding)))
+        """After `step`, with these numbers drawn and not used, and those outstanding before that have not
+        been given again yet."""
+        left = tuple(sorted(self._again.union(outstanding)))
+        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
 
     def _unseen(self, numbered: Iterator[tuple[int, Problem]]) -> Iterator[tuple[int, Problem]]:
         num_seen, again = self.num_drawn, set(self._again)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+OVERLONG = "overlong"
+"""The part of a score that a completion's length takes off."""
+
 
 def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
     """Of a completion of `num_tokens`: 0 up to max_tokens - cache_tokens, then falling to -1 at max_tokens.

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from rl.rollouts.overlong import OVERLONG
 from rl.rollouts.rubric_functions import (
     CallResult,
     Concurrency,
@@ -94,10 +95,12 @@ class Rubric:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two criteria have the name {name!r}: each needs its own")
-        if ENVIRONMENT in names:
-            raise ValueError(
-                f"a criterion has the name {ENVIRONMENT!r}, which is for the rewards of its turns"
-            )
+        for name, given in (
+            (ENVIRONMENT, "the rewards of its turns"),
+            (OVERLONG, "what its length takes off"),
+        ):
+            if name in names:
+                raise ValueError(f"a criterion has the name {name!r}, which is for {given}")
         if isinstance(self.correct, str) and self.correct not in names:
             raise ValueError(
                 f"correct={self.correct!r} is no criterion of the rubric: it has {', '.join(names) or 'none'}"

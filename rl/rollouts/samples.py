@@ -38,7 +38,7 @@ def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: fl
             f"that the model produced for problem {rollout.prompt.problem.id!r}"
         )
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
-    advantages = dict(zip(range(len(ends)), np.split(advantages_C, ends[:-1]), strict=True))
+    advantages = np.split(advantages_C, ends[:-1])
 
     def joined(of_turn: Callable[[int, Completion], np.ndarray], *, told: float) -> np.ndarray:
         """[T]: `told` where the model did not speak."""

@@ -8,10 +8,10 @@ from rl.observability.metrics import Mean, Metric, Sum
 from rl.rollouts.rubric import ENVIRONMENT
 from rl.types import Score
 
-TAKEN = frozenset(
-    {"mean", "std", "correct", "reward", "equal_groups", "num_failed", "num_unparsed", "num_problems"}
-)
-"""Names of what is reported beside the functions; one of these is reported as `function_<name>`."""
+OF_STEP = frozenset({"mean", "std", "correct", "equal_groups", "kl", "num_failed", "num_unparsed"})
+OF_EVALUATION = frozenset({"correct", "reward", "num_problems", "turns_mean", "num_failed", "num_unparsed"})
+PASS_AT = "pass@"
+"""Of an evaluation too, before the number of tries."""
 
 
 def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[str, Metric]:
@@ -29,5 +29,11 @@ def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[st
     for name in dict.fromkeys(name for score in good for name in score.parts):
         values = [score.parts[name] for score in good if name in score.parts]
         count = len(good) if name == ENVIRONMENT else len(values)
-        metrics[f"{prefix}/{f'function_{name}' if name in TAKEN else name}"] = Mean(sum(values), count)
+        metrics[f"{prefix}/{_reported_name(name)}"] = Mean(sum(values), count)
     return metrics
+
+
+def _reported_name(name: str) -> str:
+    """`function_<name>` where the name is that of something that is reported beside the functions."""
+    is_taken = name in OF_STEP | OF_EVALUATION or name.startswith(PASS_AT)
+    return f"function_{name}" if is_taken else name

@@ -28,6 +28,7 @@ from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
+from rl.tasks.verifiers_environment import START_S
 from rl.tasks.verifiers_harness import BAD_CALL
 from rl.tools.calls import OPEN, THINK_CLOSE, BadCall, parse_calls
 from rl.types import Message, Observation, Reply
@@ -42,8 +43,6 @@ for _name in ("aiohttp.access", "httpx", "httpx2", "verifiers.v1"):
 POLICY = "policy"
 POLICY_CLIENT = TrainClientConfig(base_url="http://policy.invalid/v1")
 """Stands for the sampler; no request is ever sent there. Of this class, because replies come whole."""
-START_S = 180.0
-"""Within this the shared tool servers of an environment must be up."""
 CLOSE_S = 20.0
 
 ResultT = TypeVar("ResultT")
@@ -105,6 +104,7 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
+        self._ready: Future[None] = Future()
 
     def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Run it in the thread, which must have been started."""
@@ -115,17 +115,21 @@ class Host:
         """Start the thread and what all rollouts share, unless they are there.
 
         Raises:
-            EpisodeError: they cannot be started.
+            EpisodeError: they could not be started, now or the first time: says why.
             TimeoutError: they are not up after `START_S`.
         """
         with self._lock:
             if self._thread is None:
-                ready: Future[None] = Future()
                 self._thread = threading.Thread(
-                    target=lambda: asyncio.run(self._serve(ready)), name="verifiers", daemon=True
+                    target=lambda: asyncio.run(self._serve(self._ready)), name="verifiers", daemon=True
                 )
                 self._thread.start()
-                ready.result(timeout=START_S)
+        try:
+            error = self._ready.exception(timeout=START_S)
+        except TimeoutError:
+            raise TimeoutError(f"the environment's shared parts are not up after {START_S:g} s") from None
+        if error is not None:
+            raise EpisodeError(f"the environment cannot be started: {error!r}") from error
 
     def close(self) -> None:
         """End the rollouts that run, and the tool servers."""
@@ -150,7 +154,7 @@ class Host:
             if ready.done():
                 logger.warning("the shared parts of an environment ended badly: %r", error, exc_info=error)
             else:
-                ready.set_exception(EpisodeError(f"the environment cannot be started: {error!r}"))
+                ready.set_exception(error)
 
 
 class Episode:

@@ -11,6 +11,8 @@ from rl.rollouts.rubric import UnparsedAnswer
 from rl.types import Message, Observation, Reply, Rollout
 
 REWARD = "verifiers/reward"
+START_S = 180.0
+"""Within this the shared tool servers of an environment must be up; the first replies wait for them."""
 
 
 class EpisodeHost(Protocol):

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from actors.backend import ActorScorer
 from actors.calls import ActorCallError, ActorGroup, Timeouts
 from actors.reward import RewardActor
 from rl.errors import RunError
+from rl.types import Score
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.reward_functions import alone, together
 from tests.support.scored import replied
@@ -124,6 +126,65 @@ def test_async_functions_of_several_calls_overlap_in_one_process(rewards):
         return await asyncio.gather(*(scorer.score([rollouts("meet")]) for _ in range(2)))
 
     assert [scores[0][0].failure for scores in rewards.run(steps())] == [None, None]
+
+
+@dataclass
+class Recorded:
+    """Stands for a process: answers at once, or after an error, and notes how many were asked for."""
+
+    asked: list[int] = field(default_factory=list)
+    num_now: int = 0
+    most_at_once: int = 0
+    fails: bool = False
+
+    def at_rank(self, rank):
+        return self
+
+    async def call(self, endpoint, groups, whole, *, limit):
+        num = sum(map(len, groups))
+        self.asked.append(num)
+        self.num_now += num
+        self.most_at_once = max(self.most_at_once, self.num_now)
+        await asyncio.sleep(0)
+        self.num_now -= num
+        if self.fails:
+            raise ActorCallError("it raised")
+        return [[[Score(reward=float(r.sample), correct=False) for r in group] for group in groups]]
+
+
+def test_a_process_is_asked_for_a_part_at_a_time_each_with_a_deadline_of_its_own():
+    process: Any = Recorded()
+    scorer = ActorScorer(process, num_procs=1)
+    groups = [rollouts(*["x"] * 3) for _ in range(1000)]
+
+    async def two_evaluations():
+        return await asyncio.gather(scorer.score(groups), scorer.score(groups[:1]), scorer.score(groups))
+
+    first, second, third = asyncio.run(two_evaluations())
+    assert [[s.reward for s in group] for group in first] == [[0.0, 1.0, 2.0]] * 1000
+    assert (second, third) == (first[:1], first)
+    assert sum(process.asked) == 6003
+    assert max(process.asked) == 63  # whole groups within 64
+    assert 192 <= process.most_at_once <= 256
+    # A group that is longer goes alone.
+    long = ActorScorer(process, num_procs=1).score([rollouts(*["x"] * 300), *groups[:2]])
+    assert list(map(len, asyncio.run(long))) == [300, 3, 3]
+    assert process.asked[-2:] == [300, 6]
+
+
+def test_after_an_error_no_further_part_is_asked_for():
+    process: Any = Recorded(fails=True)
+    scorer = ActorScorer(process, num_procs=1)
+
+    async def scored_after_an_error():
+        with pytest.raises(ActorCallError, match="it raised"):
+            await scorer.score([rollouts(*["x"] * 3) for _ in range(1000)])
+        process.fails, num_asked = False, sum(process.asked)
+        return num_asked, await scorer.score([rollouts("x")])
+
+    num_asked, scores = asyncio.run(scored_after_an_error())
+    assert num_asked <= 512
+    assert len(scores) == 1
 
 
 @pytest.mark.medium

@@ -65,6 +65,33 @@ def test_demonstrations_of_every_set_and_of_training_have_to_fit():
         assert {environment.num_closed for environment in task.made} == {1}
 
 
+class Unrenderable(TwinRenderer):
+    """Has no form for some messages."""
+
+    def opening(self, messages):
+        if messages[-1].content == "odd":
+            raise ValueError("the template has no form for 'odd'")
+        return super().opening(messages)
+
+
+def test_where_long_prompts_are_dropped_those_of_training_may_be_long_but_must_have_a_form():
+    def checked(*training: Problem, held_out: Problem = PROBLEM) -> None:
+        check_task(
+            Asking(training=[PROBLEM, *training], sets={"one": [held_out]}),
+            renderer=Unrenderable(),
+            max_prompt_tokens=9,
+            seed=0,
+            time_limit_s=5.0,
+            drops_long_prompts=True,
+        )
+
+    checked(LONG)
+    with pytest.raises(ValueError, match="the template has no form for 'odd'"):
+        checked(LONG, replace(PROBLEM, id="ask/odd", question="odd"))
+    with pytest.raises(ValueError, match=r"problem 'ask/long' has 18 tokens"):
+        checked(held_out=LONG)
+
+
 def test_a_task_without_evaluation_problems_is_refused_and_an_empty_set_by_its_name():
     with pytest.raises(ValueError, match="no evaluation problems in its set 'far'"):
         check(Asking(sets={"near": [PROBLEM], "far": []}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.curves import curve, table
+from benchmarks.curves import curve, runs, shortfalls, table
 
 RECORDS: list[dict[str, float]] = [
     {"step": 0, "eval/correct": 0.25, "eval/reward": 0.5},
@@ -34,3 +34,30 @@ def test_the_table_shows_the_first_and_the_last_evaluation():
     run = {"task": "reverse_text", "config": "tiny", "seed": 1, "seconds": 200.5}
     *_, line = table([run | READ]).splitlines()
     assert line == "| reverse_text | tiny | 1 | 40 | 0.250 -> 0.875 | 0.500 -> 0.900 | 200.5 |"
+
+
+@pytest.mark.parametrize(
+    ("config", "reward_rose", "correct_rose", "missed"),
+    [
+        ("tiny", 0.2, 0.0, None),
+        ("tiny", 0.1999, 0.5, "the reward rose by +0.1999, should by 0.2"),
+        ("tiny", -0.3, 0.0, "the reward rose by -0.3, should by 0.2"),
+        ("tiny_noise", 0.0, 0.05, None),
+        ("tiny_noise", 0.3, -0.05, None),  # its rewards are coins
+        ("tiny_noise", 0.0, 0.0501, "correct moved by +0.0501, at most 0.05 is noise"),
+        ("tiny_noise", 0.0, -0.0501, "correct moved by -0.0501, at most 0.05 is noise"),
+    ],
+)
+def test_a_run_that_learns_too_little_and_a_control_that_moves_are_named(
+    config, reward_rose, correct_rose, missed
+):
+    made = {"task": "reverse_text", "config": config, "seed": 3}
+    good = {"task": "alphabet_sort", "config": "tiny", "seed": 0, "reward_rose": 0.4, "correct_rose": 0.3}
+    said = shortfalls([good, made | {"reward_rose": reward_rose, "correct_rose": correct_rose}])
+    assert said == ([f"reverse_text, {config}, seed 3: {missed}"] if missed else [])
+
+
+def test_controls_are_run_for_the_first_seed_or_for_each():
+    learning = [("tiny", 4), ("tiny", 5)]
+    assert runs([4, 5], controls=False) == [*learning, ("tiny_noise", 4)]
+    assert runs([4, 5], controls=True) == [*learning, ("tiny_noise", 4), ("tiny_noise", 5)]

@@ -1,5 +1,7 @@
 from itertools import islice
 
+import pytest
+
 from rl.data.order import ShuffledProblems
 from rl.rollouts.numbered_problems import NumberedProblems
 from rl.types import LoopPosition, Problem
@@ -60,3 +62,23 @@ def test_problems_that_are_only_an_iterator_are_drawn_again_from_the_first():
     problems = NumberedProblems(iter([problem_at(i) for i in range(20)]), position)
     assert [number for number, _ in islice(problems, 4)] == [2, 5, 8, 9]
     assert problems.num_drawn == 10
+
+
+@pytest.mark.parametrize("random_access", [True, False])
+def test_what_was_outstanding_and_has_had_no_turn_is_outstanding_at_the_next_position_too(random_access):
+    def drawn_again():
+        return ShuffledProblems(problem_at, num_problems=50, seed="0") if random_access else listed()
+
+    def listed():
+        return iter([problem_at(i) for i in range(50)])
+
+    # Four were under way; continued with places for two.
+    problems = NumberedProblems(
+        drawn_again(), LoopPosition(step=1, num_problems=20, outstanding=(3, 5, 6, 9))
+    )
+    assert [number for number, _ in islice(problems, 2)] == [3, 5]
+    position = problems.position(2, outstanding=(5,))
+    assert position == LoopPosition(step=2, num_problems=20, outstanding=(5, 6, 9))
+    again = NumberedProblems(drawn_again(), position)
+    assert [number for number, _ in islice(again, 5)] == [5, 6, 9, 20, 21]
+    assert again.position(3, outstanding=()) == LoopPosition(step=3, num_problems=22, outstanding=())

@@ -343,8 +343,9 @@ def test_names_functions_and_correct_that_do_not_fit_are_refused():
         Criterion(name="one", function=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="two criteria have the name 'one'"):
         Rubric(criteria=(one, GroupCriterion(name="one", function=rank)))
-    with pytest.raises(ValueError, match="a criterion has the name 'environment'"):
-        Rubric(criteria=(Criterion(name="environment", function=number),))
+    for name in ("environment", "overlong"):
+        with pytest.raises(ValueError, match=f"a criterion has the name '{name}', which is for "):
+            Rubric(criteria=(Criterion(name=name, function=number),))
     with pytest.raises(ValueError, match="correct='two' is no criterion of the rubric: it has one"):
         Rubric(criteria=(one,), correct="two")
     with pytest.raises(ValueError, match="correct is an async function"):

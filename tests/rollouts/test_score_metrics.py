@@ -1,6 +1,20 @@
+import asyncio
+
+import numpy as np
+
+from rl.loop import Loop
 from rl.observability.metrics import merge, reduced
+from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
+from rl.rollouts.grading import scored
+from rl.rollouts.group import Group
+from rl.rollouts.kl_reward import KLReward
+from rl.rollouts.producer import Batch
 from rl.rollouts.score_metrics import score_metrics
+from rl.step_metrics import batch_metrics
+from rl.step_samples import SampleMaker
 from rl.types import Score
+from tests.support.conversations import conversation, drawn
+from tests.support.fakes import FakePolicy
 
 
 def score(unparsed=(), failure=None, **parts):
@@ -43,6 +57,35 @@ def test_a_function_does_not_replace_what_a_step_reports_anyway():
         "eval/function_std": 2.0,
         "eval/function_num_failed": 3.0,
     }
+
+
+def test_every_name_that_a_step_or_an_evaluation_reports_is_known_to_be_taken():
+    # Of a step with everything switched on, and of an evaluation with tries and turns.
+    groups = make_group([Score(reward=1.0, correct=True), Score(reward=0.0, correct=False)])
+    config = Loop.Config(num_prompts=1, num_samples=2, kl_reward=KLReward(coef=0.1))
+    maker = SampleMaker(config=config, learner=OwnReference(reply=lambda prompt, i: ""), adds_proximal=False)
+    batch = Batch(groups=[groups], dropped=[])
+    step = batch_metrics(batch) | asyncio.run(maker.make(batch)).metrics
+    pairs = list(zip(groups.rollouts, groups.scores, strict=True))
+    evaluation = EvaluationResult(sets=[EvaluatedSet(name="one", greedy=pairs, sampled=[pairs])]).metrics()
+    reported = {n.partition("/")[2] for n in step if n.startswith("reward/")}
+    reported |= {n.partition("/")[2] for n in evaluation}
+    assert reported >= {"kl", "pass@1", "pass@2", "turns_mean", "std", "equal_groups"}
+    same = score_metrics([score(**dict.fromkeys(reported, 1.0))])
+    counts = {"reward/num_failed", "reward/num_unparsed"}
+    assert same.keys() - counts == {f"reward/function_{name}" for name in reported}
+
+
+class OwnReference(FakePolicy):
+    async def compute_reference_logprobs(self, samples):
+        return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
+
+
+def make_group(scores):
+    rollouts = [conversation((3, drawn(5)), (2, drawn(6)), sample=i) for i in range(len(scores))]
+    return Group(
+        number=0, rollouts=rollouts, scores=scores, scored=scored(rollouts, scores), generated_at=0.0
+    )
 
 
 def test_without_scores_there_is_nothing_but_the_counts():

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pickle
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from configs import verifiers_env
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.verifiers_environment import EpisodeReward
+from rl.tasks.verifiers_environment import START_S, EpisodeReward
 from rl.tasks.verifiers_task import VerifiersTask
 from rl.types import Problem, Reply
 from tests.support.fakes import completion
@@ -342,6 +343,29 @@ def test_what_a_task_has_started_ends_with_it():
     assert not thread.is_alive()
 
 
+class Unstartable:
+    """An environment whose shared parts cannot be started."""
+
+    num_started = 0
+
+    @asynccontextmanager
+    async def serving(self):
+        self.num_started += 1
+        raise OSError("its port is taken")
+        yield
+
+
+def test_what_kept_the_shared_parts_from_starting_is_said_to_every_rollout():
+    bridge = importlib.import_module("rl.tasks.verifiers_bridge")
+    host = bridge.Host(Unstartable(), seat="agent")
+    for _ in range(3):
+        with pytest.raises(bridge.EpisodeError, match=r"cannot be started: OSError.*its port is taken"):
+            host.start()
+    assert host.env.num_started == 1
+    host._thread.join(timeout=10)
+    assert not host._thread.is_alive()
+
+
 def test_another_seat_is_played_by_the_model_of_its_own_client():
     from aiohttp import web
 
@@ -380,6 +404,11 @@ def test_evaluation_may_have_settings_of_its_own():
     ).build()
     assert {p.answer for p in task.eval_sets()["held_out"]} == {str(n + 1) for n in range(100, 105)}
     assert {p.answer for p in islice(task.train_problems(seed=0), 10)} == {str(n + 1) for n in range(10)}
+
+
+@pytest.mark.parametrize("config", [verifiers_env.qwen3_0_6b, verifiers_env.qwen3_1_7b])
+def test_a_first_reply_may_wait_for_the_start_of_the_shared_parts(config):
+    assert config().loop.episode.step_timeout_s >= START_S + 30
 
 
 def test_config_names_the_taskset_that_is_to_be_installed():

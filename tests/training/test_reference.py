@@ -10,12 +10,19 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.grpo import GRPOLoss
 from rl.distributed.mesh import ParallelismConfig
 from rl.loop import Loop, Seams
+from rl.rollouts.grading import scored
+from rl.rollouts.group import Group
+from rl.rollouts.kl_reward import KLReward
+from rl.rollouts.producer import Batch
 from rl.step_checkpoints import StepCheckpoints
+from rl.step_samples import SampleMaker
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.engine import TrainingEngine
 from rl.training.failures import read_batch, write_batch
 from rl.training.reference import ReferenceConfig, check_reference
+from rl.types import Score
+from tests.support.conversations import conversation, drawn
 from tests.support.distributed import run_ranks
 from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricScorer
 from tests.support.loops import ListedTask
@@ -132,6 +139,39 @@ def test_loss_without_a_kl_term_costs_no_forward_of_the_reference(assets):
     engine.reference._policy.model.register_forward_hook(lambda *_: ran.append(1))
     assert "kl" not in engine.forward_backward(SAMPLES, loss=CrossEntropyLoss()).loss_metrics
     assert ran == []
+
+
+class EngineLearner(FakePolicy):
+    """Asks an engine of this process for the reference policy's logprobs."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        super().__init__(reply=lambda prompt, i: "")
+        self.engine = engine
+
+    async def compute_reference_logprobs(self, samples):
+        return self.engine.compute_reference_logprobs(samples)
+
+
+def test_a_gradient_does_not_compute_again_what_the_penalty_in_the_reward_has_computed(assets):
+    engine, ran = kl_engine(assets), []
+    rollouts = [conversation((3, drawn(5, 6, 7)), sample=0), conversation((4, drawn(8, 9)), sample=1)]
+    scores = [Score(reward=1.0, correct=True), Score(reward=0.0, correct=False)]
+    group = Group(
+        number=0, rollouts=rollouts, scores=scores, scored=scored(rollouts, scores), generated_at=0.0
+    )
+    config = Loop.Config(num_prompts=1, num_samples=2, kl_reward=KLReward(coef=0.1))
+    maker = SampleMaker(config=config, learner=EngineLearner(engine), adds_proximal=False)
+    engine.reference._policy.model.register_forward_hook(lambda *_: ran.append(1))
+    (samples,) = asyncio.run(maker.make(Batch(groups=[group], dropped=[]))).minibatches
+    assert ran, "the penalty needs them once"
+    num_ran = len(ran)
+    result = engine.forward_backward(samples)
+    assert len(ran) == num_ran
+    # The same loss, bit by bit, as where it computes them itself.
+    again = kl_engine(assets)
+    without = [dataclasses.replace(s, reference_logprobs=None) for s in samples]
+    assert again.forward_backward(without).loss_sum == result.loss_sum
+    assert_near(gradients(again), gradients(engine), relative=0.0)
 
 
 def test_weight_without_reference_and_reference_without_use_are_refused_before_the_start(assets):

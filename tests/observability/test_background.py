@@ -1,0 +1,94 @@
+import asyncio
+import threading
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+
+from rl.observability.background import BackgroundWriter
+from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
+from tests.support.fakes import FakePolicy
+from tests.support.loops import half_right, make_loop
+
+WAIT_S = 20.0
+
+
+def test_the_event_loop_goes_on_while_something_is_written_and_the_next_waits_for_it():
+    gate, order = threading.Event(), []
+
+    def write(name: str) -> None:
+        assert gate.wait(WAIT_S)
+        order.append(name)
+
+    async def scenario() -> None:
+        writer = BackgroundWriter("test")
+        await writer.begin(partial(write, "first"))
+        second = asyncio.ensure_future(writer.begin(partial(write, "second")))
+        await asyncio.sleep(0)
+        assert order == []
+        assert not second.done()
+        gate.set()
+        await second
+        await writer.finish()
+        assert order == ["first", "second"]
+        await writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_could_not_be_written_is_raised_once_by_whoever_comes_next(caplog):
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    async def scenario() -> None:
+        writer = BackgroundWriter("test")
+        await writer.begin(fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            await writer.begin(fail)
+        await writer.finish()
+        await writer.begin(fail)
+        await writer.close()  # as after another error: it is said, and does not hide that one
+
+    asyncio.run(scenario())
+    assert [r.getMessage() for r in caplog.records] == ["test: OSError('the disk is full')"]
+
+
+class Gated(Recorder):
+    """Writes a step only when told to."""
+
+    gate = threading.Event()
+    threads: ClassVar[set[int]] = set()
+
+    def step(self, *args: Any) -> None:
+        assert self.gate.wait(WAIT_S)
+        self.threads.add(threading.get_ident())
+        super().step(*args)
+
+
+class Opening(FakePolicy):
+    """Lets the recorder write once the gradient is asked for."""
+
+    async def forward_backward(self, samples, **options):
+        Gated.gate.set()
+        return await super().forward_backward(samples, **options)
+
+
+def test_a_loop_trains_while_its_rollouts_are_written_and_ends_when_all_are(tmp_path):
+    recorder = Gated(tmp_path / "rollouts.jsonl", config=RecorderConfig(num_eval_problems=1))
+    loop, _ = make_loop(Opening(reply=half_right), num_steps=3, eval_every=1)
+    loop.recorder = recorder
+    num_threads = threading.active_count()
+    asyncio.run(loop.run())
+    assert threading.get_ident() not in Gated.threads
+    said = [(line["step"], line["kind"]) for line in read_rollouts(recorder.path)]
+    in_order = [(0, "eval"), *((step, kind) for step in (1, 2, 3) for kind in ("train", "eval"))]
+    assert list(dict.fromkeys(said)) == in_order
+    assert threading.active_count() == num_threads
+
+
+def test_a_recorder_that_cannot_write_stops_the_run(tmp_path):
+    recorder = Recorder(tmp_path / "missing" / "rollouts.jsonl", config=RecorderConfig())
+    loop, _ = make_loop(FakePolicy(reply=half_right))
+    loop.recorder = recorder
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(loop.run())
