@@ -35,8 +35,10 @@ def test_commands_of_the_docs_are_understood(argv):
     elif "--task.taskset" in given:
         assert (task.taskset, task.settings) == ("my-env", {"split": "train"})
         assert task.eval_settings == {"split": "test"}
-    else:
+    elif "--task.train_files" in given:
         assert task.train_files == (given["--task.train_files"],)
+    else:
+        assert Path(task.train_files[0]).is_file()  # what comes with the project
 
 
 def test_evaluation_files_are_given_by_name():

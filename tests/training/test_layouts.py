@@ -71,10 +71,12 @@ def assert_near(actual, expected, *, relative=1e-5):
 def assert_same_result(actual, expected):
     """Of forward_backward; means to 1e-5, counts exactly."""
     for field in dataclasses.fields(expected):
-        if field.name not in ("time_s", "loss_metrics", "logprob_diff_mean", "logprob_diff_max"):
+        if field.name not in ("time_s", "loss_metrics", "packing", "logprob_diff_mean", "logprob_diff_max"):
             got, wanted = getattr(actual, field.name), getattr(expected, field.name)
             # A dense model has no load of experts.
             assert got == (wanted if wanted is None else pytest.approx(wanted, rel=1e-5)), field.name
+    # How samples are packed is each layout's own; that a prompt's tokens are shared, nobody's loss.
+    assert 0 < actual.packing.num_packed <= min(actual.num_tokens, actual.packing.num_room)
     assert actual.loss_metrics == pytest.approx(expected.loss_metrics, rel=1e-5)
     assert actual.logprob_diff_mean == pytest.approx(expected.logprob_diff_mean, abs=1e-5)
     assert actual.logprob_diff_max == pytest.approx(expected.logprob_diff_max, abs=1e-5)
