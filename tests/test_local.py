@@ -401,6 +401,7 @@ class LowBytes(GeneratedTask):
         return float((rollout.completion.token_ids < 96).mean())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("max_policy_age", [0, 1])
 def test_the_loop_learns_over_it(max_policy_age, tmp_path):
     sink = ListSink()

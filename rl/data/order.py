@@ -7,12 +7,31 @@ there is no state to save and nothing to replay.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from rl.types import Problem
 
 
-class ShuffledProblems:
+class ProblemsByNumber(ABC):
+    """Endless problems, in the order of their numbers."""
+
+    _number = 0
+
+    @abstractmethod
+    def problem(self, number: int) -> Problem:
+        """The problem of a number from 0 on; it does not matter which were asked for before."""
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self
+
+    def __next__(self) -> Problem:
+        problem = self.problem(self._number)
+        self._number += 1
+        return problem
+
+
+class ShuffledProblems(ProblemsByNumber):
     """Endless problems from `num_problems` of them; each epoch has every one once.
 
     Args:
@@ -29,19 +48,9 @@ class ShuffledProblems:
         self._num_problems = num_problems
         self._seed = seed
         self._shuffle = shuffle
-        self._number = 0
         self._epoch: tuple[int, list[int]] | None = None
 
-    def __iter__(self) -> Iterator[Problem]:
-        return self
-
-    def __next__(self) -> Problem:
-        problem = self.problem(self._number)
-        self._number += 1
-        return problem
-
     def problem(self, number: int) -> Problem:
-        """The problem of a number from 0 on; it does not matter which were asked for before."""
         epoch, place = divmod(number, self._num_problems)
         return self._problem_at(self._places(epoch)[place] if self._shuffle else place)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.config.configurable import Configurable
+from rl.data.order import ProblemsByNumber
 from rl.data.packages import decode_settings, import_for_tasks
 from rl.data.split import content_key
 from rl.protocols import Environment
@@ -144,7 +145,7 @@ class ReasoningGym(Configurable):
         )
 
 
-class DrawnProblems:
+class DrawnProblems(ProblemsByNumber):
     """The training problems of one seed, in order or by number."""
 
     def __init__(self, task: ReasoningGym, *, seed: str) -> None:
@@ -152,15 +153,6 @@ class DrawnProblems:
         # Far enough apart that no redraw of a run meets an evaluation; below 2**31, as some datasets need.
         self._first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
         self._task = task
-        self._number = 0
-
-    def __iter__(self) -> Iterator[Problem]:
-        return self
-
-    def __next__(self) -> Problem:
-        problem = self.problem(self._number)
-        self._number += 1
-        return problem
 
     def problem(self, number: int) -> Problem:
         return self._task.training_problem(number, first_seed=self._first_seed)

@@ -28,9 +28,10 @@ from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
+from rl.rollouts.replies import THINK_CLOSE
 from rl.tasks.verifiers_environment import START_S
 from rl.tasks.verifiers_harness import BAD_CALL
-from rl.tools.calls import OPEN, THINK_CLOSE, BadCall, parse_calls
+from rl.tools.calls import OPEN, BadCall, parse_calls
 from rl.types import Message, Observation, Reply
 
 logger = logging.getLogger(__name__)

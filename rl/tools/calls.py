@@ -18,10 +18,10 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from rl.rollouts.replies import THINK_CLOSE, THINK_OPEN
 from rl.tools.tool import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 FORM = f'{OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CLOSE}'
 MAX_QUOTED = 200
 """Characters of a message that an error of a schema may quote."""

@@ -5,6 +5,8 @@ from actors.vllm.lockstep import Lockstep, Turn
 from tests.actors.lockstep_ranks import REQUEST, SILENCE_S, TURNS, drawn, talk
 from tests.support.distributed import run_ranks
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture(scope="module")
 def ranks():

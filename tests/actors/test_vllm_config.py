@@ -84,6 +84,7 @@ def test_the_config_is_the_actors_and_says_what_its_processes_need():
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
+@pytest.mark.medium
 def test_reading_the_config_does_not_import_vllm():
     code = (
         "import actors.generator, sys; actors.generator.VLLMGenerator.Config(); print('vllm' in sys.modules)"

@@ -5,12 +5,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from rl.distributed.threads import use_threads
 
 COUNT_POOLS = """
 import os, threading
+import pytest
 import torch
 from rl.distributed.threads import use_threads
 
@@ -47,6 +49,7 @@ def test_each_thread_keeps_its_own_number():
         assert two.submit(torch.get_num_threads).result() == 3
 
 
+@pytest.mark.medium
 def test_a_single_thread_starts_no_pool_beside_that_of_the_one_that_computes():
     done = subprocess.run(
         [sys.executable, "-c", COUNT_POOLS], capture_output=True, text=True, check=True, timeout=60

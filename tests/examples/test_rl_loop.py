@@ -24,6 +24,7 @@ def test_a_right_answer_earns_more_than_a_wrong_one_and_that_more_than_none():
     assert [reward(replied(text)) for text in texts] == [1.0, 0.1, 0.0]
 
 
+@pytest.mark.medium
 def test_a_short_run_is_on_policy_and_saves_what_it_trained(tmp_path, capsys):
     args = parse_args([*SHORT, "--steps", "2", "--eval_every", "1", "--output", str(tmp_path / "out")])
     curve = asyncio.run(main(args))

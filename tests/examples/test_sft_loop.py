@@ -49,6 +49,7 @@ def test_every_reply_of_a_conversation_is_trained_on_and_nothing_else(tokenizer,
     assert len(said) == 3
 
 
+@pytest.mark.medium
 def test_the_held_out_loss_falls_and_a_run_that_was_continued_ends_as_one_in_one_go(tmp_path):
     whole = run(tmp_path / "whole", "--steps", "6")
     assert [step for step, _ in whole] == [0, 2, 4, 6]

@@ -226,5 +226,6 @@ def sharded_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.medium
 def test_sharded_equals_whole_in_values_and_gradients(tmp_path):
     spawn(sharded_rank, args=(str(tmp_path),), nprocs=2)

@@ -138,6 +138,7 @@ def test_all_are_kept_where_k_is_0(assets, tmp_path):
     assert list(saved_steps(tmp_path)) == list(range(1, 13))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
 def test_killed_at_any_flush_a_save_leaves_what_loads_whole_or_nothing(assets, tmp_path, wait):
     engine = engine_with(assets, async_mode="async", keep_latest_k=2)

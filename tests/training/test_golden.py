@@ -7,6 +7,8 @@ import pytest
 from tests.support.distributed import run_ranks
 from tests.training import golden
 
+pytestmark = pytest.mark.medium
+
 
 def run_all():
     """In a process of its own, with one thread from its start: machine, and steps by what was set."""
