@@ -15,9 +15,9 @@ def tiny() -> Controller.Config:
     config.description = "Qwen3 of 0.8M parameters on alphabet-sort, three turns each, on a CPU"
     config.task = AlphabetSort.Config(num_words=(2, 1, 1), letters="abcdefghijkl", haste=0.8)
     config.warmup = SupervisedWarmup.Config(num_steps=300, num_demonstrations=48)
-    config.trainer.optimizer.lr = 6e-5
+    config.trainer.optimizer.lr = 8e-5
     config.loop.advantage.scale = "group_std"
-    config.loop.num_steps = 50
+    config.loop.num_steps = 40
     config.loop.sampling.max_tokens = 12
     config.generator.max_model_len = 160
     return config
