@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 
 import pytest
 
@@ -31,6 +32,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    # What is tested in this process is small: a second compute thread costs more than it gives, and on a
+    # machine that is busy it waits for its turn at every operation. Actors have their own number.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
