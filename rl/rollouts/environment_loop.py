@@ -25,7 +25,7 @@ ResultT = TypeVar("ResultT")
 
 GRACE_S = 1.0
 """How much longer than its time limit one call may keep the loop from all others."""
-LOOK_S = 0.1
+LOOK_S = 0.05
 """How often it is looked whether the loop answers."""
 
 
