@@ -3,7 +3,7 @@
     call --> loop, in its turn --result, or that its time is over--> who awaits it
     watch --ping--> loop --no answer--> watch --that one call blocks it--> who awaits any
 
-A call's time begins when the loop begins it, so that however many wait for their turn, none fails of that.
+Time in which a call waits for its turn in the loop is not the call's: none fails of how many there are.
 """
 
 from __future__ import annotations
