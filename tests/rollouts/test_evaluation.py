@@ -207,7 +207,7 @@ def above_the_others(rollouts):
     return [1.0 / (len(rollouts) - 1) for _ in rollouts]
 
 
-def with_function(**settings) -> Rubric:
+def with_function(**settings):
     """The rubric, and a function of a group."""
     ranked = GroupCriterion(name="ranked", function=above_the_others, **settings)
     return Rubric(criteria=(*RUBRIC.criteria, ranked), correct=is_correct)
