@@ -226,8 +226,8 @@ def scored_one_by_one(rubric, *sizes, takes_s):
 
 
 def test_rollouts_that_all_keep_their_limit_stop_no_run_however_many_are_scored():
-    # Four parts of 64 are in the process at once: 768 s of work.
-    assert scored_one_by_one(alone(), *[1] * 300, takes_s=3) == pytest.approx(900, abs=1)
+    # Four parts of 64 are in the process at once: the last of them waits for 1728 s.
+    assert scored_one_by_one(alone(), *[1] * 260, takes_s=9) == pytest.approx(2340, abs=1)
     # A function of a group has the limit for each rollout of its group.
     assert scored_one_by_one(together(), 100, takes_s=19) == pytest.approx(1900, abs=1)
 

@@ -94,7 +94,7 @@ def test_the_last_is_left_out_where_the_thread_is_still_writing(caplog):
         writer = BackgroundWriter("test", close_s=0.05)
         await writer.begin(slow)
         await writer.last(lambda: order.append("last"))
-        await writer.close()  # does not wait a second time
+        await writer.close()
 
     asyncio.run(scenario())
     assert order == []
