@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -195,46 +195,59 @@ class ActorScorer:
     """A `Scorer` over the processes of a `RewardActor`; calls overlap.
 
     Each process is asked for its share alone, so that a slow one holds up nobody who does not wait for it.
-    It is asked for a few rollouts at a time, and has few to do at any time: so `timeouts.score_s` is for
-    these, however many an evaluation has.
+    It is asked for a few rollouts at a time, and has few to do at any time, however many an evaluation has.
+    Past `timeouts.score_s`, and what the reward functions of these few may take, the run stops.
 
     Args:
         num_procs: of the actor's mesh.
         keep_groups: whether the rollouts of a problem go to one process, as functions of a group need it.
             Without such functions to divide them is more even (`Rubric.has_group_functions`).
+        longest_s: of a number of rollouts, what their reward functions may take in one process
+            (`rl.rollouts.scoring.longest_s`). None: `timeouts.score_s` is for these too.
     """
 
-    def __init__(self, reward: ActorGroup, *, num_procs: int, keep_groups: bool = True) -> None:
+    def __init__(
+        self,
+        reward: ActorGroup,
+        *,
+        num_procs: int,
+        keep_groups: bool = True,
+        longest_s: Callable[[int], float] | None = None,
+    ) -> None:
         self.keep_groups = keep_groups
+        self._longest_s = longest_s
         self._ranks = [reward.at_rank(rank) for rank in range(num_procs)]
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
         self._room = ScoringRoom(MAX_SCORED_AT_ONCE * num_procs)
         self._most_of_part = MAX_SCORED_AT_ONCE * num_procs // PARTS_AT_ONCE
 
-    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
         parts = _parts(groups, most=self._most_of_part)
         if len(parts) == 1:
-            return await self._score(parts[0])
-        asking = [asyncio.ensure_future(self._score(part)) for part in parts]
+            return await self._score(parts[0], alone=alone)
+        asking = [asyncio.ensure_future(self._score(part, alone=alone)) for part in parts]
         try:
             return list(chain.from_iterable(await asyncio.gather(*asking)))
         finally:
             for task in asking:
                 task.cancel()
 
-    async def _score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+    async def _score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool) -> list[list[Score]]:
         async with self._room.of(sum(map(len, groups))):
-            return await self._score_now(groups)
+            return await self._score_now(groups, alone=alone)
 
-    async def _score_now(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+    async def _score_now(self, groups: Sequence[Sequence[Rollout]], *, alone: bool) -> list[list[Score]]:
         shares = self._divide([len(group) for group in groups])
         asking = []
         for rank, share in shares.items():
             asked = [[groups[number][i] for i in members] for number, members in share.items()]
-            task = asyncio.ensure_future(
-                self._ranks[rank].call("score", asked, self.keep_groups, limit="score_s")
+            # It has these, and before them what it was asked for and has not answered.
+            more_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
+            answer = self._ranks[rank].call(
+                "score", asked, self.keep_groups, alone, limit="score_s", more_s=more_s
             )
+            task = asyncio.ensure_future(answer)
             task.add_done_callback(partial(self._answered, rank, sum(map(len, asked))))
             asking.append(task)
         scores: list[list[Score | None]] = [[None] * len(group) for group in groups]

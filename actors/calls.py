@@ -33,8 +33,8 @@ class Timeouts:
     train_s: float = 1800.0
     """One forward_backward, optim_step or compute_logprobs."""
     score_s: float = 600.0
-    """Scoring the rollouts that a reward process has at once: at most 256, whatever a step or an evaluation
-    has, or one group."""
+    """Scoring what a reward process is asked for, beyond the time that reward.time_limit_s gives to the
+    reward functions of these rollouts and of those that it was asked for before."""
     sync_s: float = 600.0
     """A push of the weights by all trainer ranks, or a pull by all of a generator's; where running
     completions are finished first (generator.on_update 'drain'), after generate_s for these."""
@@ -92,10 +92,13 @@ class ActorGroup:
         own = {r: process for r, process in self.processes.items() if r == rank}
         return replace(self, mesh=self.mesh.slice(**place), processes=own, num_ranks=self.mesh.size())
 
-    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+    def call(
+        self, endpoint: str, *args: Any, limit: str, more_s: float = 0.0, **kwargs: Any
+    ) -> Coroutine[Any, Any, list[Any]]:
         """Call `endpoint` on every rank; the answers in rank order.
 
-        `limit` is a field of `Timeouts`, or several, joined by " + ".
+        `limit` is a field of `Timeouts`, or several, joined by " + "; `more_s` is what this call may take
+        beyond it.
 
         The call is sent at once, before what is returned is awaited: calls reach the actors in this order.
 
@@ -105,19 +108,22 @@ class ActorGroup:
                 `RunError` of the actor comes as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
-        return self._in_rank_order(answers, endpoint=endpoint, limit=limit)
+        return self._in_rank_order(answers, endpoint=endpoint, limit=limit, more_s=more_s)
 
-    async def _in_rank_order(self, answers: Awaitable[Any], *, endpoint: str, limit: str) -> list[Any]:
-        values = await self._within(answers, endpoint=endpoint, limit=limit)
+    async def _in_rank_order(
+        self, answers: Awaitable[Any], *, endpoint: str, limit: str, more_s: float
+    ) -> list[Any]:
+        values = await self._within(answers, endpoint=endpoint, limit=limit, more_s=more_s)
         return [value for _, value in values.items()]
 
-    async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str) -> T:
+    async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str, more_s: float) -> T:
         limit_s: float = sum(getattr(self.timeouts, name) for name in limit.split(" + "))
         try:
-            return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s)
+            return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s + more_s)
         except TimeoutError as error:
+            more = f" and the {more_s:g} s that its work may take" if more_s else ""
             raise ActorTimeoutError(
-                f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}"
+                f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}{more}"
             ) from error
         except ActorError as error:
             if isinstance(error.exception, RunError):

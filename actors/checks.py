@@ -344,8 +344,3 @@ def check_waits(fleet: FleetConfig, *, store: WeightStore.Config) -> None:
             f"weights.timeout_s={store.timeout_s:g} is more than timeouts.sync_s={fleet.timeouts.sync_s:g}, "
             "after which the run stops: raise that too"
         )
-    if fleet.reward.time_limit_s > fleet.timeouts.score_s:
-        raise ValueError(
-            f"reward.time_limit_s={fleet.reward.time_limit_s:g} of one rollout is more than timeouts.score_s="
-            f"{fleet.timeouts.score_s:g}, after which the run stops: raise that too"
-        )

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from actors import launch
@@ -41,6 +42,7 @@ from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
+from rl.rollouts.scoring import longest_s
 from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.tasks.task import Task
@@ -196,6 +198,12 @@ class Controller(Configurable):
                 fleet.reward,
                 num_procs=self.config.reward.num_procs,
                 keep_groups=rubric.has_group_functions,
+                longest_s=partial(
+                    longest_s,
+                    rubric,
+                    time_limit_s=self.config.reward.time_limit_s,
+                    max_concurrency=self.config.reward.max_concurrency,
+                ),
             ),
         )
 

@@ -51,13 +51,19 @@ class RewardActor(Actor, Configurable):
         """Start the worker, so that the first score does not wait for it."""
         await self._worker.start()
         logger.info("ready: at most %g s a rollout", self._worker.time_limit_s)
+        if comparing := self._worker.rubric.comparing:
+            logger.info(
+                "scores of greedy replies are without %s: there is nothing to compare one with",
+                ", ".join(comparing),
+            )
 
     @concurrent_endpoint
-    async def score(self, groups: Sequence[Sequence[Rollout]], whole: bool) -> list[list[Score]]:
-        """A score for each rollout, in order; calls overlap. `whole`: all rollouts of a problem are here."""
+    async def score(self, groups: Sequence[Sequence[Rollout]], whole: bool, alone: bool) -> list[list[Score]]:
+        """A score for each rollout, in order; calls overlap. `whole`: all rollouts of a problem are here;
+        `alone`: they are not to be compared."""
         if not whole and self._worker.rubric.has_group_functions:
             raise RunError("the rubric has functions of a group, and groups were divided: keep them together")
-        return await self._worker.score(groups)
+        return await self._worker.score(groups, alone=alone)
 
     @endpoint
     async def close(self) -> None:

@@ -275,5 +275,5 @@ class LocalScorer(Scorer):
 
     rubric: Rubric
 
-    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        return list(await asyncio.gather(*map(self.rubric.score_group, groups)))
+    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+        return list(await asyncio.gather(*(self.rubric.score_group(g, alone=alone) for g in groups)))

@@ -171,7 +171,8 @@ class Loop(Configurable):
             batch = await self._producer.next_batch()
         except Exception:
             if self.recorder is not None:
-                self.recorder.stopped(step, self._producer.unused())
+                unused = self._producer.unused()
+                await self._recording.last(partial(self.recorder.stopped, step, unused))
             raise
         clock.rollouts(batch)
         ages = token_ages(
@@ -263,7 +264,8 @@ class Loop(Configurable):
                 evaluation = await self._evaluator.run()
             except FailedEvaluationError as error:
                 if self.recorder is not None:
-                    self.recorder.stopped_evaluation(step, error.result)
+                    stopped = partial(self.recorder.stopped_evaluation, step, error.result)
+                    await self._recording.last(stopped)
                 raise
         eval_s = now_s() - started
         if self.recorder is not None:

@@ -121,9 +121,13 @@ class WeightPublisher(Protocol):
 
 
 class Scorer(Protocol):
-    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
+    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
         """A score for each rollout, in order. The rollouts of a group are of one problem: functions of a
-        whole group are given them together."""
+        whole group are given them together.
+
+        `alone`: each stands for itself, as the greedy reply to a problem of an evaluation; functions that
+        compare rollouts are left out of the scores.
+        """
         ...
 
 

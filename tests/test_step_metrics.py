@@ -309,7 +309,7 @@ def test_speeds_are_of_the_lap_that_did_the_work():
 class SlowScorer:
     """Takes half a second for any number of rollouts."""
 
-    async def score(self, groups):
+    async def score(self, groups, *, alone=False):
         await asyncio.sleep(0.5)
         return [[Score(reward=1.0, correct=True) for _ in group] for group in groups]
 

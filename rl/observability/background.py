@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 class BackgroundWriter:
     """Runs one piece of writing after another, in order; what one raises is seen before the next begins."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
         self._name = name
+        self._close_s = close_s
         self._thread: WorkerThread | None = None
         self._writing: asyncio.Task[None] | None = None
 
@@ -38,17 +39,37 @@ class BackgroundWriter:
                 if writing.done():
                     self._writing = None
 
-    async def close(self) -> None:
-        """End the thread, within `CLOSE_S`; an error that nobody has seen is logged. Idempotent."""
+    async def last(self, write: Callable[[], None]) -> None:
+        """Write what a run that stops leaves behind, here and now, after what is under way.
+
+        The run has an error of its own to tell: what goes wrong here is logged. Nothing is written where the
+        thread is not done within `close_s`, as two would write into one file.
+        """
+        if not await self.close():
+            logger.warning("%s: what the run had when it stopped is not written", self._name)
+            return
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001  (a full disk)
+            self._log(error)
+
+    async def close(self) -> bool:
+        """End the thread, within `close_s`; an error that nobody has seen is logged. Idempotent.
+
+        Returns False where it is still writing.
+        """
         writing, self._writing = self._writing, None
+        thread, self._thread = self._thread, None
+        wait_s = self._close_s
         if writing is not None:
-            await asyncio.wait({writing}, timeout=CLOSE_S)
+            await asyncio.wait({writing}, timeout=wait_s)
             if not writing.done():
-                logger.warning("%s: not done after %g s", self._name, CLOSE_S)
+                logger.warning("%s: not done after %g s", self._name, wait_s)
                 writing.cancel()
-                return
-            if not writing.cancelled() and (error := writing.exception()):
-                logger.warning("%s: %r", self._name, error, exc_info=error)
-        if self._thread is not None:
-            self._thread.stop(timeout_s=CLOSE_S)
-            self._thread = None
+                wait_s = 0.0
+            elif not writing.cancelled() and (error := writing.exception()):
+                self._log(error)
+        return thread is None or thread.stop(timeout_s=wait_s)
+
+    def _log(self, error: BaseException) -> None:
+        logger.warning("%s: %r", self._name, error, exc_info=error)

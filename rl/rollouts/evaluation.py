@@ -148,7 +148,8 @@ class Evaluator:
     ) -> list[list[tuple[Rollout, Score]]]:
         # Of no session: that would send all of them to one generator.
         groups = await self.episodes.run(problems, sampling=sampling)
-        scores = await self.scorer.score(groups)
+        # A single reply of a problem has no others that it could be compared with.
+        scores = await self.scorer.score(groups, alone=sampling.num_samples == 1)
         return [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
 
 

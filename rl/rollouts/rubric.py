@@ -17,7 +17,6 @@ which time limit and in which process, is not its business (`rl.rollouts.scoring
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,9 +60,6 @@ ENVIRONMENT = "environment"
 MAX_CONCURRENCY = 64
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RubricCall:
     """Reward functions that are called one after another, as one piece of work."""
@@ -105,6 +101,12 @@ class Rubric:
             raise ValueError(
                 f"correct={self.correct!r} is no criterion of the rubric: it has {', '.join(names) or 'none'}"
             )
+        if self.correct in self.comparing:
+            raise ValueError(
+                f"correct={self.correct!r} compares the rollouts of a problem, so it is left out of greedy "
+                "evaluation: let correct be a function or another criterion, or set needs_group=False if it "
+                "can grade one rollout alone"
+            )
         if callable(self.correct) and is_async(self.correct):
             raise ValueError(
                 "correct is an async function: let it be sync, or a criterion, and give the criterion's name"
@@ -114,6 +116,11 @@ class Rubric:
     def has_group_functions(self) -> bool:
         """Whether the rollouts of a problem have to be scored together."""
         return any(isinstance(c, GroupCriterion) for c in self.criteria)
+
+    @property
+    def comparing(self) -> tuple[str, ...]:
+        """Criteria that are left out where each rollout stands alone."""
+        return tuple(c.name for c in self.criteria if isinstance(c, GroupCriterion) and c.needs_group)
 
     @property
     def has_async_functions(self) -> bool:
@@ -127,12 +134,15 @@ class Rubric:
 
     # What is to be called, and what comes of it
 
-    def calls(self, group: Sequence[Rollout]) -> list[RubricCall]:
-        """All that the scores of a problem's rollouts need; nothing for those whose environment failed."""
+    def calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
+        """All that the scores of a problem's rollouts need; nothing for those whose environment failed.
+
+        `alone`: the rollouts are not to be compared, so functions that need a group are left out.
+        """
         whole = [(i, r) for i, r in enumerate(group) if r.failure is None]
-        alone = [c for c in self.criteria if isinstance(c, Criterion)]
-        sync = tuple(c.name for c in alone if not is_async(c.function))
-        overlapping = [c.name for c in alone if is_async(c.function)]
+        of_one = [c for c in self.criteria if isinstance(c, Criterion)]
+        sync = tuple(c.name for c in of_one if not is_async(c.function))
+        overlapping = [c.name for c in of_one if is_async(c.function)]
         correct = callable(self.correct)
         made = []
         for i, rollout in whole:
@@ -142,7 +152,8 @@ class Rubric:
             made += [RubricCall(names=(name,), **at) for name in overlapping]
         if whole:
             places, rollouts = zip(*whole, strict=True)
-            together = [c.name for c in self.criteria if isinstance(c, GroupCriterion)]
+            of_group = [c for c in self.criteria if isinstance(c, GroupCriterion)]
+            together = [c.name for c in of_group if not (alone and c.needs_group)]
             made += [RubricCall(names=(n,), places=places, rollouts=rollouts) for n in together]
         return made
 
@@ -152,7 +163,7 @@ class Rubric:
             values = {name: values_of(self.criterion(name), call.rollouts) for name in call.names}
             correct = correctness(self.correct, call.rollouts[0]) if call.correct else None  # type: ignore[arg-type]
         except ScoringError as error:
-            return self._failed(call, error)
+            return CallResult(failure=str(error))
         return CallResult(values=values, correct=correct)
 
     async def async_result(self, call: RubricCall, *, limit_s: float | None) -> CallResult:
@@ -161,22 +172,13 @@ class Rubric:
         try:
             values = await async_values_of(self.criterion(name), call.rollouts, limit_s=limit_s)
         except ScoringError as error:
-            return self._failed(call, error)
+            return CallResult(failure=str(error))
         return CallResult(values={name: values})
-
-    def _failed(self, call: RubricCall, error: ScoringError) -> CallResult:
-        """A function of a group that cannot grade one rollout alone, as greedy evaluation has it, is left out
-        of its score: there is nothing to compare it with."""
-        in_group = any(isinstance(self.criterion(name), GroupCriterion) for name in call.names)
-        if in_group and len(call.rollouts) == 1 and self.correct not in call.names:
-            logger.warning("%s on one rollout alone; its score is without it", error)
-            return CallResult()
-        return CallResult(failure=str(error))
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
     ) -> list[Score]:
-        """Of the rollouts of a problem, from the results of all their `calls`."""
+        """Of the rollouts of a problem, from the results of all their `calls`; without what was left out."""
         return [
             self._score(
                 rollout,
@@ -232,9 +234,9 @@ class Rubric:
         (score,) = score_here(self, [rollout], sync=self.result, time_limit_s=None)
         return score
 
-    async def score_group(self, group: Sequence[Rollout]) -> list[Score]:
+    async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:
         """Scores of a problem's rollouts; async functions overlap, sync ones keep the event loop busy."""
-        calls = self.calls(group)
+        calls = self.calls(group, alone=alone)
         waiting = [c for c in calls if self.is_async(c)]
         given = iter(await _overlapping(self, waiting, time_limit_s=None))
         return self.scores(group, calls, [next(given) if self.is_async(c) else self.result(c) for c in calls])

@@ -65,6 +65,10 @@ class GroupCriterion:
     name: str
     function: GroupRewardFn
     weight: float = 1.0
+    needs_group: bool = True
+    """Whether it compares rollouts, so that it is left out where each stands alone: the greedy replies of an
+    evaluation. False for one that grades each for itself, such as a judge that is asked once for all; it is
+    then given a greedy reply alone."""
 
     def __post_init__(self) -> None:
         _check(self)

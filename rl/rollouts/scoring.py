@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import pickle
 import socket
@@ -22,12 +23,12 @@ from typing import Any
 
 from rl.errors import RunError
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric, RubricCall
-from rl.rollouts.rubric_functions import CallResult, named, too_long
+from rl.rollouts.rubric_functions import CallResult, Criterion, is_async, named, too_long
 from rl.rollouts.scoring_limit import score_within
 from rl.rollouts.scoring_process import BEGAN, HEADER, frame, serve
 from rl.types import Rollout, Score
 
-__all__ = ["ScoringWorker", "score_within"]
+__all__ = ["ScoringWorker", "longest_s", "score_within"]
 
 GRACE_S = 1.5
 LOOK_EVERY_S = 0.2
@@ -56,6 +57,27 @@ class _Work:
 
     def is_overdue(self) -> bool:
         return self.began_at is not None and time.monotonic() - self.began_at > self.kill_after_s
+
+
+def longest_s(
+    rubric: Rubric, num_rollouts: int, *, time_limit_s: float, max_concurrency: int = MAX_CONCURRENCY
+) -> float:
+    """An upper bound of what so many rollouts take in one process whose functions keep their time limits.
+
+    Sync functions of a rollout, and functions of a group, run one after another. Async ones of a rollout
+    overlap: until there is no place for one more, then as far as their own `max_concurrency` lets them.
+    """
+    functions = [c.function for c in rubric.criteria if isinstance(c, Criterion)]
+    overlapping = [f for f in functions if is_async(f)]
+    has_sync = len(overlapping) < len(functions) or callable(rubric.correct)
+    num_of_groups = len(rubric.criteria) - len(functions)
+    num_limits = num_rollouts * (has_sync + num_of_groups)
+    if overlapping:
+        own = (getattr(f, "max_concurrency", None) or max_concurrency for f in overlapping)
+        fewest = min(max_concurrency, *own)
+        num_limits += math.ceil(num_rollouts * len(overlapping) / max_concurrency)
+        num_limits += math.ceil(num_rollouts / fewest)
+    return num_limits * time_limit_s
 
 
 class ScoringWorker:
@@ -88,14 +110,15 @@ class ScoringWorker:
         self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
-    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        """A score for each rollout, in order; one that takes too long is a failed score.
+    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+        """A score for each rollout, in order; one that takes too long is a failed score. `alone` as in
+        `rl.protocols.Scorer`.
 
         Raises:
             RunError: the process cannot be started, as the rubric cannot be loaded in it.
             TimeoutError: the process did not start within `START_S`.
         """
-        calls = [self.rubric.calls(group) for group in groups]
+        calls = [self.rubric.calls(group, alone=alone) for group in groups]
         works = [[self._submit(call) for call in of_group] for of_group in calls]
         self._ensure_started()
         self._send()

@@ -20,6 +20,7 @@ from rl.data.order import ShuffledProblems
 from rl.data.rows import distinct_names
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.problem_rows import Columns, ProblemRows, RowReader, drop_by_difficulty
 from rl.types import Problem, Rollout
@@ -141,7 +142,7 @@ class DatasetTask(Configurable):
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))
 
     def rubric(self, *, seed: int) -> Rubric:
-        """1 for a reply that is the answer, spaces at its ends aside."""
+        """1 for a reply that is the answer, thoughts before it and spaces at its ends aside."""
         return Rubric(criteria=(Criterion(name="answer", function=is_answer),), correct=is_correct)
 
     def _converted(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
@@ -190,7 +191,7 @@ class DatasetTask(Configurable):
 
 
 def is_correct(rollout: Rollout) -> bool:
-    return rollout.text.strip() == rollout.prompt.problem.answer.strip()
+    return answer_part(rollout.text) == rollout.prompt.problem.answer.strip()
 
 
 def is_answer(rollout: Rollout) -> float:

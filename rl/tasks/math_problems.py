@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.data.packages import import_for_tasks
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.dataset import DatasetTask
 from rl.types import Problem, Rollout
@@ -46,7 +47,8 @@ class MathProblems(DatasetTask):
         """What becomes of rows whose answer cannot be read: an error that names the first, or left out and
         counted."""
         reply: Place = "boxed"
-        """Where the model has to put its answer; `whole` looks for it anywhere, as math-verify does."""
+        """Where the model has to put its answer, after any thoughts; `whole` looks for it anywhere there, as
+        math-verify does."""
         format_reward: float = 0.0
         """Share of the reward for a finished reply with an answer in its place, right or wrong."""
         unparsed_value: float = 0.0
@@ -102,7 +104,7 @@ class MathAnswer:
 
     def __call__(self, rollout: Rollout) -> float:
         """Raises UnparsedAnswer where the reply has no answer in its place that math-verify can read."""
-        answer = find_answer(rollout.text, self.place)
+        answer = reply_answer(rollout, self.place)
         if answer is None:
             raise UnparsedAnswer(f"no answer in its place ({self.place})", value=self.unparsed_value)
         is_right = equal(rollout.prompt.problem.answer, answer, self.place)
@@ -118,7 +120,7 @@ class MathCorrect:
     place: Place
 
     def __call__(self, rollout: Rollout) -> bool:
-        answer = find_answer(rollout.text, self.place)
+        answer = reply_answer(rollout, self.place)
         return answer is not None and bool(equal(rollout.prompt.problem.answer, answer, self.place))
 
 
@@ -130,7 +132,12 @@ class AnswerInPlace:
 
     def __call__(self, rollout: Rollout) -> float:
         finished = rollout.completion.finish_reason == "stop"
-        return float(finished and find_answer(rollout.text, self.place) is not None)
+        return float(finished and reply_answer(rollout, self.place) is not None)
+
+
+def reply_answer(rollout: Rollout, place: Place) -> str | None:
+    """As `find_answer`, in the last reply after any thoughts: what is only thought of is no answer."""
+    return find_answer(answer_part(rollout.text), place)
 
 
 def find_answer(text: str, place: Place) -> str | None:

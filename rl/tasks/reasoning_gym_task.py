@@ -23,6 +23,7 @@ from rl.data.packages import decode_settings, import_for_tasks
 from rl.data.split import content_key
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.types import Problem, Rollout
 
@@ -56,8 +57,8 @@ class ReasoningGym(Configurable):
         num_eval: int = 128
         """Held-out problems, all different; the same for every seed."""
         answer_in: Literal["tags", "last_line", "whole"] = "tags"
-        """Where the reply has its answer: in the last `<answer></answer>`, in its last line, or it is all of
-        it."""
+        """Where the reply has its answer, after any thoughts: in the last `<answer></answer>`, in its last
+        line, or it is all of it."""
         system: str = DEFAULT_SYSTEM
         """System message; empty for none."""
         solved_at: float = 1.0
@@ -239,17 +240,18 @@ class Solved:
 
 
 def find_answer(text: str, place: str) -> str | None:
-    """The answer of a reply; None where there is none in its place.
+    """The answer of a reply, in its place after any thoughts; None where there is none.
 
     >>> find_answer("<answer>3</answer> no, <answer>4</answer>", "tags")
     '4'
     """
+    said = answer_part(text)
     if place == "whole":
-        found = text
+        found = said
     elif place == "last_line":
-        found = text.strip().rpartition("\n")[2]
+        found = said.rpartition("\n")[2]
     else:
-        _, mark, after = text.rpartition("<answer>")
+        _, mark, after = said.rpartition("<answer>")
         inner, end, _ = after.partition("</answer>")
         found = inner if mark and end else ""
     return found.strip() or None

@@ -10,6 +10,7 @@ import random
 import re
 from dataclasses import dataclass
 
+from rl.rollouts.replies import answer_part
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
@@ -124,8 +125,9 @@ def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
 
 
 def parse_answer(text: str) -> str | None:
-    """The digits after the last `[ANSWER]`, which must end the reply; None if there are none."""
-    match = ANSWER.search(text)
+    """The digits after the last `[ANSWER]`, which must end the reply and not stand in its thoughts; None if
+    there are none."""
+    match = ANSWER.search(answer_part(text))
     return match.group(1) if match else None
 
 

@@ -4,19 +4,22 @@ import asyncio
 import os
 import signal
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from actors import launch
 from actors.backend import ActorScorer
-from actors.calls import ActorCallError, ActorGroup, Timeouts
+from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts
 from actors.reward import RewardActor
 from rl.errors import RunError
+from rl.rollouts.scoring import longest_s
 from rl.types import Score
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.reward_functions import alone, together
 from tests.support.scored import replied
+from tests.support.virtual_time import run_in_virtual_time
 
 CONFIG = RewardActor.Config(num_procs=2, time_limit_s=20)
 
@@ -140,7 +143,7 @@ class Recorded:
     def at_rank(self, rank):
         return self
 
-    async def call(self, endpoint, groups, whole, *, limit):
+    async def call(self, endpoint, groups, whole, alone, *, limit, more_s):
         num = sum(map(len, groups))
         self.asked.append(num)
         self.num_now += num
@@ -185,6 +188,61 @@ def test_after_an_error_no_further_part_is_asked_for():
     num_asked, scores = asyncio.run(scored_after_an_error())
     assert num_asked <= 512
     assert len(scores) == 1
+
+
+class OneByOne:
+    """Stands for the mesh of a process whose reward functions all take a time that is within their limit."""
+
+    def __init__(self, takes_s):
+        self.takes_s = takes_s
+        self.sizes = {"procs": 1}
+        self.score = self
+        self.main_thread = asyncio.Lock()
+
+    def size(self):
+        return 1
+
+    def slice(self, **place):
+        return self
+
+    async def call(self, groups, whole, alone):
+        async with self.main_thread:
+            await asyncio.sleep(self.takes_s * sum(map(len, groups)))
+        return {"procs": [[Score(reward=1.0, correct=True) for _ in group] for group in groups]}
+
+
+def scored_one_by_one(rubric, *sizes, takes_s):
+    """Virtual seconds that groups of these sizes take, with the default limits."""
+
+    async def scored():
+        group = ActorGroup(name="reward", mesh=OneByOne(takes_s), timeouts=Timeouts())
+        limits = partial(longest_s, rubric, time_limit_s=RewardActor.Config().time_limit_s)
+        scorer = ActorScorer(group, num_procs=1, longest_s=limits)
+        return await scorer.score([rollouts(*["x"] * size) for size in sizes])
+
+    scores, took_s = run_in_virtual_time(scored())
+    assert list(map(len, scores)) == list(sizes)
+    return took_s
+
+
+def test_rollouts_that_all_keep_their_limit_stop_no_run_however_many_are_scored():
+    # Four parts of 64 are in the process at once: the last of them waits for 1728 s.
+    assert scored_one_by_one(alone(), *[1] * 260, takes_s=9) == pytest.approx(2340, abs=1)
+    # A function of a group has the limit for each rollout of its group.
+    assert scored_one_by_one(together(), 100, takes_s=19) == pytest.approx(1900, abs=1)
+
+
+def test_a_process_that_does_not_answer_still_stops_the_run():
+    says = r"reward\.score gave no answer within timeouts\.score_s=600 and the 30 s that its work may take"
+    with pytest.raises(ActorTimeoutError, match=says):
+        scored_one_by_one(alone(), 1, takes_s=1e6)
+
+
+@pytest.mark.medium
+def test_functions_that_compare_rollouts_are_left_out_where_each_stands_alone(rewards):
+    scorer = ActorScorer(rewards.together, num_procs=2)
+    scores = rewards.run(scorer.score([rollouts("x"), rollouts("x")], alone=True))
+    assert [list(score.parts) for (score,) in scores] == [["sample", "process", "meet"]] * 2
 
 
 @pytest.mark.medium

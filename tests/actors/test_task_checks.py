@@ -217,6 +217,23 @@ def test_a_rubric_is_tried_on_the_demonstrated_episode_and_on_a_whole_group():
     check(Graded(graded=Rubric(criteria=criteria)))
 
 
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_a_function_of_a_group_that_always_raises_is_refused_whatever_the_groups_size(num_samples):
+    def always_raises(rollouts: Sequence[Rollout]) -> list[float]:
+        raise NameError("scores")
+
+    broken = Rubric(criteria=(GroupCriterion(name="group", function=always_raises),))
+    with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'group' raised NameError"):
+        check_task(
+            Graded(graded=broken),
+            renderer=RENDERER,
+            max_prompt_tokens=9,
+            seed=0,
+            time_limit_s=5.0,
+            num_samples=num_samples,
+        )
+
+
 def _breaks_on_silence(rollout: Rollout) -> float:
     return 1 / len(rollout.text)
 

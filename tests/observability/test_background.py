@@ -5,8 +5,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rl.errors import RunError
 from rl.observability.background import BackgroundWriter
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.tasks.sum_digits import is_correct
+from rl.types import Rollout
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
 
@@ -53,6 +57,54 @@ def test_what_could_not_be_written_is_raised_once_by_whoever_comes_next(caplog):
     assert [r.getMessage() for r in caplog.records] == ["test: OSError('the disk is full')"]
 
 
+def test_the_last_is_written_after_what_is_under_way_and_its_own_error_is_logged(caplog):
+    gate, order = threading.Event(), []
+
+    def write(name: str) -> None:
+        assert gate.wait(WAIT_S)
+        order.append(name)
+
+    def fail() -> None:
+        order.append("fail")
+        raise OSError("the disk is full")
+
+    async def scenario() -> None:
+        writer = BackgroundWriter("test")
+        await writer.begin(partial(write, "first"))
+        last = asyncio.ensure_future(writer.last(fail))
+        await asyncio.sleep(0)
+        assert order == []
+        gate.set()
+        await last
+        await writer.close()
+
+    asyncio.run(scenario())
+    assert order == ["first", "fail"]
+    assert [r.getMessage() for r in caplog.records] == ["test: OSError('the disk is full')"]
+
+
+def test_the_last_is_left_out_where_the_thread_is_still_writing(caplog):
+    gate, order = threading.Event(), []
+
+    def slow() -> None:
+        assert gate.wait(WAIT_S)
+        order.append("slow")
+
+    async def scenario() -> None:
+        writer = BackgroundWriter("test", close_s=0.05)
+        await writer.begin(slow)
+        await writer.last(lambda: order.append("last"))
+        await writer.close()
+
+    asyncio.run(scenario())
+    assert order == []
+    assert [r.getMessage() for r in caplog.records] == [
+        "test: not done after 0.05 s",
+        "test: what the run had when it stopped is not written",
+    ]
+    gate.set()
+
+
 class Gated(Recorder):
     """Writes a step only when told to."""
 
@@ -92,3 +144,48 @@ def test_a_recorder_that_cannot_write_stops_the_run(tmp_path):
     loop.recorder = recorder
     with pytest.raises(FileNotFoundError):
         asyncio.run(loop.run())
+
+
+def fails_from(step: int) -> Rubric:
+    """All rewards fail that are of policy version `step` - 1 or later."""
+
+    def answer(rollout: Rollout) -> float:
+        if rollout.completion.policy_versions.max() >= step - 1:
+            raise ValueError("no judge is there")
+        return float(is_correct(rollout))
+
+    return Rubric(criteria=(Criterion(name="answer", function=answer),), correct=is_correct)
+
+
+class Held(BackgroundWriter):
+    """Lets the recorder write its steps once somebody waits for the last of it."""
+
+    async def close(self) -> bool:
+        Gated.gate.set()
+        return await super().close()
+
+
+@pytest.mark.parametrize(("eval_every", "last"), [(0, (2, "pending")), (1, (1, "eval"))])
+def test_what_stopped_a_run_is_written_after_what_is_still_being_written(tmp_path, eval_every, last):
+    recorder = Gated(tmp_path / "rollouts.jsonl", config=RecorderConfig())
+    Gated.gate.clear()
+    loop, _ = make_loop(
+        FakePolicy(reply=half_right), num_steps=2, eval_every=eval_every, rubric=fails_from(2)
+    )
+    loop.recorder, loop._recording = recorder, Held("rollouts.jsonl")
+    with pytest.raises(RunError, match="no judge is there"):
+        asyncio.run(loop.run())
+    said = [(line["step"], line["kind"]) for line in read_rollouts(recorder.path)]
+    assert list(dict.fromkeys(said))[-2:] == [(1, "train"), last]
+
+
+@pytest.mark.parametrize("eval_every", [0, 1])
+def test_a_recorder_that_cannot_write_what_stopped_a_run_does_not_hide_why_it_stopped(
+    tmp_path, caplog, eval_every
+):
+    recorder = Recorder(tmp_path / "missing" / "rollouts.jsonl", config=RecorderConfig())
+    loop, _ = make_loop(FakePolicy(reply=half_right), eval_every=eval_every, rubric=fails_from(1))
+    loop.recorder = recorder
+    with pytest.raises(RunError, match="no judge is there"):
+        asyncio.run(loop.run())
+    assert "rollouts.jsonl: FileNotFoundError" in caplog.text

@@ -127,8 +127,8 @@ def test_sets_after_the_first_are_told_apart_by_their_names():
 
 def test_a_reply_that_a_reward_function_could_not_read_is_counted():
     class Unparsed(RubricScorer):
-        async def score(self, groups):
-            scores = await super().score(groups)
+        async def score(self, groups, *, alone=False):
+            scores = await super().score(groups, alone=alone)
             return [
                 [_marked(r, s) for r, s in zip(*pair, strict=True)]
                 for pair in zip(groups, scores, strict=True)
@@ -203,14 +203,43 @@ def test_turns_of_conversations_are_reported():
     assert "eval/turns_mean" not in evaluated(RUBRIC)
 
 
-def test_a_function_of_a_group_that_cannot_grade_one_rollout_is_left_out_of_greedy_evaluation():
-    def above_the_others(rollouts):
-        return [1.0 / (len(rollouts) - 1) for _ in rollouts]
+def above_the_others(rollouts):
+    return [1.0 / (len(rollouts) - 1) for _ in rollouts]
 
-    ranked = GroupCriterion(name="ranked", function=above_the_others)
-    with_ranked = Rubric(criteria=(*RUBRIC.criteria, ranked), correct=is_correct)
-    assert evaluated(with_ranked) == evaluated(RUBRIC)
-    # Not where it is the one that says what is right.
-    by_rank = Rubric(criteria=(*RUBRIC.criteria, ranked), correct="ranked")
-    with pytest.raises(RunError, match="reward 'ranked' raised ZeroDivisionError"):
-        evaluated(by_rank)
+
+def with_function(**settings):
+    """The rubric, and a function of a group."""
+    ranked = GroupCriterion(name="ranked", function=above_the_others, **settings)
+    return Rubric(criteria=(*RUBRIC.criteria, ranked), correct=is_correct)
+
+
+def test_a_function_that_compares_rollouts_is_left_out_of_greedy_replies_and_called_for_sampled_ones():
+    assert evaluated(with_function()) == evaluated(RUBRIC)
+    policy = FakePolicy(reply=lambda prompt, sample: "[ANSWER] 4")
+    judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=3))
+    (done,) = asyncio.run(judged.run()).sets
+    assert ["ranked" in score.parts for _, score in done.greedy] == [False] * 4
+    assert [[score.parts["ranked"] for _, score in group] for group in done.sampled] == [[0.5] * 3] * 4
+    # One sample is alone too.
+    judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=1))
+    assert asyncio.run(judged.run()).sets[0].failures == []
+
+
+def test_a_function_of_a_group_that_needs_none_grades_greedy_replies_and_its_failures_are_counted():
+    judged = evaluator(with_function(needs_group=False))
+    judged.max_failed = 1.0
+    metrics = {name: reduced(metric) for name, metric in asyncio.run(judged.run()).metrics().items()}
+    assert (metrics["eval/num_failed"], metrics["eval/num_problems"]) == (4, 4)
+    assert "eval/reward" not in metrics
+    judged.max_failed = 0.0
+    with pytest.raises(RunError, match=r"4 of 4 rewards failed.*reward 'ranked' raised ZeroDivisionError"):
+        asyncio.run(judged.run())
+
+
+def test_without_correct_a_greedy_reply_is_right_by_what_is_left_of_its_reward():
+    halves = (
+        Criterion(name="answer", function=is_correct, weight=0.5),
+        GroupCriterion(name="ranked", function=above_the_others, weight=0.5),
+    )
+    metrics = evaluated(Rubric(criteria=halves))
+    assert (metrics["eval/correct"], metrics["eval/reward"]) == (0.0, 0.25 * 0.5)

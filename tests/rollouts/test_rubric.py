@@ -173,7 +173,9 @@ def test_correct_is_a_function_a_criterion_or_a_whole_reward(correct, says):
     rubric = Rubric(
         criteria=(
             Criterion(name="number", function=number, weight=0.5),
-            GroupCriterion(name="rank", function=lambda rs: [0.0, 1.0 - 1e-7, 0.999], weight=0.5),
+            GroupCriterion(
+                name="rank", function=lambda rs: [0.0, 1.0 - 1e-7, 0.999], weight=0.5, needs_group=False
+            ),
         ),
         correct=correct,
     )
@@ -348,6 +350,9 @@ def test_names_functions_and_correct_that_do_not_fit_are_refused():
             Rubric(criteria=(Criterion(name=name, function=number),))
     with pytest.raises(ValueError, match="correct='two' is no criterion of the rubric: it has one"):
         Rubric(criteria=(one,), correct="two")
+    ranked = GroupCriterion(name="ranked", function=rank)
+    with pytest.raises(ValueError, match=r"correct='ranked' compares the rollouts .*needs_group=False"):
+        Rubric(criteria=(one, ranked), correct="ranked")
     with pytest.raises(ValueError, match="correct is an async function"):
         Rubric(criteria=(one,), correct=number_later)  # type: ignore[arg-type]
 

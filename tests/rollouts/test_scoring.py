@@ -11,7 +11,7 @@ import pytest
 
 from rl.errors import RunError
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.rollouts.scoring import score_within
+from rl.rollouts.scoring import longest_s, score_within
 from tests.support.scored import replied
 from tests.support.scoring_functions import LIMIT_S, MIXED, RUBRIC, Driven, counted, failure_of, never
 
@@ -131,6 +131,28 @@ def test_score_within_limits_async_functions_too_and_gives_a_group_function_the_
 
 
 # Async functions, and those of a group
+
+
+def test_what_a_process_may_take_counts_what_runs_one_by_one_and_what_overlaps():
+    def bound(rubric, num_rollouts):
+        return longest_s(rubric, num_rollouts, time_limit_s=10.0, max_concurrency=64)
+
+    assert bound(Rubric(), 256) == 0.0
+    assert bound(Rubric(correct=never), 256) == 2560.0
+    # Sync functions of a rollout share its limit.
+    assert bound(Rubric(criteria=(*RUBRIC.criteria, Criterion(name="two", function=never))), 256) == 2560.0
+    later = Criterion(name="later", function=counted)
+    assert bound(Rubric(criteria=(later,)), 256) == 10.0 * (4 + 4)
+    # A sync one, an async one, and one of a group.
+    assert bound(MIXED, 256) == 10.0 * (256 + 256 + 4 + 4)
+
+    class Judge:
+        max_concurrency = 16
+
+        async def __call__(self, rollout):
+            return 1.0
+
+    assert bound(Rubric(criteria=(later, Criterion(name="judge", function=Judge()))), 256) == 10.0 * (8 + 16)
 
 
 def test_async_functions_of_several_groups_and_calls_overlap(mixed):

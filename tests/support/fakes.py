@@ -181,8 +181,8 @@ class RubricScorer:
 
     rubric: Rubric
 
-    async def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Score]]:
-        return [await self.rubric.score_group(group) for group in groups]
+    async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
+        return [await self.rubric.score_group(group, alone=alone) for group in groups]
 
 
 def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str | None = None) -> Rollout:

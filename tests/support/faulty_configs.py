@@ -117,11 +117,11 @@ class RaisesLater(SumDigits):
         pass
 
     def rubric(self, *, seed: int) -> Rubric:
-        return Rubric(criteria=(Criterion(name="picky", function=_raise_on_long),), correct=is_correct)
+        return Rubric(criteria=(Criterion(name="picky", function=_raise_later),), correct=is_correct)
 
 
-def _raise_on_long(rollout: Rollout) -> float:
-    if len(rollout.completion.token_ids) > 3:
+def _raise_later(rollout: Rollout) -> float:
+    if rollout.text not in (rollout.prompt.problem.demonstration, "", "?"):
         raise KeyError("no such rollout")
     return 0.0
 

@@ -132,6 +132,14 @@ def test_rubric_is_the_answer_and_nothing_else(build):
     rubric = task.rubric(seed=0)
     right, wrong = (rubric.score(reply(problem, text)) for text in (f" {problem.answer}\n", "x"))
     assert (right.reward, right.correct, wrong.reward, wrong.correct) == (1.0, True, 0.0, False)
+    thoughts = f"<think>\nis it {problem.answer}?\n</think>\n\n"
+    for text, is_right in (
+        (f"{thoughts}{problem.answer}", True),
+        (f"{thoughts}x", False),
+        (f"<think>{problem.answer}", False),
+    ):
+        score = rubric.score(reply(problem, text))
+        assert (score.reward, score.correct) == (float(is_right), is_right)
 
 
 def test_filter_by_a_column_leaves_out_training_rows_alone(build, caplog):

@@ -103,6 +103,21 @@ def test_part_of_the_reward_can_be_for_the_form(build):
     assert AnswerInPlace(place="boxed")(cut_off) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("place", "right"), [("boxed", r"\boxed{72}"), ("hashes", "#### 72"), ("whole", "72")]
+)
+def test_thoughts_are_not_graded(build, place, right):
+    rubric = build(GSM8K, reply=place, format_reward=0.5).rubric(seed=0)
+    wrong = right.replace("72", "8")
+    texts = (f"<think>{wrong}</think>\n\n{right}", f"<think>{right}</think>{wrong}", f"<think>{right}\n no,")
+    scores = [rubric.score(reply(problem(), text)) for text in texts]
+    assert [(s.reward, s.correct, s.unparsed) for s in scores] == [
+        (1.0, True, ()),
+        (0.5, False, ()),
+        (0.0, False, ("answer",)),
+    ]
+
+
 @pytest.mark.parametrize("text", ["72", r"\boxed{", r"\boxed{\frac{}", ""])
 def test_a_reply_without_an_answer_is_no_zero_but_unparsed(text):
     with pytest.raises(UnparsedAnswer) as caught:

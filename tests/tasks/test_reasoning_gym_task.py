@@ -96,6 +96,13 @@ def test_partly_right_answer_counts_as_right_where_the_settings_say_so():
         ("thinking\n 4 \n\n", "last_line", "4"),
         (" 4", "whole", "4"),
         ("", "last_line", None),
+        ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
+        ("<think>\n4", "whole", None),
+        ("<think>or\n4", "last_line", None),
+        ("<think>3</think>\n4", "last_line", "4"),
+        ("<think>so <answer>4</answer>, or", "tags", None),
+        ("<think><answer>3</answer></think><answer>4</answer>", "tags", "4"),
+        ("<think><answer>4</answer></think>I do not know", "tags", None),
     ],
 )
 def test_answer_is_looked_for_in_its_place_alone(text, place, answer):

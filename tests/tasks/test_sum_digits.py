@@ -47,6 +47,9 @@ def test_demonstration_ends_in_the_right_answer():
         ("[ANSWER] twenty", None),
         ("21", None),
         ("", None),
+        ("<think>[ANSWER] 3</think>\n\n[ANSWER] 21\n", "21"),
+        ("<think>perhaps [ANSWER] 21", None),
+        ("<think>[ANSWER] 21</think>", None),
     ],
 )
 def test_parser_takes_the_digits_that_end_the_reply(text, answer):
