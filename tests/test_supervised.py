@@ -5,6 +5,7 @@ import pytest
 
 from rl.errors import RunError
 from rl.rollouts.environment import SingleTurn
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
 from tests.support.fakes import RENDERER, FakePolicy
@@ -14,7 +15,7 @@ PROBLEM = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
 
 def warm_up(policy, *, num_problems):
     warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
-        learner=policy, renderer=RENDERER, environment=SingleTurn.of
+        learner=policy, renderer=RENDERER, environments=TriedEnvironments(make=SingleTurn.of)
     )
     losses: list[float] = []
     asyncio.run(warmup.run(repeat(PROBLEM, num_problems), on_step=losses.append))

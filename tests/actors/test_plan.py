@@ -1,4 +1,4 @@
-from actors.plan import starting_point, warmup_arithmetic
+from actors.plan import starting_point, tried_environments, warmup_arithmetic
 from configs.sum_digits import tiny, tiny_fsdp2_tp2
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
@@ -43,5 +43,8 @@ def test_demonstrations_that_become_other_tokens_have_a_warm_up_of_their_own(tmp
     folders = []
     for renderer in (RendererConfig(), RendererConfig(kind="raw"), RendererConfig(kind="raw", system="Add.")):
         config.renderer = renderer
-        folders.append(starting_point(config, task=config.task.build(), source=None).warmed_up)
+        task = config.task.build()
+        environments = tried_environments(config, task=task)
+        start = starting_point(config, task=task, environments=environments, source=None)
+        folders.append(start.warmed_up)
     assert len(set(folders)) == 3
