@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from rl.protocols import Environment
 from rl.types import Message, Observation, Problem, Reply
@@ -23,11 +22,16 @@ class SingleTurn:
     problem: Problem
     system: str = ""
     """A system message before the question."""
-    single_turn: ClassVar[bool] = True
 
     @property
     def runs_inline(self) -> bool:
-        """It never blocks; of a class that is made from it, nobody knows."""
+        """It never blocks; of a class with a `step` or `close` of its own, nobody knows."""
+        kind = type(self)
+        return kind.step is SingleTurn.step and kind.close is SingleTurn.close
+
+    @property
+    def single_turn(self) -> bool:
+        """A class with a `step` of its own may go on, unless it says that it does not."""
         return type(self).step is SingleTurn.step
 
     @classmethod

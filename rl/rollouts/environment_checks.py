@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import get_args
 
@@ -29,6 +29,20 @@ def checked_observation(observation: object) -> Observation:
             raise TypeError(f"metrics has the name {name!r}, which is no string")
         _check_number(value, f"metrics[{name!r}]")
     return observation
+
+
+def made_environment(environment: Callable[[Problem], Environment], problem: Problem) -> Environment:
+    """What a task's `environment` returns.
+
+    Raises:
+        RunError: names the problem: it raised.
+    """
+    try:
+        return environment(problem)
+    except RunError:
+        raise
+    except Exception as error:
+        raise RunError(f"the environment of problem {problem.id!r} cannot be made: {error!r}") from error
 
 
 def common_opening(group: Sequence[Environment], problem: Problem) -> tuple[Message, ...]:

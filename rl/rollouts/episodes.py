@@ -22,8 +22,9 @@ import numpy as np
 from rl.clock import BusyClock, now_s
 from rl.errors import RunError
 from rl.protocols import Environment, Sampler
-from rl.rollouts.environment_checks import checked_observation, common_opening
-from rl.rollouts.environment_thread import EnvironmentCalls, EnvironmentThreads, TooLongError
+from rl.rollouts.environment_checks import checked_observation, common_opening, made_environment
+from rl.rollouts.environment_limit import TooLongError
+from rl.rollouts.environment_thread import EnvironmentCalls, EnvironmentThreads
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
@@ -69,14 +70,17 @@ class Episodes:
 
         Raises:
             ValueError: a prompt leaves no room for a reply; it names the problem.
-            RunError: an environment does not open; it names the problem.
+            RunError: an environment cannot be made or does not open, which names the problem; or too many
+                blocked.
         """
+        self.threads.check()
         environments: list[list[EnvironmentCalls]] = []
         try:
             for problem in problems:
                 environments.append([])
                 for _ in range(sampling.num_samples):
-                    environments[-1].append(self.threads.calls_of(self.environment(problem), problem))
+                    environment = made_environment(self.environment, problem)
+                    environments[-1].append(self.threads.calls_of(environment, problem))
             openings = [
                 common_opening([calls.environment for calls in group], problem)
                 for group, problem in zip(environments, problems, strict=True)

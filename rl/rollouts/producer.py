@@ -183,6 +183,14 @@ class RolloutProducer:
         try:
             group = await self._worker(number, problem)
             self._settle(group)
+        except asyncio.CancelledError as error:
+            if self._error is None:  # not `close`: nobody would ever learn of it
+                cancelled = RunError(
+                    f"the rollouts of problem {problem.id!r} were cancelled by their own code"
+                )
+                cancelled.__cause__ = error
+                self.fail(cancelled)
+            raise
         except Exception as error:  # noqa: BLE001  (raised where the loop waits)
             self.fail(error)
 
