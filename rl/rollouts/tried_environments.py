@@ -10,15 +10,19 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rl.errors import RunError
 from rl.protocols import Environment
 from rl.rollouts.environment import is_single_turn
-from rl.rollouts.environment_checks import checked_observation, common_opening
-from rl.rollouts.environment_thread import EnvironmentCalls, EnvironmentThreads, TooLongError
+from rl.rollouts.environment_checks import checked_observation, common_opening, made_environment
+from rl.rollouts.environment_limit import TooLongError
+from rl.rollouts.environment_thread import EnvironmentCalls, EnvironmentThreads
 from rl.types import Message, Observation, Problem, Reply
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +44,13 @@ class TriedEnvironment:
         Raises:
             ValueError: it raises, takes too long or does not return a valid Observation; names the problem,
                 the turn and the field.
-            RunError: as it raises it.
         """
         with _named(f"turn {turn} of problem {self.calls.problem.id!r}: the environment"):
             answer = await self.calls.step(reply, turn=turn, timeout_s=self.step_timeout_s)
             return checked_observation(answer)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class TriedEnvironments:
     """Makes, opens and closes them."""
 
@@ -55,6 +58,8 @@ class TriedEnvironments:
     threads: EnvironmentThreads = field(default_factory=EnvironmentThreads)
     step_timeout_s: float = 60.0
     """Longest time that one may take to be made, to open, to answer or to close."""
+    _last_ran_inline: bool = field(default=False, init=False)
+    """Then the next is made without the way between the threads, which takes longer than to make it."""
 
     @asynccontextmanager
     async def opened(self, problem: Problem) -> AsyncIterator[TriedEnvironment]:
@@ -77,24 +82,30 @@ class TriedEnvironments:
         await self._close(calls)
 
     async def _made(self, problem: Problem) -> EnvironmentCalls:
-        async def made() -> Environment:
-            return self.make(problem)
-
-        title = f"making the environment of problem {problem.id!r}"
-        with _named(title):
-            environment = await self.threads.call(made, title=title, timeout_s=self.step_timeout_s)
-        return self.threads.calls_of(environment, problem)
+        environment = await self._called(
+            lambda: made_environment(self.make, problem),
+            title=f"making the environment of problem {problem.id!r}",
+            inline=self._last_ran_inline,
+        )
+        calls = self.threads.calls_of(environment, problem)
+        self._last_ran_inline = calls.thread is None
+        return calls
 
     async def _opening(self, calls: EnvironmentCalls) -> tuple[Message, ...]:
-        async def opened() -> tuple[Message, ...]:
-            return common_opening([calls.environment], calls.problem)
+        return await self._called(
+            lambda: common_opening([calls.environment], calls.problem),
+            title=f"opening problem {calls.problem.id!r}",
+            inline=calls.thread is None,
+        )
 
-        title = f"opening problem {calls.problem.id!r}"
-        try:
-            with _named(title):
-                return await self.threads.call(opened, title=title, timeout_s=self.step_timeout_s)
-        except RunError as error:
-            raise ValueError(str(error)) from error
+    async def _called(self, function: Callable[[], ResultT], *, title: str, inline: bool) -> ResultT:
+        async def there() -> ResultT:
+            return function()
+
+        with _named(title):
+            if inline:
+                return function()
+            return await self.threads.call(there, title=title, timeout_s=self.step_timeout_s)
 
     async def _close(self, calls: EnvironmentCalls) -> None:
         with _named(f"closing problem {calls.problem.id!r}: the environment"):
@@ -106,9 +117,9 @@ def _named(who: str) -> Iterator[None]:
     """What an environment's own code raises becomes a ValueError that begins with `who`."""
     try:
         yield
-    except RunError:
-        raise
     except TooLongError as error:
         raise ValueError(f"{who} {error}") from error
+    except RunError as error:
+        raise ValueError(f"{who}: {error}") from error
     except Exception as error:
         raise ValueError(f"{who} raised {error!r}") from error

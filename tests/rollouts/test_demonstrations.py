@@ -127,16 +127,16 @@ class Broken(Counting):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "says"),
+    ("error", "says"),
     [
-        (KeyError("board"), ValueError, r"turn 2 of problem 'ask/one': .* raised KeyError\('board'\)"),
-        (None, ValueError, r"turn 2 of problem 'ask/one': .* took longer than step_timeout_s=0\.05"),
-        (RunError("no sandbox is left"), RunError, "^no sandbox is left$"),
+        (KeyError("board"), r"turn 2 of problem 'ask/one': .* raised KeyError\('board'\)"),
+        (None, r"turn 2 of problem 'ask/one': .* took longer than step_timeout_s=0\.05"),
+        (RunError("no sandbox is left"), r"turn 2 of problem 'ask/one': .* no sandbox is left"),
     ],
 )
-def test_an_environment_that_breaks_in_a_demonstration_is_named_and_closed(error, kind, says):
+def test_an_environment_that_breaks_in_a_demonstration_is_named_and_closed(error, says):
     factory = Factory(Broken, error=error)
-    with pytest.raises(kind, match=says):
+    with pytest.raises(ValueError, match=says):
         demonstrate(PROBLEM, factory, step_timeout_s=0.05)
     assert factory.closed == [1]
 
