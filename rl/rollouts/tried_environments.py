@@ -45,9 +45,13 @@ class TriedEnvironment:
             ValueError: it raises, takes too long or does not return a valid Observation; names the problem,
                 the turn and the field.
         """
-        with _named(f"turn {turn} of problem {self.calls.problem.id!r}: the environment"):
+        where = f"turn {turn} of problem {self.calls.problem.id!r}"
+        with _named(f"{where}: the environment"):
             answer = await self.calls.step(reply, turn=turn, timeout_s=self.step_timeout_s)
+        try:
             return checked_observation(answer)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 @dataclass(kw_only=True, slots=True)

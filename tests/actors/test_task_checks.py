@@ -15,7 +15,7 @@ from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.rollouts.tried_environments import TriedEnvironments
-from rl.types import Problem, Prompt, Rollout
+from rl.types import Problem, Prompt, Reply, Rollout
 from tests.support.conversations import Counting, TwinRenderer
 
 RENDERER = TwinRenderer()
@@ -148,6 +148,58 @@ def test_demonstrations_that_do_not_go_with_their_environment_are_refused_also_w
 
     with pytest.raises(ValueError, match=r"'ask/one': its environment goes on after reply 1 of the 1"):
         asyncio.run(main())
+
+
+@dataclass(kw_only=True)
+class Odd(Counting):
+    """Answers with what is no observation."""
+
+    async def step(self, reply: Reply) -> Any:
+        await super().step(reply)
+        return None
+
+
+@dataclass(kw_only=True)
+class Answerless(Asking):
+    def environment(self, problem: Problem) -> Odd:
+        return Odd(problem=problem)
+
+
+def test_an_environment_that_breaks_is_refused_unless_rollouts_may_fail(caplog):
+    says = r"^turn 1 of problem 'ask/one': `step` returned None, which is no Observation"
+    with pytest.raises(ValueError, match=says):
+        check(Answerless())
+    with pytest.raises(ValueError, match=says):
+        demonstrations(Answerless(), max_tokens=20, max_model_len=100)
+    with caplog.at_level(logging.WARNING):
+        check(Answerless(), rewards_may_fail=True)
+    assert "turn 1 of problem 'ask/one'" in caplog.text
+
+
+def test_a_demonstration_that_does_not_go_with_its_environment_is_a_warning_where_nothing_warms_up(caplog):
+    with caplog.at_level(logging.WARNING):
+        check(Asking(sets={"one": [replace(PROBLEM, demonstration="first")]}))
+    assert "goes on after reply 1 of the 1 of its demonstration" in caplog.text
+
+
+@dataclass(kw_only=True)
+class Silent(Counting):
+    def opening(self) -> Any:
+        return None
+
+
+@dataclass(kw_only=True)
+class Speechless(Asking):
+    """From its second problem on."""
+
+    def environment(self, problem: Problem) -> Counting:
+        return (Silent if problem is LONG else Counting)(problem=problem)
+
+
+def test_an_environment_that_does_not_open_is_refused_by_its_problem_also_where_rollouts_may_fail():
+    says = r"problem 'ask/long' \(Silent\) does not open: .* is None, which is no sequence of Message"
+    with pytest.raises(ValueError, match=says):
+        check(Speechless(training=[PROBLEM, LONG]), max_prompt_tokens=18, rewards_may_fail=True)
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False), (None, True)])

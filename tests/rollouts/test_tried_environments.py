@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, ClassVar
 
 import pytest
@@ -14,8 +15,11 @@ from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.settings import EpisodeLimits
 from rl.rollouts.tried_environments import TriedEnvironments
-from rl.types import Message, Observation, Problem, Reply, SamplingParams
-from tests.support.conversations import Counting, Factory, ScriptedSampler, TwinRenderer
+from rl.types import Observation, Problem, Reply, SamplingParams
+from tests.support.conversations import Counting, Factory, TwinRenderer
+from tests.support.fakes import RENDERER as FAKE_RENDERER
+from tests.support.fakes import FakePolicy
+from tests.support.shared_client import Shared
 
 RENDERER = TwinRenderer()
 PROBLEM = Problem(id="ask/one", question="one", answer="", demonstration=("yes", "yes"))
@@ -64,16 +68,20 @@ def fails() -> None:
         ("opening", lambda: (), r"problem 'ask/one' .* does not open: .* no messages"),
         ("opening", lambda: ("one",), r"problem 'ask/one' .* does not open: .*\[0\] is 'one', which is no M"),
         ("step", fails, r"^turn 1 of problem 'ask/one': the environment raised KeyError\('board'\)"),
-        ("step", lambda: None, r"^turn 1 of problem 'ask/one': .* returned None, which is no Observation"),
+        (
+            "step",
+            lambda: None,
+            r"^turn 1 of problem 'ask/one': `step` returned None, which is no Observation",
+        ),
         (
             "step",
             lambda: Observation(reward=None),  # type: ignore[arg-type]
-            r"^turn 1 of problem 'ask/one': .*reward=None: must be a number",
+            r"^turn 1 of problem 'ask/one': reward=None: must be a number",
         ),
         (
             "step",
             lambda: Observation(messages=("more",)),  # type: ignore[arg-type]
-            r"^turn 1 of problem 'ask/one': .*messages\[0\] is 'more', which is no Message",
+            r"^turn 1 of problem 'ask/one': messages\[0\] is 'more', which is no Message",
         ),
         ("close", fails, r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"),
     ],
@@ -137,50 +145,22 @@ def test_one_that_blocks_is_an_error_soon_and_its_thread_is_left_behind(method, 
     assert environments.threads.num_abandoned == 1
 
 
-class Client:
-    """What tasks share: like those of aiohttp and httpx it belongs to the event loop that it was made in."""
-
-    def __init__(self) -> None:
-        self.asked: asyncio.Queue[asyncio.Future[str]] = asyncio.Queue()
-        self.serving = asyncio.create_task(self._serve())
-
-    async def _serve(self) -> None:
-        while True:
-            (await self.asked.get()).set_result("more")
-
-    async def ask(self) -> str:
-        answer = asyncio.get_running_loop().create_future()
-        await self.asked.put(answer)
-        return await answer
-
-
-class Asking(Counting):
-    """Its first step makes the client of all."""
-
-    runs_inline: ClassVar[bool] = False
-    clients: ClassVar[list[Client]] = []
-
-    async def step(self, reply: Reply) -> Observation:
-        if not self.clients:
-            self.clients.append(Client())
-        told = await asyncio.wait_for(self.clients[0].ask(), 30)
-        self.num_steps += 1
-        return Observation(messages=(Message(role="user", content=told),) if self.num_steps == 1 else ())
-
-
-def test_a_client_made_by_the_first_trial_serves_all_later_ones_and_the_run(monkeypatch):
-    monkeypatch.setattr(Asking, "clients", [])
-    environments = tried(lambda problem: Asking(problem=problem))
+def test_a_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():
+    task = Shared.Config(num_integers=2).build()
+    problems = list(islice(task.warmup_problems(seed=0), 2))
+    environments = tried(task.environment)
     for _ in range(2):
-        demonstrated_now([PROBLEM, PROBLEM], environments, renderer=RENDERER)
+        assert len(demonstrated_now(problems, environments, renderer=FAKE_RENDERER)) == 2
     episodes = Episodes(
-        sampler=ScriptedSampler(reply=lambda prompt, sampling, sample: "yes"),
-        renderer=RENDERER,
-        environment=environments.make,
+        sampler=FakePolicy(reply=lambda prompt, sample: "[ANSWER] 1"),
+        renderer=FAKE_RENDERER,
+        environment=task.environment,
         limits=EpisodeLimits(),
         max_tokens=200,
         threads=environments.threads,
     )
-    ((rollout,),) = asyncio.run(episodes.run([PROBLEM], sampling=SamplingParams(max_tokens=16)))
-    assert (rollout.end, rollout.failure, len(rollout.turns)) == ("done", None, 2)
-    assert len(Asking.clients) == 1
+    groups = asyncio.run(episodes.run(problems, sampling=SamplingParams(max_tokens=16)))
+    for (rollout,) in groups:
+        assert (rollout.end, rollout.failure) == ("done", None)
+        assert rollout.turns[0].observation.metrics == {"asked": 1.0}
+    assert len(task.clients) == 1
