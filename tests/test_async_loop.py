@@ -260,6 +260,18 @@ def test_an_error_of_a_rollout_stops_the_loop_and_nothing_is_left_running():
     assert took_s == pytest.approx(0.2)  # at once, not after the other rollouts' 30 s
 
 
+def test_rollouts_that_something_else_cancels_stop_the_loop_instead_of_being_waited_for_for_ever():
+    class Cancelled(SimulatedPolicy):
+        async def generate(self, prompts: Any, **settings: Any) -> Any:
+            if number_of(bytes(prompts[0].tolist()).decode()) == 2:
+                raise asyncio.CancelledError
+            return await super().generate(prompts, **settings)
+
+    says = r"^step 2: the rollouts of problem '.*' were cancelled by their own code"
+    with pytest.raises(RunError, match=says):
+        run(Cancelled(reply=half_right), num_steps=6, num_prompts=2, max_policy_age=0)
+
+
 @pytest.mark.parametrize("phase", ["push", "serve"])
 def test_a_failing_sync_stops_the_loop_even_while_it_waits_for_rollouts(phase):
     class Failing(SimulatedPolicy):

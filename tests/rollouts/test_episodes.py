@@ -1,6 +1,7 @@
 """Episodes over a scripted sampler, in virtual time: token-in token-out, limits, failures, order."""
 
 import asyncio
+import contextlib
 import logging
 import re
 from dataclasses import dataclass
@@ -258,11 +259,18 @@ class Broken(Counting):
             return observation
         if self.how == "hang":
             await asyncio.sleep(1e6)
+        if self.how == "stay":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+            await asyncio.sleep(1e6)
         if self.how == "none":
             return None
-        raise {"raise": KeyError("board"), "timeout": TimeoutError(), "run": RunError("no sandbox is left")}[
-            self.how
-        ]
+        raise {
+            "raise": KeyError("board"),
+            "timeout": TimeoutError(),
+            "run": RunError("no sandbox is left"),
+            "cancelled": asyncio.CancelledError(),
+        }[self.how]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +278,9 @@ class Broken(Counting):
     [
         ("raise", r"the environment raised KeyError\('board'\)"),
         ("timeout", r"the environment raised TimeoutError\(\)"),
+        ("cancelled", r"the environment raised RuntimeError\('CancelledError of an environment'\)"),
         ("hang", r"the environment took longer than step_timeout_s=3"),
+        ("stay", r"the environment took longer than step_timeout_s=3, and did not end when cancelled"),
         ("none", r"the environment raised TypeError\('`step` returned None, which is no Observation'\)"),
     ],
 )
@@ -466,17 +476,44 @@ def test_environments_are_closed_once_also_where_nothing_went_wrong_or_the_promp
     assert factory.closed == [1] * 4
 
 
-def test_environments_made_before_one_that_cannot_be_made_are_closed():
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RunError("no fourth board"), "^no fourth board"),
+        (KeyError("board"), r"^the environment of problem 'ask/two' cannot be made: KeyError\('board'\)"),
+    ],
+)
+def test_one_that_cannot_be_made_ends_the_run_and_those_made_before_are_closed(error, says):
     class Few(Factory):
         def __call__(self, problem):
             if len(self.made) == 3:
-                raise RunError("no fourth board")
+                raise error
             return super().__call__(problem)
 
     factory = Few()
-    with pytest.raises(RunError, match="no fourth board"):
+    with pytest.raises(RunError, match=says):
         run(factory)
     assert factory.closed == [1] * 3
+
+
+def test_a_task_that_two_await_and_one_ends_with_its_time_fails_the_other_too():
+    shared: list[asyncio.Future[None]] = []
+
+    class Shares(Counting):
+        async def step(self, reply):
+            if not shared:
+                shared.append(asyncio.ensure_future(asyncio.sleep(1e6)))
+            if self.problem.question == "two" and self.num_steps == 0:
+                return await super().step(reply)
+            await shared[0]
+            raise AssertionError
+
+    sampling = SamplingParams(max_tokens=16)
+    ((first,), (second,)), _ = run(Factory(Shares, seconds=1.0), sampling=sampling, step_timeout_s=3.0)
+    assert str(first.failure).startswith("the environment took longer than step_timeout_s=3 in turn 1")
+    assert str(second.failure).startswith(
+        "the environment raised RuntimeError('CancelledError of an environment') in turn 2"
+    )
 
 
 @pytest.mark.parametrize(
