@@ -52,6 +52,10 @@ class Asking(SingleTurn):
 
     clients: list[Client]
 
+    @property
+    def single_turn(self) -> bool:
+        return True
+
     async def step(self, reply: Reply) -> Observation:
         if not self.clients:
             self.clients.append(Client())
