@@ -17,6 +17,7 @@ class Client:
     """As those of aiohttp and httpx: of no use in another event loop, or when that has ended."""
 
     def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
         self.asked: asyncio.Queue[tuple[str, asyncio.Future[str]]] = asyncio.Queue()
         self.serving = asyncio.create_task(self._serve())
 
@@ -26,7 +27,7 @@ class Client:
             answer.set_result(text.upper())
 
     async def ask(self, text: str) -> str:
-        answer = asyncio.get_running_loop().create_future()
+        answer = self.loop.create_future()  # which a task of another loop cannot await
         await self.asked.put((text, answer))
         return await answer
 
