@@ -162,9 +162,16 @@ def tried_environments(config: RunConfig, *, task: Task) -> TriedEnvironments:
 
 
 def starting_point(
-    config: RunConfig, *, task: Task, environments: TriedEnvironments, source: LoadSource | None
+    config: RunConfig,
+    *,
+    task: Task,
+    source: LoadSource | None,
+    environments: TriedEnvironments | None = None,
 ) -> StartingPoint:
-    """Where the run's weights come from, and the model with its kernels; nothing is written yet."""
+    """Where the run's weights come from, and the model with its kernels; nothing is written yet.
+
+    `environments` are those in which demonstrations are played; None makes some.
+    """
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     if config.hf_assets_path is not None:
         return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
@@ -181,7 +188,7 @@ def starting_point(
         warmup=config.warmup,
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
-            environments,
+            environments or tried_environments(config, task=task),
             renderer=renderer,
         ),
         arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from actors.plan import make_plan, starting_point, tried_environments, warmup_arithmetic
+from actors.plan import make_plan, starting_point, warmup_arithmetic
 from configs.sum_digits import tiny, tiny_fsdp2_tp2
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
@@ -52,10 +52,7 @@ def test_demonstrations_that_become_other_tokens_have_a_warm_up_of_their_own(tmp
     folders = []
     for renderer in (RendererConfig(), RendererConfig(kind="raw"), RendererConfig(kind="raw", system="Add.")):
         config.renderer = renderer
-        task = config.task.build()
-        environments = tried_environments(config, task=task)
-        start = starting_point(config, task=task, environments=environments, source=None)
-        folders.append(start.warmed_up)
+        folders.append(starting_point(config, task=config.task.build(), source=None).warmed_up)
     assert len(set(folders)) == 3
 
 
@@ -87,6 +84,7 @@ def test_the_warm_up_goes_on_in_the_threads_in_which_the_task_was_tried(tmp_path
     config.dump_folder = str(tmp_path)
     plan = make_plan(config)
     assert isinstance(plan.task, Shared)
+    assert config.warmup is not None
     (client,) = plan.task.clients
     policy = FakePolicy(reply=lambda prompt, sample: "")
     warmup = config.warmup.build(learner=policy, renderer=plan.renderer, environments=plan.environments)
