@@ -12,8 +12,6 @@ ResultT = TypeVar("ResultT")
 
 CLEAN_UP_S = 10.0
 """How long what was cancelled may take to end."""
-
-
 NUM_PARTS = 20
 """Of a time limit: at its end the event loop has come to the call so many times at least."""
 

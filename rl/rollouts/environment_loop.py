@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -121,7 +121,10 @@ class EnvironmentThread:
 
 
 def _named_as_its_maker(
-    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **settings: Any
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+    /,
+    **settings: Any,
 ) -> asyncio.Task[Any]:
     """So that whoever is blocked by a task learns which problem's it is."""
     maker = asyncio.current_task(loop)
