@@ -40,12 +40,10 @@ from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
-from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import longest_s
 from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
-from rl.tasks.task import Task
 from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER
 from rl.weights.files import make_store
 from rl.weights.store import WeightStore
@@ -146,7 +144,7 @@ class Controller(Configurable):
         learner = ActorLearner(fleet.trainer)
         source = plan.source
         if start.warmed_up is not None:
-            await self._warm_up(learner, renderer=renderer, task=task, destination=start.warmed_up)
+            await self._warm_up(learner, plan, destination=start.warmed_up)
         if source is not None:
             version = await learner.load_checkpoint(str(source.path), model_only=source.model_only)
             logger.info("loaded %s, policy version %d", source.path, version)
@@ -165,6 +163,7 @@ class Controller(Configurable):
                 watch=progress,
                 position=None if source is None else source.position,
                 proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
+                threads=plan.environments.threads,
             )
             async with _last_save_ends(fleet, background=config.trainer.checkpoint.async_mode != "disabled"):
                 await loop.run()
@@ -207,19 +206,17 @@ class Controller(Configurable):
             ),
         )
 
-    async def _warm_up(
-        self, learner: ActorLearner, *, renderer: Renderer, task: Task, destination: Path
-    ) -> None:
+    async def _warm_up(self, learner: ActorLearner, plan: Plan, *, destination: Path) -> None:
         """Supervised steps, kept as a Hugging Face folder; the trainer then starts from that folder,
         as every later run does."""
         config = self.config.warmup
         assert config is not None
         warmup: SupervisedWarmup = config.build(
-            learner=learner, renderer=renderer, environment=task.environment
+            learner=learner, renderer=plan.renderer, environments=plan.environments
         )
         with progress("warm-up", total=config.num_steps) as advance:
             await warmup.run(
-                task.warmup_problems(seed=self.config.seed),
+                plan.task.warmup_problems(seed=self.config.seed),
                 on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
             )
         try:

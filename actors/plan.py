@@ -27,6 +27,7 @@ from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.rollouts.demonstrations import demonstrated_now
 from rl.rollouts.renderer import TemplateRenderer, make_renderer
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.starting_point import (
     NUM_KEYED_DEMONSTRATIONS,
     StartingPoint,
@@ -37,6 +38,7 @@ from rl.starting_point import (
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource, find_load_source
 from rl.training.experts import ExpertBalance
+from rl.types import Prompt
 from rl.weights.files import check_unused
 
 
@@ -50,6 +52,8 @@ class Plan:
     reference: Path | None
     """What the trainer loads into the reference policy, where that is not the starting point."""
     task: Task
+    environments: TriedEnvironments
+    """Of the task, as they were tried; its threads are the run's."""
     renderer: TemplateRenderer
     canary: LogprobCanary | None
 
@@ -62,8 +66,9 @@ class Plan:
 def make_plan(config: RunConfig) -> Plan:
     """Check all that can be checked without starting or writing anything."""
     task: Task = config.task.build()
+    environments = tried_environments(config, task=task)
     source = find_load_source(config.trainer.checkpoint)
-    start = starting_point(config, task=task, source=source)
+    start = starting_point(config, task=task, environments=environments, source=source)
     check_load_source(
         source,
         fleet=config.fleet,
@@ -83,32 +88,20 @@ def make_plan(config: RunConfig) -> Plan:
         num_cores = len(os.sched_getaffinity(0))
         check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
     tokenizer, stop_ids = start.tokenizer()
-    loop, max_model_len = config.loop, config.generator.max_model_len
-    max_new = loop.sampling.max_tokens
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
-    room = min(max_model_len, loop.episode.max_tokens or max_model_len) - max_new
-    first_prompt = check_task(
-        task,
+    first_prompt = _first_prompt(
+        config,
+        task=task,
+        environments=environments,
         renderer=renderer,
-        max_prompt_tokens=room,
-        seed=config.seed,
-        time_limit_s=config.reward.time_limit_s,
-        drops_long_prompts=loop.long_prompts == "drop",
-        max_turns=loop.episode.max_turns,
-        num_samples=loop.num_samples,
-        evaluates=loop.eval_every > 0,
-        rewards_may_fail=loop.max_failed_rewards > 0,
+        warms_up=start.warmed_up is not None,
     )
-    check_sample_limit(loop, task=task, renderer=renderer, max_model_len=max_model_len, seed=config.seed)
-    if start.warmed_up is not None:
-        check_demonstrations(
-            task, renderer=renderer, seed=config.seed, max_tokens=max_new, max_model_len=max_model_len
-        )
     return Plan(
         start=start,
         source=source,
         reference=reference,
         task=task,
+        environments=environments,
         renderer=renderer,
         canary=make_canary(
             config.canary,
@@ -121,8 +114,64 @@ def make_plan(config: RunConfig) -> Plan:
     )
 
 
-def starting_point(config: RunConfig, *, task: Task, source: LoadSource | None) -> StartingPoint:
-    """Where the run's weights come from, and the model with its kernels; nothing is written yet."""
+def _first_prompt(
+    config: RunConfig,
+    *,
+    task: Task,
+    environments: TriedEnvironments,
+    renderer: TemplateRenderer,
+    warms_up: bool,
+) -> Prompt:
+    """Of a task that passes all checks."""
+    loop, max_model_len = config.loop, config.generator.max_model_len
+    max_new = loop.sampling.max_tokens
+    prompt = check_task(
+        task,
+        environments=environments,
+        renderer=renderer,
+        max_prompt_tokens=min(max_model_len, loop.episode.max_tokens or max_model_len) - max_new,
+        seed=config.seed,
+        time_limit_s=config.reward.time_limit_s,
+        drops_long_prompts=loop.long_prompts == "drop",
+        max_turns=loop.episode.max_turns,
+        num_samples=loop.num_samples,
+        evaluates=loop.eval_every > 0,
+        rewards_may_fail=loop.max_failed_rewards > 0,
+    )
+    check_sample_limit(
+        loop,
+        task.train_problems(seed=config.seed),
+        environments=environments,
+        renderer=renderer,
+        max_model_len=max_model_len,
+    )
+    if warms_up:
+        check_demonstrations(
+            task.warmup_problems(seed=config.seed),
+            environments=environments,
+            renderer=renderer,
+            max_tokens=max_new,
+            max_model_len=max_model_len,
+        )
+    return prompt
+
+
+def tried_environments(config: RunConfig, *, task: Task) -> TriedEnvironments:
+    """With the run's limit of a step."""
+    return TriedEnvironments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
+
+
+def starting_point(
+    config: RunConfig,
+    *,
+    task: Task,
+    source: LoadSource | None,
+    environments: TriedEnvironments | None = None,
+) -> StartingPoint:
+    """Where the run's weights come from, and the model with its kernels; nothing is written yet.
+
+    `environments` are those in which demonstrations are played; None makes some.
+    """
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     if config.hf_assets_path is not None:
         return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
@@ -139,7 +188,7 @@ def starting_point(config: RunConfig, *, task: Task, source: LoadSource | None) 
         warmup=config.warmup,
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
-            environment=task.environment,
+            environments or tried_environments(config, task=task),
             renderer=renderer,
         ),
         arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),

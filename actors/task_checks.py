@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
@@ -12,11 +11,11 @@ import numpy as np
 
 from rl.clock import run_now
 from rl.loop import Loop
-from rl.rollouts.demonstrations import STEP_TIMEOUT_S, demonstrated, demonstrated_rollout
-from rl.rollouts.environment import is_single_turn
+from rl.rollouts.demonstrations import UnfitDemonstrationError, demonstrated, demonstrated_rollout
 from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring_limit import score_group_within
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.tasks.task import Task
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
 
@@ -29,6 +28,7 @@ NUM_PROBED_PROBLEMS = 64
 def check_task(
     task: Task,
     *,
+    environments: TriedEnvironments,
     renderer: Renderer,
     max_prompt_tokens: int,
     seed: int,
@@ -39,43 +39,48 @@ def check_task(
     rewards_may_fail: bool = False,
     evaluates: bool = True,
 ) -> Prompt:
-    """Prompts that fit the context, and a rubric that gives finite numbers, on a few problems; returns the
-    prompt of the first evaluation problem, or of the first of training where there is none.
+    """Prompts that fit the context, environments that work, and a rubric that gives finite numbers, on a few
+    problems; returns the prompt of the first evaluation problem, or of the first of training where there is
+    none.
 
     Args:
+        environments: of the task.
         drops_long_prompts: a training problem whose prompt is too long is left out later, and no error.
         max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
         num_samples: of a group, which is what functions of a group are given.
-        rewards_may_fail: a rubric that fails is only warned of.
+        rewards_may_fail: a rubric that fails, or an environment that breaks after it has opened, is only
+            warned of.
         evaluates: whether there will be evaluations, which need problems.
 
     Raises:
-        ValueError: names the problem, or the reward function and what it did.
+        ValueError: names the problem and what its environment did, or the reward function and what it did.
     """
     held_out = _held_out(task, needed=evaluates)
     problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
-    if max_turns != 1 and has_turns(task, problem):
+    goes_on = has_turns(environments, problem)
+    if max_turns != 1 and goes_on:
         renderer.check_multi_turn()
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
-    for place, (asked, messages) in enumerate(zip(probed, _openings(task, probed), strict=True)):
+    openings = _openings(environments, probed)
+    for place, (asked, messages) in enumerate(zip(probed, openings, strict=True)):
         try:
             render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
         except PromptTooLongError:
             if place < len(held_out) or not drops_long_prompts:
                 raise
-    prompt = prompt_of(task, problem, renderer=renderer, max_tokens=max_prompt_tokens)
-    example = _example(task, problem, prompt, renderer=renderer)
+    prompt = render_prompt(problem, openings[0], renderer=renderer, max_tokens=max_prompt_tokens)
+    example = _example(prompt, environments, renderer=renderer, may_fail=rewards_may_fail)
     rubric: Rubric = task.rubric(seed=seed)
     failure = _rubric_failure(
         rubric,
-        example or _one_turn(task, problem, prompt),
+        example or _one_turn(prompt, openings[0]),
         num_samples=num_samples,
         time_limit_s=time_limit_s,
     )
     if failure is None:
         return prompt
     # A judge may not be up yet; an episode of one turn may not be what the functions are made for.
-    is_sure = not rubric.has_async_functions and (example is not None or not has_turns(task, problem))
+    is_sure = not rubric.has_async_functions and (example is not None or not goes_on)
     if is_sure and not rewards_may_fail:
         raise ValueError(f"the task's rubric fails: {failure}")
     logger.warning("the task's rubric fails when it is tried: %s", failure)
@@ -109,36 +114,44 @@ def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_
     return None
 
 
-def _example(task: Task, problem: Problem, prompt: Prompt, *, renderer: Renderer) -> Rollout | None:
+def _example(
+    prompt: Prompt, environments: TriedEnvironments, *, renderer: Renderer, may_fail: bool
+) -> Rollout | None:
     """The problem's demonstration, played against its environment; None where there is none, or it does not
     go with the environment, which is an error only of a run that warms up on it (`check_demonstrations`)."""
+    problem = prompt.problem
     if not problem.demonstrations:
         return None
     try:
-        played = demonstrated_rollout(problem, task.environment(problem), renderer=renderer)
+        played = demonstrated_rollout(problem, environments, renderer=renderer)
         return replace(run_now(played), prompt=prompt)
     except ValueError as error:
+        if not (may_fail or isinstance(error, UnfitDemonstrationError)):
+            raise
         logger.warning("the rubric is tried on a reply of one turn: %s", error)
         return None
 
 
-def has_turns(task: Task, problem: Problem) -> bool:
-    """Whether an episode of the problem may go on after the first reply."""
-    environment = task.environment(problem)
-    run_now(environment.close())
-    return not is_single_turn(environment)
+def has_turns(environments: TriedEnvironments, problem: Problem) -> bool:
+    """Whether an episode of the problem may go on after the first reply; raises ValueError as
+    `TriedEnvironments.opened` does."""
 
+    async def goes_on() -> bool:
+        async with environments.opened(problem) as environment:
+            return not environment.single_turn
 
-def prompt_of(task: Task, problem: Problem, *, renderer: Renderer, max_tokens: int) -> Prompt:
-    """What a model is first asked; raises ValueError if it leaves no room."""
-    (messages,) = _openings(task, [problem])
-    return render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
+    return run_now(goes_on())
 
 
 def check_sample_limit(
-    loop: Loop.Config, *, task: Task, renderer: Renderer, max_model_len: int, seed: int
+    loop: Loop.Config,
+    problems: Iterable[Problem],
+    *,
+    environments: TriedEnvironments,
+    renderer: Renderer,
+    max_model_len: int,
 ) -> None:
-    """A limit that some sample can meet, and some sample can miss.
+    """A limit that some sample of the first training problems can meet, and some sample can miss.
 
     Raises:
         ValueError: names the field, and what is valid.
@@ -146,8 +159,8 @@ def check_sample_limit(
     limit = loop.max_sample_tokens
     if limit is None:
         return
-    probed = list(islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS))
-    shortest = min(len(renderer.opening(messages)) for messages in _openings(task, probed))
+    openings = _openings(environments, islice(problems, NUM_PROBED_PROBLEMS))
+    shortest = min(len(renderer.opening(messages)) for messages in openings)
     longest = max_model_len
     if not shortest < limit < longest:
         raise ValueError(
@@ -158,21 +171,26 @@ def check_sample_limit(
 
 
 def check_demonstrations(
-    task: Task, *, renderer: Renderer, seed: int, max_tokens: int, max_model_len: int
+    problems: Iterable[Problem],
+    *,
+    environments: TriedEnvironments,
+    renderer: Renderer,
+    max_tokens: int,
+    max_model_len: int,
 ) -> None:
-    """Demonstrations whose every reply a model could give.
+    """Demonstrations, of the first problems of a warm-up, whose every reply a model could give.
 
     Raises:
-        ValueError: names the problem and both lengths.
+        ValueError: names the problem, and both lengths or what its environment did.
     """
-    for problem in islice(task.warmup_problems(seed=seed), NUM_PROBED_PROBLEMS):
+    for problem in islice(problems, NUM_PROBED_PROBLEMS):
         longest = max((len(renderer.reply(text)) for text in problem.demonstrations), default=0)
         if longest > max_tokens:
             raise ValueError(
                 f"the demonstration of problem {problem.id!r} has {longest} tokens in one reply, more than "
                 f"loop.sampling.max_tokens={max_tokens}: no reply could be as long; raise it"
             )
-        sample = run_now(demonstrated(problem, task.environment(problem), renderer=renderer))
+        sample = run_now(demonstrated(problem, environments, renderer=renderer))
         if len(sample.token_ids) > max_model_len:
             raise ValueError(
                 f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens with its "
@@ -180,24 +198,20 @@ def check_demonstrations(
             )
 
 
-def _openings(task: Task, problems: Sequence[Problem]) -> list[tuple[Message, ...]]:
-    """What a model is first told of each, by environments that are closed again."""
+def _openings(environments: TriedEnvironments, problems: Iterable[Problem]) -> list[tuple[Message, ...]]:
+    """What a model is first told of each."""
 
     async def opened() -> list[tuple[Message, ...]]:
         openings = []
         for problem in problems:
-            environment = task.environment(problem)
-            try:
-                openings.append(tuple(environment.opening()))
-            finally:
-                async with asyncio.timeout(STEP_TIMEOUT_S):
-                    await environment.close()
+            async with environments.opened(problem) as environment:
+                openings.append(environment.messages)
         return openings
 
     return run_now(opened())
 
 
-def _one_turn(task: Task, problem: Problem, prompt: Prompt) -> Rollout:
+def _one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
     """The reference answer as a reply."""
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),
@@ -205,6 +219,7 @@ def _one_turn(task: Task, problem: Problem, prompt: Prompt) -> Rollout:
         policy_versions=np.zeros(1, dtype=np.int32),
         finish_reason="stop",
     )
-    (messages,) = _openings(task, [problem])
-    turn = Turn(messages=messages, prompt_ids=prompt.token_ids, completion=completion, text=problem.answer)
+    turn = Turn(
+        messages=messages, prompt_ids=prompt.token_ids, completion=completion, text=prompt.problem.answer
+    )
     return Rollout(prompt=prompt, sample=0, turns=(turn,))

@@ -30,6 +30,7 @@ from rl.observability.recorder import Recorder
 from rl.protocols import Learner, Sampler, Scorer, WeightPublisher
 from rl.rollout_parts import RolloutParts
 from rl.rollouts.ages import token_ages
+from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.evaluation import FailedEvaluationError
 from rl.rollouts.producer import Batch, NothingToLearnError
 from rl.rollouts.renderer import Renderer
@@ -94,6 +95,7 @@ class Loop(Configurable):
         watch: Watch = nullcontext,
         position: LoopPosition | None = None,
         proximal_logprobs: bool = False,
+        threads: EnvironmentThreads | None = None,
     ) -> None:
         """
         Args:
@@ -103,6 +105,7 @@ class Loop(Configurable):
             position: of an earlier loop that is continued; the learner holds that loop's state.
             proximal_logprobs: the loss asks for the logprobs before a step's first update
                 (`losses.types.uses_proximal_logprobs`).
+            threads: that the task's environments were called in before; None makes some.
         """
         self.config = config
         self.seams = seams
@@ -126,6 +129,7 @@ class Loop(Configurable):
             task=task,
             max_sequence_tokens=max_sequence_tokens,
             seed=seed,
+            threads=threads or EnvironmentThreads(),
         )
         self._evaluator = parts.evaluator()
         self._problems = parts.problems(position)

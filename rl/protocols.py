@@ -135,10 +135,15 @@ class Environment(Protocol):
     """One episode of a problem, used once.
 
     It says what the model is told; it never sees nor makes tokens. `step` and `close` are called in an event
-    loop that all environments of a run share, in a thread beside the controller's. Two attributes may say
-    more. `runs_inline = True`: it never blocks, and is called in the controller's loop, without the way
-    between the threads. `single_turn = True`: it never answers a reply with messages; of any other, several
-    turns are expected, and the run's renderer must be able to go on after a reply.
+    loop that all environments of a run share, in a thread beside the controller's: from the checks before the
+    start, over the warm-up, to the last evaluation. So a `step` may make what belongs to an event loop (a
+    session, a semaphore), and leave it to the task for all other environments. Only where code of one blocks
+    that loop, later environments get another. In which loop an environment is made and opens is not said.
+
+    Two attributes may say more. `runs_inline = True`: it never blocks, keeps nothing that belongs to an event
+    loop beyond its own episode, and is called in whatever loop runs, which is the controller's in a run,
+    without the way between the threads. `single_turn = True`: it never answers a reply with messages; of any
+    other, several turns are expected, and the run's renderer must be able to go on after a reply.
     """
 
     def opening(self) -> Sequence[Message]:

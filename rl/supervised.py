@@ -13,9 +13,10 @@ from itertools import islice
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
-from rl.protocols import Environment, Learner
+from rl.protocols import Learner
 from rl.rollouts.demonstrations import demonstrated
 from rl.rollouts.renderer import Renderer
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.types import OptimParams, Problem
 
 
@@ -71,21 +72,23 @@ class SupervisedWarmup(Configurable):
         config: Config,
         learner: Learner,
         renderer: Renderer,
-        environment: Callable[[Problem], Environment],
+        environments: TriedEnvironments,
     ) -> None:
+        """`environments` are those of the demonstrated problems."""
         self.config = config
         self.learner = learner
         self.renderer = renderer
-        self.environment = environment
+        self.environments = environments
 
     async def run(self, problems: Iterator[Problem], *, on_step: Callable[[float], None]) -> None:
         """`on_step(loss per token)` is called after each step."""
         config = self.config
         for step in range(config.num_steps):
-            samples = [
-                await demonstrated(p, self.environment(p), renderer=self.renderer)
-                for p in islice(problems, config.num_demonstrations)
-            ]
+            with naming(f"warm-up step {step + 1}"):
+                samples = [
+                    await demonstrated(problem, self.environments, renderer=self.renderer)
+                    for problem in islice(problems, config.num_demonstrations)
+                ]
             if len(samples) < config.num_demonstrations:
                 raise RunError(
                     f"the task's warm-up problems are used up at step {step + 1}: {len(samples)} left, of "

@@ -12,6 +12,7 @@ from rl.models.starting_point import write_random_model
 from rl.protocols import Environment
 from rl.rollouts.demonstrations import demonstrated_now
 from rl.rollouts.environment import SingleTurn
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.starting_point import NUM_KEYED_DEMONSTRATIONS, StartingPoint, random_model, warmed_up_model
 from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
@@ -35,7 +36,7 @@ def planned(
         "seed": 0,
         "warmup": SupervisedWarmup.Config(),
         "demonstrations": demonstrated_now(
-            problems, environment=environment or built.environment, renderer=RENDERER
+            problems, TriedEnvironments(make=environment or built.environment), renderer=RENDERER
         ),
         "arithmetic": {"dtypes": "float32"},
     }
@@ -111,9 +112,8 @@ def test_what_an_environment_says_between_the_replies_shapes_the_warm_up(tmp_pat
     two_turns = [Problem(id="p", question="q", answer="b", demonstration=("a", "b"))]
 
     def folder(answer: str) -> Path | None:
-        samples = demonstrated_now(
-            two_turns, environment=lambda p: Answering(problem=p, answer=answer), renderer=RENDERER
-        )
+        environments = TriedEnvironments(make=lambda p: Answering(problem=p, answer=answer))
+        samples = demonstrated_now(two_turns, environments, renderer=RENDERER)
         return planned(tmp_path, demonstrations=samples).warmed_up
 
     assert folder("go on") == folder("go on")

@@ -5,29 +5,30 @@ Shape legend: N tokens of what a model is told, C tokens of a completion.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from rl.clock import run_now
-from rl.errors import RunError
-from rl.protocols import Environment
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import TokenSpan, supervised_sample
-from rl.types import Completion, Observation, Problem, Prompt, Reply, Rollout, TrainingSample, Turn
-
-STEP_TIMEOUT_S = 60.0
-"""Longest time an environment may take outside of rollouts, to answer a demonstrated reply or to close."""
+from rl.rollouts.tried_environments import TriedEnvironments
+from rl.types import Completion, Message, Problem, Prompt, Reply, Rollout, TrainingSample, Turn
 
 
-async def demonstrated(problem: Problem, environment: Environment, *, renderer: Renderer) -> TrainingSample:
+class UnfitDemonstrationError(ValueError):
+    """A problem has no demonstration, or one with more or fewer replies than its environment asks for."""
+
+
+async def demonstrated(
+    problem: Problem, environments: TriedEnvironments, *, renderer: Renderer
+) -> TrainingSample:
     """The conversation of `demonstrated_rollout` as a training sample; the replies are trained on.
 
     Raises:
         ValueError: as that does.
     """
-    rollout = await demonstrated_rollout(problem, environment, renderer=renderer)
+    rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
     spans: list[TokenSpan] = []
     for turn in rollout.turns:
         spans += [
@@ -37,23 +38,25 @@ async def demonstrated(problem: Problem, environment: Environment, *, renderer: 
     return supervised_sample(spans)
 
 
-async def demonstrated_rollout(problem: Problem, environment: Environment, *, renderer: Renderer) -> Rollout:
+async def demonstrated_rollout(
+    problem: Problem, environments: TriedEnvironments, *, renderer: Renderer
+) -> Rollout:
     """The conversation in which each reply is the demonstrated one, as a rollout would have it.
 
     Raises:
-        ValueError: there is no demonstration, it has more or fewer replies than the environment asks for, or
-            the environment breaks; it names the problem.
+        UnfitDemonstrationError: names the problem.
+        ValueError: its environment breaks, or the renderer refuses what it says; names the problem.
     """
     replies = problem.demonstrations
+    if not replies:
+        raise UnfitDemonstrationError(f"problem {problem.id!r} has no demonstration to warm up on")
     turns: list[Turn] = []
-    try:
-        if not replies:
-            raise ValueError(f"problem {problem.id!r} has no demonstration to warm up on")
-        messages = tuple(environment.opening())
-        told = renderer.opening(messages)
+    async with environments.opened(problem) as environment:
+        messages = environment.messages
         for number, text in enumerate(replies, start=1):
+            told = _told(problem, turns, messages, renderer=renderer)
             completion = _as_completion(renderer.reply(text))
-            observation = await _answer(environment, Reply(text=text, completion=completion), number, problem)
+            observation = await environment.step(Reply(text=text, completion=completion), turn=number)
             turns.append(
                 Turn(
                     messages=messages,
@@ -63,44 +66,41 @@ async def demonstrated_rollout(problem: Problem, environment: Environment, *, re
                     observation=observation,
                 )
             )
-            if bool(observation.messages) != (number < len(replies)):
-                more = "goes on after" if observation.messages else "ends after"
-                raise ValueError(
+            messages = tuple(observation.messages)
+            if bool(messages) != (number < len(replies)):
+                more = "goes on after" if messages else "ends after"
+                raise UnfitDemonstrationError(
                     f"problem {problem.id!r}: its environment {more} reply {number} of the {len(replies)} of "
                     "its demonstration: must be a reply for each turn"
                 )
-            if observation.messages:
-                messages = observation.messages
-                told = renderer.continuation(messages, after=completion)
-    finally:
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            await environment.close()
     prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
     return Rollout(prompt=prompt, sample=0, turns=tuple(turns))
 
 
 def demonstrated_now(
-    problems: Iterable[Problem], *, environment: Callable[[Problem], Environment], renderer: Renderer
+    problems: Iterable[Problem], environments: TriedEnvironments, *, renderer: Renderer
 ) -> list[TrainingSample]:
     """`demonstrated` of each, from code that cannot await."""
 
     async def all_of_them() -> list[TrainingSample]:
-        return [await demonstrated(p, environment(p), renderer=renderer) for p in problems]
+        return [await demonstrated(problem, environments, renderer=renderer) for problem in problems]
 
     return run_now(all_of_them())
 
 
-async def _answer(environment: Environment, reply: Reply, turn: int, problem: Problem) -> Observation:
-    where = f"problem {problem.id!r}, reply {turn} of its demonstration: its environment"
+def _told(
+    problem: Problem, turns: Sequence[Turn], messages: Sequence[Message], *, renderer: Renderer
+) -> np.ndarray:
+    """[N] int32: the messages after these turns."""
     try:
-        async with asyncio.timeout(STEP_TIMEOUT_S) as deadline:
-            return await environment.step(reply)
-    except RunError:
-        raise
+        if not turns:
+            return renderer.opening(messages)
+        return renderer.continuation(messages, after=turns[-1].completion)
     except Exception as error:
-        if deadline.expired():
-            raise ValueError(f"{where} took longer than {STEP_TIMEOUT_S:g} s to answer") from error
-        raise ValueError(f"{where} raised {error!r}") from error
+        raise ValueError(
+            f"turn {len(turns) + 1} of problem {problem.id!r}: the renderer refused the environment's "
+            f"messages ({error!r})"
+        ) from error
 
 
 def _as_completion(reply: np.ndarray) -> Completion:

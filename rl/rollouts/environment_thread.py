@@ -52,6 +52,17 @@ class EnvironmentThreads:
         thread = None if getattr(environment, "runs_inline", False) else self._thread()
         return EnvironmentCalls(environment=environment, problem=problem, thread=thread, threads=self)
 
+    async def call(
+        self, function: Callable[[], Awaitable[ResultT]], *, title: str, timeout_s: float
+    ) -> ResultT:
+        """As `EnvironmentThread.call`, in the one that is used now; raises RunError as `abandon` does."""
+        thread = self._thread()
+        try:
+            return await thread.call(function, title=title, timeout_s=timeout_s)
+        except BlockedError:
+            self.abandon(thread)
+            raise
+
     def _thread(self) -> EnvironmentThread:
         if self._current is None:
             self._current = EnvironmentThread(grace_s=self.grace_s)

@@ -1,9 +1,18 @@
-from actors.plan import starting_point, warmup_arithmetic
+import asyncio
+import threading
+import time
+
+import pytest
+
+from actors.plan import make_plan, starting_point, warmup_arithmetic
 from configs.sum_digits import tiny, tiny_fsdp2_tp2
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
 from rl.rollouts.renderer import RendererConfig
 from rl.training.optimizer import Optimizer
+from rl.types import Observation, Reply
+from tests.support.fakes import FakePolicy
+from tests.support.shared_client import Asking, Shared, asking
 
 
 def test_a_dry_run_shows_who_runs_where_and_neither_starts_nor_writes_anything(tmp_path, capsys):
@@ -45,3 +54,42 @@ def test_demonstrations_that_become_other_tokens_have_a_warm_up_of_their_own(tmp
         config.renderer = renderer
         folders.append(starting_point(config, task=config.task.build(), source=None).warmed_up)
     assert len(set(folders)) == 3
+
+
+def test_an_environment_that_blocks_ends_the_start_soon_with_the_problems_name(tmp_path, monkeypatch):
+    free = threading.Event()
+
+    async def blocks(self: Asking, reply: Reply) -> Observation:
+        free.wait(60)
+        return Observation()
+
+    config = asking()
+    config.dump_folder = str(tmp_path)
+    config.loop.episode.step_timeout_s = 0.1
+    monkeypatch.setattr(Asking, "step", blocks)
+    started = time.monotonic()
+    says = r"turn 1 of problem 'sum-digits/.*': .* longer than step_timeout_s=0\.1, as the event loop of"
+    try:
+        for warmup in (config.warmup, None):
+            config.warmup = warmup
+            with pytest.raises(ValueError, match=says):
+                make_plan(config)
+    finally:
+        free.set()
+    assert time.monotonic() - started < 30
+
+
+def test_the_warm_up_goes_on_in_the_threads_in_which_the_task_was_tried(tmp_path):
+    config = asking()
+    config.dump_folder = str(tmp_path)
+    plan = make_plan(config)
+    assert isinstance(plan.task, Shared)
+    assert config.warmup is not None
+    (client,) = plan.task.clients
+    policy = FakePolicy(reply=lambda prompt, sample: "")
+    warmup = config.warmup.build(learner=policy, renderer=plan.renderer, environments=plan.environments)
+    losses: list[float] = []
+    asyncio.run(warmup.run(plan.task.warmup_problems(seed=0), on_step=losses.append))
+    assert len(losses) == 2
+    assert plan.task.clients == [client]
+    assert plan.environments.step_timeout_s == 20.0

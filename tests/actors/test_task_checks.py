@@ -5,13 +5,17 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 
 from actors.task_checks import check_demonstrations, check_sample_limit, check_task
 from rl.loop import Loop
+from rl.rollouts.environment_thread import EnvironmentThreads
+from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
-from rl.types import Problem, Rollout
+from rl.rollouts.tried_environments import TriedEnvironments
+from rl.types import Problem, Prompt, Reply, Rollout
 from tests.support.conversations import Counting, TwinRenderer
 
 RENDERER = TwinRenderer()
@@ -26,6 +30,7 @@ class Asking:
     sets: Mapping[str, Sequence[Problem]] = field(default_factory=lambda: {"held_out": [PROBLEM]})
     training: Sequence[Problem] = (PROBLEM,)
     made: list[Counting] = field(default_factory=list)
+    step_timeout_s: float = 60.0
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         return cycle(self.training)
@@ -52,8 +57,24 @@ def _says_second(rollout: Rollout) -> bool:
     return rollout.text == "second"
 
 
-def check(task: Asking, *, max_prompt_tokens: int = 9) -> None:
-    check_task(task, renderer=RENDERER, max_prompt_tokens=max_prompt_tokens, seed=0, time_limit_s=5.0)
+def check(
+    task: Asking, *, renderer: Renderer = RENDERER, max_prompt_tokens: int = 9, **settings: Any
+) -> Prompt:
+    return check_task(
+        task,
+        environments=tried(task),
+        renderer=renderer,
+        max_prompt_tokens=max_prompt_tokens,
+        seed=0,
+        time_limit_s=5.0,
+        **settings,
+    )
+
+
+def tried(task: Asking) -> TriedEnvironments:
+    return TriedEnvironments(
+        make=task.environment, threads=EnvironmentThreads(grace_s=0.05), step_timeout_s=task.step_timeout_s
+    )
 
 
 def test_demonstrations_of_every_set_and_of_training_have_to_fit():
@@ -76,14 +97,8 @@ class Unrenderable(TwinRenderer):
 
 def test_where_long_prompts_are_dropped_those_of_training_may_be_long_but_must_have_a_form():
     def checked(*training: Problem, held_out: Problem = PROBLEM) -> None:
-        check_task(
-            Asking(training=[PROBLEM, *training], sets={"one": [held_out]}),
-            renderer=Unrenderable(),
-            max_prompt_tokens=9,
-            seed=0,
-            time_limit_s=5.0,
-            drops_long_prompts=True,
-        )
+        task = Asking(training=[PROBLEM, *training], sets={"one": [held_out]})
+        check(task, renderer=Unrenderable(), drops_long_prompts=True)
 
     checked(LONG)
     with pytest.raises(ValueError, match="the template has no form for 'odd'"):
@@ -101,14 +116,17 @@ def test_a_task_without_evaluation_problems_is_refused_and_an_empty_set_by_its_n
 
 @pytest.mark.parametrize("sets", [{}, {"near": []}])
 def test_a_run_that_does_not_evaluate_needs_no_evaluation_problems(sets):
-    prompt = check_task(
-        Asking(sets=sets), renderer=RENDERER, max_prompt_tokens=9, seed=0, time_limit_s=5.0, evaluates=False
-    )
-    assert prompt.problem == PROBLEM
+    assert check(Asking(sets=sets), evaluates=False).problem == PROBLEM
 
 
 def demonstrations(task: Asking, *, max_tokens: int, max_model_len: int) -> None:
-    check_demonstrations(task, renderer=RENDERER, seed=0, max_tokens=max_tokens, max_model_len=max_model_len)
+    check_demonstrations(
+        task.warmup_problems(seed=0),
+        environments=tried(task),
+        renderer=RENDERER,
+        max_tokens=max_tokens,
+        max_model_len=max_model_len,
+    )
 
 
 def test_every_reply_of_a_demonstration_and_all_its_turns_have_to_fit():
@@ -132,13 +150,71 @@ def test_demonstrations_that_do_not_go_with_their_environment_are_refused_also_w
         asyncio.run(main())
 
 
+@dataclass(kw_only=True)
+class Odd(Counting):
+    """Answers with what is no observation."""
+
+    async def step(self, reply: Reply) -> Any:
+        await super().step(reply)
+        return None
+
+
+@dataclass(kw_only=True)
+class Answerless(Asking):
+    def environment(self, problem: Problem) -> Odd:
+        return Odd(problem=problem)
+
+
+def test_an_environment_that_breaks_is_refused_unless_rollouts_may_fail(caplog):
+    says = r"^turn 1 of problem 'ask/one': `step` returned None, which is no Observation"
+    with pytest.raises(ValueError, match=says):
+        check(Answerless())
+    with pytest.raises(ValueError, match=says):
+        demonstrations(Answerless(), max_tokens=20, max_model_len=100)
+    with caplog.at_level(logging.WARNING):
+        check(Answerless(), rewards_may_fail=True)
+    assert "turn 1 of problem 'ask/one'" in caplog.text
+
+
+def test_a_demonstration_that_does_not_go_with_its_environment_is_a_warning_where_nothing_warms_up(caplog):
+    with caplog.at_level(logging.WARNING):
+        check(Asking(sets={"one": [replace(PROBLEM, demonstration="first")]}))
+    assert "goes on after reply 1 of the 1 of its demonstration" in caplog.text
+
+
+@dataclass(kw_only=True)
+class Silent(Counting):
+    def opening(self) -> Any:
+        return None
+
+
+@dataclass(kw_only=True)
+class Speechless(Asking):
+    """From its second problem on."""
+
+    def environment(self, problem: Problem) -> Counting:
+        return (Silent if problem is LONG else Counting)(problem=problem)
+
+
+def test_an_environment_that_does_not_open_is_refused_by_its_problem_also_where_rollouts_may_fail():
+    says = r"problem 'ask/long' \(Silent\) does not open: .* is None, which is no sequence of Message"
+    with pytest.raises(ValueError, match=says):
+        check(Speechless(training=[PROBLEM, LONG]), max_prompt_tokens=18, rewards_may_fail=True)
+
+
 @pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False), (None, True)])
 def test_a_limit_of_samples_is_one_that_some_sample_meets_and_some_misses(limit, fits):
     loop = Loop.Config(max_sample_tokens=limit)
     task = Asking(training=[LONG, PROBLEM])
 
     def check_limit() -> None:
-        check_sample_limit(loop, task=task, renderer=RENDERER, max_model_len=100, seed=0)
+        check_sample_limit(
+            loop,
+            task.train_problems(seed=0),
+            environments=tried(task),
+            renderer=RENDERER,
+            max_model_len=100,
+        )
 
     if fits:
         check_limit()
@@ -170,14 +246,7 @@ class Quizzing(Asking):
 
 def test_several_turns_are_expected_unless_environment_or_limit_say_otherwise():
     def check_turns(task: Asking, *, max_turns: int | None = None) -> None:
-        check_task(
-            task,
-            renderer=OneTurnRenderer(),
-            max_prompt_tokens=9,
-            seed=0,
-            time_limit_s=5.0,
-            max_turns=max_turns,
-        )
+        check(task, renderer=OneTurnRenderer(), max_turns=max_turns)
 
     for max_turns in (None, 2):
         with pytest.raises(ValueError, match="no second turn"):
@@ -251,14 +320,7 @@ def test_a_rubric_that_fails_stops_the_run_unless_rewards_may_fail_or_a_judge_is
         check(Graded(graded=SILENCE))
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
-        check_task(
-            Graded(graded=SILENCE),
-            renderer=RENDERER,
-            max_prompt_tokens=9,
-            seed=0,
-            time_limit_s=5.0,
-            rewards_may_fail=True,
-        )
+        check(Graded(graded=SILENCE), rewards_may_fail=True)
         check(Graded(graded=JUDGED))
     assert "reward 'own' raised ZeroDivisionError" in caplog.text
     assert "reward 'judge' raised OSError('connection refused')" in caplog.text

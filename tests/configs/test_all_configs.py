@@ -16,6 +16,7 @@ from rl.config.serialize import read_json, write_json
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.tokenizer import open_tokenizer
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.tasks.generated import GeneratedTask
 from rl.tasks.verifiers_task import VerifiersTask
 from tests.support import chat_templates
@@ -109,10 +110,11 @@ def test_demonstrations_fit_the_lengths_of_a_config_that_warms_up_on_them(name, 
     config = config_of(name)
     tokenizer, ends = byte_tokenizer
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends)
+    task = config.task.build()
     check_demonstrations(
-        config.task.build(),
+        task.warmup_problems(seed=config.seed),
+        environments=TriedEnvironments(make=task.environment),
         renderer=renderer,
-        seed=config.seed,
         max_tokens=config.loop.sampling.max_tokens,
         max_model_len=config.generator.max_model_len,
     )
@@ -124,7 +126,7 @@ def may_have_turns(config):
     if not isinstance(config.task, GeneratedTask.Config):
         return isinstance(config.task, VerifiersTask.Config)
     task = config.task.build()
-    return has_turns(task, next(task.train_problems(seed=0)))
+    return has_turns(TriedEnvironments(make=task.environment), next(task.train_problems(seed=0)))
 
 
 MULTI_TURN = [name for name in GPU_CONFIGS if may_have_turns(config_of(name))]

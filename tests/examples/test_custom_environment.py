@@ -11,6 +11,7 @@ from rl.rollouts.demonstrations import demonstrated
 from rl.rollouts.grading import ScoredRollout, token_rewards
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.tokenizer import open_tokenizer
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.types import Problem, Prompt, Reply, Rollout, Turn
 from tests.support.scored import COMPLETION
 
@@ -77,8 +78,9 @@ def test_demonstrations_are_what_the_environment_asks_for_and_mostly_from_below(
     tokenizer, ends = open_tokenizer(tmp_path)
     renderer = make_renderer(tiny().renderer, tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True)
     problems = list(islice(TASK.warmup_problems(seed=0), 400))
+    environments = TriedEnvironments(make=TASK.environment)
     for problem in problems[:12]:
-        sample = asyncio.run(demonstrated(problem, TASK.environment(problem), renderer=renderer))
+        sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
         text = tokenizer.decode(sample.token_ids[sample.mask]).split("<|im_end|>")
         assert text[:-1] == list(problem.demonstrations)
         assert len(sample.token_ids) <= tiny().generator.max_model_len

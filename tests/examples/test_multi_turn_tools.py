@@ -14,6 +14,7 @@ from rl.observability.metrics import read_metrics
 from rl.rollouts.demonstrations import demonstrated
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.tokenizer import open_tokenizer
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.tools.calls import ToolCall, render_call
 from rl.types import Reply
 from tests.support.scored import COMPLETION, replied
@@ -66,8 +67,9 @@ def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True)
     task = config.task.build()
     problems = list(islice(task.warmup_problems(seed=0), 12))
+    environments = TriedEnvironments(make=task.environment)
     for problem in problems:
-        sample = asyncio.run(demonstrated(problem, task.environment(problem), renderer=renderer))
+        sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
         assert len(sample.token_ids) <= config.generator.max_model_len
         for text in problem.demonstrations:
             assert len(renderer.reply(text)) <= config.loop.sampling.max_tokens

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from rl.errors import RunError
-from rl.rollouts.demonstrations import demonstrated
+from rl.rollouts.demonstrations import UnfitDemonstrationError, demonstrated
+from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.episodes import Episodes
 from rl.rollouts.renderer import render_prompt
 from rl.rollouts.samples import policy_sample
 from rl.rollouts.settings import EpisodeLimits
+from rl.rollouts.tried_environments import TriedEnvironments
 from rl.types import Completion, Message, Problem, SamplingParams, TrainingSample
-from tests.support.conversations import Counting, ScriptedSampler, TwinRenderer
+from tests.support.conversations import Counting, Factory, ScriptedSampler, TwinRenderer
 from tests.support.virtual_time import run_in_virtual_time
 
 RENDERER = TwinRenderer()
@@ -31,8 +33,11 @@ def test_a_prompt_is_the_rendered_opening_and_one_that_is_longer_than_the_room_i
         render_prompt(PROBLEM, messages, renderer=RENDERER, max_tokens=19)
 
 
-def demonstrate(problem: Problem, environment: Counting) -> TrainingSample:
-    return run_in_virtual_time(demonstrated(problem, environment, renderer=RENDERER))[0]
+def demonstrate(problem: Problem, factory: Factory, *, step_timeout_s: float = 60.0) -> TrainingSample:
+    environments = TriedEnvironments(
+        make=factory, threads=EnvironmentThreads(grace_s=0.05), step_timeout_s=step_timeout_s
+    )
+    return asyncio.run(demonstrated(problem, environments, renderer=RENDERER))
 
 
 class Rehearsed(ScriptedSampler):
@@ -50,8 +55,8 @@ def _encoded(made: Completion) -> Completion:
 
 
 def test_a_demonstration_is_the_sample_that_a_rollout_with_its_replies_would_be():
-    environment = Counting(problem=PROBLEM)
-    sample = demonstrate(PROBLEM, environment)
+    factory = Factory()
+    sample = demonstrate(PROBLEM, factory)
 
     def reply(prompt, sampling, i):
         return PROBLEM.demonstrations[prompt.count("<u>") - 1]
@@ -72,13 +77,13 @@ def test_a_demonstration_is_the_sample_that_a_rollout_with_its_replies_would_be(
     assert (sample.advantages == 1).all()
     assert np.isnan(sample.generator_logprobs).all()
     assert (sample.policy_versions == -1).all()
-    assert [reply.text for reply in environment.replies] == list(PROBLEM.demonstrations)
-    assert environment.num_closed == 1
+    assert [reply.text for reply in factory.made[0].replies] == list(PROBLEM.demonstrations)
+    assert factory.closed == [1]
 
 
 def test_a_demonstration_of_one_turn_may_be_a_text():
     problem = replace(PROBLEM, demonstration="all at once")
-    sample = demonstrate(problem, Counting(problem=problem, turns=0))
+    sample = demonstrate(problem, Factory(turns=0))
     assert RENDERER.text(sample.token_ids) == "<u>one<a>all at once"
 
 
@@ -91,23 +96,24 @@ def test_a_demonstration_of_one_turn_may_be_a_text():
     ],
 )
 def test_more_or_fewer_replies_than_the_environment_asks_for_are_refused(turns, says):
-    environment = Counting(problem=PROBLEM, turns=turns)
-    with pytest.raises(ValueError, match=says):
-        demonstrate(PROBLEM, environment)
-    assert environment.num_closed == 1
+    factory = Factory(turns=turns)
+    with pytest.raises(UnfitDemonstrationError, match=says):
+        demonstrate(PROBLEM, factory)
+    assert factory.closed == [1]
 
 
 def test_a_problem_without_a_demonstration_is_refused_by_name():
     for nothing in ("", ()):
-        problem = replace(PROBLEM, demonstration=nothing)
-        environment = Counting(problem=problem)
-        with pytest.raises(ValueError, match="problem 'ask/one' has no demonstration"):
-            demonstrate(problem, environment)
-        assert environment.num_closed == 1
+        factory = Factory()
+        with pytest.raises(UnfitDemonstrationError, match="problem 'ask/one' has no demonstration"):
+            demonstrate(replace(PROBLEM, demonstration=nothing), factory)
+        assert factory.made == []
 
 
 @dataclass(kw_only=True)
 class Broken(Counting):
+    """In its second step."""
+
     error: Exception | None = None
 
     async def step(self, reply):
@@ -121,19 +127,26 @@ class Broken(Counting):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "says"),
+    ("error", "says"),
     [
-        (
-            KeyError("board"),
-            ValueError,
-            r"'ask/one', reply 2 of its .*: its environment raised KeyError\('board'\)",
-        ),
-        (None, ValueError, r"'ask/one', reply 2 of its demonstration: its environment took longer than 60 s"),
-        (RunError("no sandbox is left"), RunError, "^no sandbox is left$"),
+        (KeyError("board"), r"turn 2 of problem 'ask/one': .* raised KeyError\('board'\)"),
+        (None, r"turn 2 of problem 'ask/one': .* took longer than step_timeout_s=0\.05"),
+        (RunError("no sandbox is left"), r"turn 2 of problem 'ask/one': .* no sandbox is left"),
     ],
 )
-def test_an_environment_that_breaks_in_a_demonstration_is_named_and_closed(error, kind, says):
-    environment = Broken(problem=PROBLEM, error=error)
-    with pytest.raises(kind, match=says):
-        demonstrate(PROBLEM, environment)
-    assert environment.num_closed == 1
+def test_an_environment_that_breaks_in_a_demonstration_is_named_and_closed(error, says):
+    factory = Factory(Broken, error=error)
+    with pytest.raises(ValueError, match=says):
+        demonstrate(PROBLEM, factory, step_timeout_s=0.05)
+    assert factory.closed == [1]
+
+
+class Speechless(TwinRenderer):
+    def continuation(self, messages, *, after):
+        raise KeyError("tool")
+
+
+def test_messages_that_the_renderer_refuses_are_named():
+    environments = TriedEnvironments(make=Factory())
+    with pytest.raises(ValueError, match=r"turn 2 of problem 'ask/one': the renderer refused .*'tool'"):
+        asyncio.run(demonstrated(PROBLEM, environments, renderer=Speechless()))
