@@ -21,6 +21,7 @@ from functools import cached_property
 from actors.controller import Controller
 from configs import sum_digits
 from rl.rollouts.renderer import RendererConfig
+from rl.rollouts.replies import answer_part
 from rl.supervised import SupervisedWarmup
 from rl.tasks.generated import GeneratedTask
 from rl.tools.calculator import Calculator
@@ -104,7 +105,7 @@ class Arithmetic(GeneratedTask):
 
     def reward(self, rollout: Rollout) -> float:
         """1 for the right number at the end of the last reply."""
-        numbers = NUMBER.findall(rollout.text.replace(",", ""))
+        numbers = NUMBER.findall(answer_part(rollout.text).replace(",", ""))
         return float(bool(numbers) and numbers[-1] == rollout.prompt.problem.answer)
 
 
@@ -122,6 +123,7 @@ def tiny() -> Controller.Config:
     config.task = Arithmetic.Config(announce=False, guesses=0.6)
     config.renderer = RendererConfig(kind="raw")  # no template around the words: short episodes
     config.warmup = SupervisedWarmup.Config(num_steps=300, num_demonstrations=32)
+    config.trainer.optimizer.lr = 1e-4
     config.loop.num_steps = 20
     config.loop.num_prompts = 16
     config.loop.sampling.max_tokens = 112

@@ -293,14 +293,7 @@ def test_a_function_of_a_group_that_always_raises_is_refused_whatever_the_groups
 
     broken = Rubric(criteria=(GroupCriterion(name="group", function=always_raises),))
     with pytest.raises(ValueError, match=r"the task's rubric fails: reward 'group' raised NameError"):
-        check_task(
-            Graded(graded=broken),
-            renderer=RENDERER,
-            max_prompt_tokens=9,
-            seed=0,
-            time_limit_s=5.0,
-            num_samples=num_samples,
-        )
+        check(Graded(graded=broken), num_samples=num_samples)
 
 
 def _breaks_on_silence(rollout: Rollout) -> float:

@@ -47,11 +47,11 @@ def test_the_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
 
 
 def test_only_the_right_number_at_the_end_is_rewarded(task):
-    replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "about 6771")
+    replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "about 6771", "<think>1776")
     rubric = task.rubric(seed=0)
     scores = [rubric.score(replied(text, question="37*48", answer="1776")) for text in replies]
-    assert [s.reward for s in scores] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert [s.correct for s in scores] == [True] * 3 + [False] * 4
+    assert [s.reward for s in scores] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert [s.correct for s in scores] == [True] * 3 + [False] * 5
 
 
 def test_the_rubric_goes_to_other_processes_without_the_tools(task):
