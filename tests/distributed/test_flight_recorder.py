@@ -29,6 +29,7 @@ def miss_the_last_of_five(size, folder):
     return ["nothing raised"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("size", [3, 0])
 def test_latest_collectives_are_written_when_one_fails(size, tmp_path):
     notes, _ = run_ranks(miss_the_last_of_five, 2, size, str(tmp_path / "run"), timeout_s=50)
