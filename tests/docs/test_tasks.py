@@ -132,7 +132,7 @@ def test_two_steps_of_the_loop_train_on_it(shout):
         assert line["reward"] == pytest.approx(right / max(6, len(turn["reply"])))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_documented_command_runs_with_real_actors(tmp_path):
     (tmp_path / "shout.py").write_text(FILE)
     fewer = (

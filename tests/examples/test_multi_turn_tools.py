@@ -115,7 +115,7 @@ def test_settings_out_of_range_are_refused(field, value, says):
         Arithmetic.Config(**{field: value})
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
     short = {

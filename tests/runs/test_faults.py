@@ -48,6 +48,7 @@ def test_a_broken_sync_is_seen_as_a_growing_difference(tmp_path):
     assert differences[-1] > 2 * differences[1]
 
 
+@pytest.mark.slow
 def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
     still = ("--trainer.optimizer.lr", "0", "--task.reward", "noise", "--loop.num_steps", "6")
     run = run_to_the_end(tmp_path, "still", *FAULTY, "short", *still, limit_s=150)
@@ -82,7 +83,10 @@ def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_pat
     assert "reward 'picky' raised KeyError('no such rollout') on problem 'sum-digits/" in run.output
 
 
-@pytest.mark.parametrize(("role", "next_call"), [("trainer", "forward_backward"), ("generator", "generate")])
+@pytest.mark.parametrize(
+    ("role", "next_call"),
+    [("trainer", "forward_backward"), pytest.param("generator", "generate", marks=pytest.mark.slow)],
+)
 def test_a_killed_actor_stops_the_run_with_its_role_rank_and_step(tmp_path, role, next_call):
     before = list_shared_memory()
     run = kill_role_after_line(

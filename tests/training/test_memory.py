@@ -174,27 +174,31 @@ CASES = {
     "mixed": Case(shape=MIXED),
     "parameters bf16": Case(shape=PARAMETERS, training=BF16),
     "activations bf16": Case(shape=ACTIVATIONS, training=BF16),
-    "logits bf16": Case(shape=LOGITS, training=BF16),
+    "logits bf16": Case(shape=LOGITS, training=BF16, slow=True),
     "mixed, chunked logits": Case(shape=MIXED, training={"logits_chunk_tokens": 128}),
-    "activations, full": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=8192), checkpoint=FULL),
+    "activations, full": Case(
+        shape=dataclasses.replace(ACTIVATIONS, num_tokens=8192), checkpoint=FULL, slow=True
+    ),
     "activations bf16, full": Case(
         shape=dataclasses.replace(ACTIVATIONS, num_tokens=16_384), training=BF16, checkpoint=FULL, slow=True
     ),
     "activations, by op": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=BY_OP),
     "activations, every second": Case(
-        shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=EVERY_SECOND
+        shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=EVERY_SECOND, slow=True
     ),
-    "mixed, full": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), checkpoint=FULL),
+    "mixed, full": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), checkpoint=FULL, slow=True),
     "parameters, Muon": Case(shape=PARAMETERS, optimizer={"name": "Muon"}),
     "parameters, foreach": Case(shape=PARAMETERS, optimizer={"implementation": "foreach"}),
     "parameters, Adam foreach": Case(
-        shape=PARAMETERS, optimizer={"name": "Adam", "implementation": "foreach", "weight_decay": 0.1}
+        shape=PARAMETERS,
+        optimizer={"name": "Adam", "implementation": "foreach", "weight_decay": 0.1},
+        slow=True,
     ),
     "parameters, reference": Case(shape=PARAMETERS, reference=True),
     "parameters bf16, reference": Case(shape=PARAMETERS, training=BF16, reference=True, slow=True),
     "parameters, FSDP2": Case(shape=PARAMETERS, degrees=FSDP2),
     "parameters, FSDP2 never": Case(shape=PARAMETERS, degrees=FSDP2, reshard="never"),
-    "parameters, FSDP2 bf16": Case(shape=PARAMETERS, degrees=FSDP2, training=BF16),
+    "parameters, FSDP2 bf16": Case(shape=PARAMETERS, degrees=FSDP2, training=BF16, slow=True),
     "parameters, FSDP4 Muon": Case(
         shape=dataclasses.replace(PARAMETERS, num_tokens=256), degrees=FSDP4, optimizer={"name": "Muon"}
     ),
@@ -202,7 +206,7 @@ CASES = {
     "parameters, TP2": Case(shape=PARAMETERS, degrees=TP2),
     "activations, TP2": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), degrees=TP2),
     "activations, TP2 by op": Case(
-        shape=dataclasses.replace(ACTIVATIONS, num_tokens=8192), degrees=TP2, checkpoint=BY_OP
+        shape=dataclasses.replace(ACTIVATIONS, num_tokens=8192), degrees=TP2, checkpoint=BY_OP, slow=True
     ),
     "logits, TP2": Case(shape=dataclasses.replace(LOGITS, num_tokens=2048), degrees=TP2),
     "mixed, FSDP2 x TP2": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), degrees=FSDP2 | TP2),
@@ -217,7 +221,7 @@ CASES = {
     "routed bf16": Case(shape=ROUTED, training=BF16),
     "routed to 4": Case(shape=dataclasses.replace(ROUTED, num_experts_per_token=4)),
     "routed, full": Case(shape=dataclasses.replace(ROUTED, num_tokens=8192), checkpoint=FULL, slow=True),
-    "routed, by op": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), checkpoint=BY_OP),
+    "routed, by op": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), checkpoint=BY_OP, slow=True),
     "routed, FSDP2 x EP2": Case(shape=ROUTED, degrees=FSDP2 | EP2),
     "routed, FSDP2 x EP2 by op": Case(
         shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=FSDP2 | EP2, checkpoint=BY_OP
