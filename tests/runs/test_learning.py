@@ -69,21 +69,18 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("module", "seed", "max_age"), [("reverse_text", 1, 0), ("alphabet_sort", 0, 1)])
-def test_held_out_reward_of_other_tasks_rises(dump_folder, module, seed, max_age):
-    """Further seeds, and a reward of noise for each: `make curves`, where generation is never ahead."""
+def test_a_task_of_three_turns_is_learnt_with_generation_a_step_ahead(dump_folder):
+    """The first half of a curve; whole ones, of two tasks, two seeds and noise: `make curves`."""
     run = run_to_the_end(
-        dump_folder, module, "--module", module, "--config", "tiny", "--seed", str(seed),
-        "--loop.num_steps", "40", "--loop.max_policy_age", str(max_age), limit_s=FIRST_RUN_LIMIT_S,
+        dump_folder, "turns", "--module", "alphabet_sort", "--config", "tiny", "--loop.num_steps", "20",
+        "--loop.max_policy_age", "1", "--generator.on_update", "keep",
+        "--trainer.num_threads", "1", "--generator.num_threads", "1", limit_s=FIRST_RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
     rewards = [evaluation["eval/reward"] for _, evaluation in sorted(run.evaluations.items())]
-    assert rewards[-1] - rewards[0] >= 0.2, rewards
-    assert max(r["age/max"] for r in run.steps) == max_age
-    if not max_age:  # else the logprobs are those of the policy before
-        assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
-    turns = {r["rollout/turns_mean"] for r in run.steps}
-    assert turns == ({3.0} if module == "alphabet_sort" else {1.0})
+    assert rewards[-1] - rewards[0] >= 0.1, rewards
+    assert {r["rollout/turns_mean"] for r in run.steps} == {3.0}
+    assert {r["age/max"] for r in run.steps} == {0, 1}
 
 
 @pytest.mark.timeout(900)
