@@ -15,10 +15,10 @@ RUN_LIMIT_S = 8 * 60
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_mixture_trains_and_generates_with_a_bias_that_evens_out_its_load(tmp_path: Path) -> None:
-    """The bias moves in each of the warm-up's 200 steps and of the run's 12, and the generator has it too."""
+    """The bias moves in each of the warm-up's 100 steps and of the run's 12, and the generator has it too."""
     run = run_to_the_end(
         tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",
-        "--warmup.num_steps", "200", "--loop.num_steps", "12", "--loop.eval_every", "0",
+        "--warmup.num_steps", "100", "--loop.num_steps", "12", "--loop.eval_every", "0",
         limit_s=RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
