@@ -53,14 +53,22 @@ class EnvironmentThreads:
         return EnvironmentCalls(environment=environment, problem=problem, thread=thread, threads=self)
 
     async def call(
-        self, function: Callable[[], Awaitable[ResultT]], *, title: str, timeout_s: float
+        self,
+        function: Callable[[], Awaitable[ResultT]],
+        *,
+        title: str,
+        timeout_s: float,
+        thread: EnvironmentThread | None = None,
     ) -> ResultT:
-        """As `EnvironmentThread.call`, in the one that is used now; raises RunError as `abandon` does."""
-        thread = self._thread()
+        """As `EnvironmentThread.call`, in a thread of these, or else the one that is used now.
+
+        One that is blocked is left behind; raises RunError if too many are.
+        """
+        thread = thread or self._thread()
         try:
             return await thread.call(function, title=title, timeout_s=timeout_s)
         except BlockedError:
-            self.abandon(thread)
+            self._abandon(thread)
             raise
 
     def _thread(self) -> EnvironmentThread:
@@ -69,8 +77,7 @@ class EnvironmentThreads:
             weakref.finalize(self, self._current.stop)
         return self._current
 
-    def abandon(self, thread: EnvironmentThread) -> None:
-        """It is blocked; raises RunError if too many are."""
+    def _abandon(self, thread: EnvironmentThread) -> None:
         if thread is self._current:
             self._current = None
             self.num_abandoned += 1
@@ -132,8 +139,4 @@ class EnvironmentCalls:
     ) -> ResultT:
         if self.thread is None:
             return await within(function, timeout_s, title=title)
-        try:
-            return await self.thread.call(function, title=title, timeout_s=timeout_s)
-        except BlockedError:
-            self.threads.abandon(self.thread)
-            raise
+        return await self.threads.call(function, title=title, timeout_s=timeout_s, thread=self.thread)

@@ -27,6 +27,23 @@ def echo(prompt: str, sampling: SamplingParams, sample: int) -> str:
     return f"re {re.findall('<u>([^<]*)', prompt)[-1]} {'ab'[sample]}"
 
 
+def make_episodes(
+    factory: Factory | None = None,
+    *,
+    sampler: ScriptedSampler | None = None,
+    renderer: TwinRenderer | None = None,
+    max_tokens: int = 200,
+    **limits: Any,
+) -> Episodes:
+    return Episodes(
+        sampler=sampler or ScriptedSampler(reply=echo),
+        renderer=renderer or TwinRenderer(),
+        environment=factory or Factory(),
+        limits=EpisodeLimits(**limits),
+        max_tokens=max_tokens,
+    )
+
+
 def run(
     factory: Factory | None = None,
     *,
@@ -36,13 +53,7 @@ def run(
     problems: list[Problem] = PROBLEMS,
     **limits: Any,
 ) -> tuple[list[list[Rollout]], Episodes]:
-    episodes = Episodes(
-        sampler=sampler or ScriptedSampler(reply=echo),
-        renderer=TwinRenderer(),
-        environment=factory or Factory(),
-        limits=EpisodeLimits(**limits),
-        max_tokens=max_tokens,
-    )
+    episodes = make_episodes(factory, sampler=sampler, max_tokens=max_tokens, **limits)
     return run_in_virtual_time(episodes.run(problems, sampling=sampling, session="s"))[0], episodes
 
 
@@ -204,13 +215,8 @@ def test_a_turn_begins_only_where_a_token_of_it_fits(limit, num_turns, left):
 
 def test_the_episodes_own_limit_of_tokens_holds_for_its_first_turn_too():
     def limited(limit: int) -> Rollout:
-        episodes = Episodes(
-            sampler=ScriptedSampler(reply=echo),
-            renderer=TwinRenderer(),
-            environment=Factory(turns=9),
-            limits=EpisodeLimits(max_tokens=limit),
-            max_tokens=500,
-        )
+        episodes = make_episodes(Factory(turns=9), max_tokens=500)
+        episodes.limits.max_tokens = limit
         sampling = SamplingParams(max_tokens=16, seed=7)
         return run_in_virtual_time(episodes.run(PROBLEMS[:1], sampling=sampling))[0][0][0]
 
@@ -352,13 +358,7 @@ def test_messages_that_the_template_refuses_are_a_failed_rollout_that_names_prob
             return super().continuation(messages, after=after)
 
     factory = Factory()
-    episodes = Episodes(
-        sampler=ScriptedSampler(reply=echo),
-        renderer=Refusing(),
-        environment=factory,
-        limits=EpisodeLimits(),
-        max_tokens=200,
-    )
+    episodes = make_episodes(factory, renderer=Refusing())
     (((rollout,),), _) = run_in_virtual_time(
         episodes.run(PROBLEMS[:1], sampling=SamplingParams(max_tokens=16))
     )
@@ -406,13 +406,7 @@ def test_an_error_that_ends_the_run_passes_and_no_other_episode_goes_on():
     sampler = ScriptedSampler(reply=echo)
 
     async def main() -> tuple[int, float]:
-        episodes = Episodes(
-            sampler=sampler,
-            renderer=TwinRenderer(),
-            environment=factory,
-            limits=EpisodeLimits(),
-            max_tokens=200,
-        )
+        episodes = make_episodes(factory, sampler=sampler)
         with pytest.raises(RunError, match="no sandbox is left"):
             await episodes.run(PROBLEMS, sampling=SAMPLING)
         num_asked, at = len(sampler.asked), asyncio.get_running_loop().time()
@@ -445,13 +439,7 @@ def test_episodes_that_are_cancelled_are_closed_once():
     factory = Factory(seconds=100.0)
 
     async def main() -> None:
-        episodes = Episodes(
-            sampler=ScriptedSampler(reply=echo),
-            renderer=TwinRenderer(),
-            environment=factory,
-            limits=EpisodeLimits(),
-            max_tokens=200,
-        )
+        episodes = make_episodes(factory)
         task = asyncio.create_task(episodes.run(PROBLEMS, sampling=SAMPLING))
         await asyncio.sleep(1)
         assert factory.closed == [0] * 4
@@ -558,13 +546,8 @@ def test_all_episodes_run_at_once_and_the_slowest_is_what_it_takes():
         return 5.0 if "two" in prompt and "more 1" in prompt and "more 2" not in prompt else 1.0
 
     async def main() -> list[list[Rollout]]:
-        episodes = Episodes(
-            sampler=ScriptedSampler(reply=echo, seconds=seconds),
-            renderer=TwinRenderer(),
-            environment=Factory(seconds=0.5),
-            limits=EpisodeLimits(),
-            max_tokens=200,
-        )
+        sampler = ScriptedSampler(reply=echo, seconds=seconds)
+        episodes = make_episodes(Factory(seconds=0.5), sampler=sampler)
         groups = await episodes.run(PROBLEMS, sampling=SAMPLING)
         # Busy while any completion is under way: 1 s, then 5 s with the others' turns among them, then 1 s;
         # but for the half second in which all environments think at once, before the second turn, and the
