@@ -21,7 +21,7 @@ help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: ## .venv with everything that runs and tests need
-	@$(SETUP) test trl tasks
+	@$(SETUP) test trl tasks tinker
 
 sum-digits: ## train a tiny model on the digit-sum task, with real actors, on this machine
 	@$(SETUP)
@@ -68,7 +68,7 @@ golden: setup ## losses of ten steps of the tiny config, renewed for this machin
 	$(RUN) -m tests.training.golden
 
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
-	@$(SETUP) test trl tasks hooks
+	@$(SETUP) test trl tasks tinker hooks
 	$(RUN) -m pre_commit install --hook-type pre-commit --hook-type pre-push
 
 clean: ## caches and build leftovers; runs in outputs/ and .venv stay

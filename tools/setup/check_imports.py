@@ -103,6 +103,9 @@ def check_test(_: str) -> None:
         "peft",
         "math_verify",
         "kubernetes",
+        "nbclient",
+        "ipykernel",
+        "schemathesis",
     ):
         importlib.import_module(name)
 
@@ -120,6 +123,11 @@ def check_tasks(_: str) -> None:
         importlib.import_module(name)
 
 
+def check_tinker(_: str) -> None:
+    for name in ("tinker", "tinker.proto.tinker_public_pb2", "fastapi", "uvicorn"):
+        importlib.import_module(name)
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "tools of the system": check_system_tools,
     "torch": check_torch,
@@ -133,6 +141,7 @@ GROUP_CHECKS: dict[str, Callable[[str], None]] = {
     "float8": check_float8,
     "tasks": check_tasks,
     "test": check_test,
+    "tinker": check_tinker,
     "trl": check_trl,
 }
 
