@@ -26,7 +26,7 @@ from rl.tinker.types import (
 class Backend(Protocol):
     """Calls about one model never overlap; those about different models, and samplers, do.
 
-    Whatever the caller got wrong is raised as `InvalidRequest`, before anything changes. A cancelled call
+    Whatever the caller got wrong is raised as `InvalidRequestError`, before anything changes. A cancelled call
     may be finished nevertheless, but nothing of it is left half done.
     """
 
@@ -42,15 +42,15 @@ class Backend(Protocol):
         ...
 
     def check_settings(self, settings: ModelSettings) -> None:
-        """Raise InvalidRequest for a model that could not be created; quick."""
+        """Raise InvalidRequestError for a model that could not be created; quick."""
         ...
 
     def check_data(self, settings: ModelSettings, data: Sequence[Datum], loss: LossCall) -> None:
-        """Raise InvalidRequest naming datum and field, for data that could not be trained on; quick."""
+        """Raise InvalidRequestError naming datum and field, for data that could not be trained on; quick."""
         ...
 
     def check_request(self, base_model: str, request: SampleRequest) -> None:
-        """Raise InvalidRequest naming the field, for a request that could not be answered; quick."""
+        """Raise InvalidRequestError naming the field, for a request that could not be answered; quick."""
         ...
 
     # Models in training

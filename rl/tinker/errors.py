@@ -7,22 +7,22 @@ class TinkerError(Exception):
     """Of any call; the text is for whoever made it."""
 
 
-class InvalidRequest(TinkerError, ValueError):
+class InvalidRequestError(TinkerError, ValueError):
     """The caller's mistake: the text names field, value and what is valid. The same call never succeeds."""
 
 
-class NotFound(TinkerError, LookupError):
+class NotFoundError(TinkerError, LookupError):
     """No such session, model, sampler, request or file, or it is somebody else's."""
 
 
-class Gone(TinkerError):
+class GoneError(TinkerError):
     """It was there and has ended: a session that was finished or not heard of, a result that was fetched
     long ago, work that an earlier process of the server had begun."""
 
 
-class Busy(TinkerError):
+class BusyError(TinkerError):
     """A limit on waiting work: the same call may succeed later."""
 
 
-class LimitReached(TinkerError):
+class LimitReachedError(TinkerError):
     """A limit on what one owner may hold: models, sessions, storage. Free some first."""
