@@ -26,8 +26,8 @@ from rl.tinker.types import (
 class Backend(Protocol):
     """Calls about one model never overlap; those about different models, and samplers, do.
 
-    Whatever the caller got wrong is raised as `InvalidRequestError`, before anything changes. A cancelled call
-    may be finished nevertheless, but nothing of it is left half done.
+    Whatever the caller got wrong is raised as `InvalidRequestError`, before anything changes. A cancelled
+    call may be finished nevertheless, but nothing of it is left half done.
     """
 
     @property
