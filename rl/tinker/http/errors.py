@@ -1,7 +1,7 @@
 """What goes wrong, as statuses and bodies `{"detail": text}`.
 
-The official client repeats a call that got 408, 409, 429 or 5xx for five minutes, so these are kept for what may
-succeed later.
+The official client repeats a call that got 408, 409, 429 or 5xx for five minutes, so these are kept for what
+may succeed later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ DESCRIPTIONS = {
 }
 MAX_SHOWN_ERRORS = 3
 
-_shown = reprlib.Repr(maxlevel=2, maxdict=4, maxlist=4, maxstring=80, maxlong=40, maxother=80)
+_shown = reprlib.Repr()
+_shown.maxlevel, _shown.maxdict, _shown.maxlist = 2, 4, 4
+_shown.maxstring = _shown.maxother = 80
 
 
 class ErrorResponse(Response):

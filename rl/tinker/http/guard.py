@@ -18,7 +18,7 @@ OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 MAX_KEY_LENGTH = 4096
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.response = ErrorResponse(status, detail)
@@ -30,8 +30,8 @@ class Guard:
     Args:
         app: What comes after it; it finds the owner with `owner_of`.
         keys: Who may call.
-        hosts: Names that the Host header may have, without port; None: any. A page of another site in a browser
-            of this machine could reach a loopback server by a name of its own that leads here.
+        hosts: Names that the Host header may have, without port; None: any. A page of another site in a
+            browser of this machine could reach a loopback server by a name of its own that leads here.
         max_body_bytes: Of one request.
         max_held_bytes: Of all requests together that are being read or answered.
         body_timeout_s: In which a body has to arrive.
@@ -64,7 +64,7 @@ class Guard:
             try:
                 self._admit(scope)
                 await asyncio.wait_for(self._read(body, scope, receive), self._body_timeout_s)
-            except Refused as refused:
+            except RefusedError as refused:
                 await refused.response(scope, receive, send)
             except TimeoutError:
                 late = ErrorResponse(408, f"the body did not arrive within {self._body_timeout_s:g} s")
@@ -78,15 +78,15 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._hosts is not None and _without_port(host) not in self._hosts:
-            raise Refused(421, f"Host: {host!a}, must be one of {', '.join(sorted(self._hosts))}")
+            raise RefusedError(421, f"Host: {host!a}, must be one of {', '.join(sorted(self._hosts))}")
         encoding = headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
-            raise Refused(415, f"Content-Encoding: {encoding!a}, must be identity")
+            raise RefusedError(415, f"Content-Encoding: {encoding!a}, must be identity")
         if scope["path"] not in OPEN_PATHS:
             key = headers.get(KEY_HEADER, "").encode("latin-1")
             owner = self._keys.owner(key) if len(key) <= MAX_KEY_LENGTH else None
             if owner is None:
-                raise Refused(401, f"{KEY_HEADER}: an API key that this server knows has to be given")
+                raise RefusedError(401, f"{KEY_HEADER}: an API key that this server knows has to be given")
             scope.setdefault("state", {})["owner"] = owner
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._max_body_bytes:
@@ -96,19 +96,23 @@ class Guard:
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                raise Refused(400, "the connection ended within the body")
+                raise RefusedError(400, "the connection ended within the body")
             chunk = message.get("body", b"")
             if len(body) + len(chunk) > self._max_body_bytes:
                 raise self._too_large()
             if self._held_bytes + len(chunk) > self._max_held_bytes:
-                raise Refused(429, f"bodies of more than {self._max_held_bytes} bytes are being worked on")
+                raise RefusedError(
+                    429, f"bodies of more than {self._max_held_bytes} bytes are being worked on"
+                )
             body += chunk
             self._held_bytes += len(chunk)
             if not message.get("more_body", False):
                 return
 
-    def _too_large(self) -> Refused:
-        return Refused(413, f"the body is larger than the {self._max_body_bytes} bytes that one may have")
+    def _too_large(self) -> RefusedError:
+        return RefusedError(
+            413, f"the body is larger than the {self._max_body_bytes} bytes that one may have"
+        )
 
 
 def owner_of(request: Request) -> str:

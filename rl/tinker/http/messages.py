@@ -1,6 +1,6 @@
-"""The JSON bodies that clients send. A field that is not here is refused, so that none is silently without effect.
+"""The JSON bodies that clients send. A field that is not here is refused: none is silently without effect.
 
-Numbers have to be numbers and finite ones; what they may be is checked further below, where their meaning is.
+Numbers have to be numbers and finite; what they may be is checked further below, where their meaning is.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class CreateSamplingSession(Message):
 
 
 class Chunk(BaseModel):
-    """A part of a prompt. Only text is taken; the other kinds' fields are let through to be refused by type."""
+    """A part of a prompt. Only text is taken; fields of other kinds are let through to be refused by type."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: Annotated[str, Field(max_length=64)] = "encoded_text"

@@ -131,7 +131,7 @@ class _Uvicorn(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                # Longer than a client's pause between two calls, or it meets a connection that is being closed.
+                # Longer than a client's pause between calls, or it meets a connection that is being closed.
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
             )
@@ -212,13 +212,12 @@ def _storage(folder: Path) -> Iterator[Path]:
     leftovers. The kernel lets go of the lock however a process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = (folder / ".lock").open("w")
     except OSError as error:
         raise ValueError(f"storage_folder={str(folder)!r}: cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"storage_folder={str(folder)!r}: another server is using it") from None
         yield folder
-    except BlockingIOError:
-        raise ValueError(f"storage_folder={str(folder)!r}: another server is using it") from None
-    finally:
-        os.close(lock)

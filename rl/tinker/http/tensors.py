@@ -16,7 +16,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from rl.tinker.errors import InvalidRequestError
 
-DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+DTYPES: dict[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 MASKED_LOGPROB = -99999.0
 """Of an empty cell of a top-k table, whose token id is 0."""
 
@@ -86,8 +86,8 @@ def _dense(csr: pb.SparseCsr, *, dtype: np.dtype, shape: tuple[int, ...], where:
     columns_Z = from_bytes(csr.col_indices, np.dtype("<i8"), where=f"{where}.sparse_csr.col_indices")
     if starts.size != num_rows + 1 or starts[0] != 0 or starts[-1] != values_Z.size:
         raise InvalidRequestError(
-            f"{where}.sparse_csr.crow_indices: must be {num_rows + 1} numbers from 0 to the number of values, "
-            f"{values_Z.size}; there are {starts.size}"
+            f"{where}.sparse_csr.crow_indices: must be {num_rows + 1} numbers from 0 to the number of "
+            f"values, {values_Z.size}; there are {starts.size}"
         )
     counts_N = np.diff(starts)
     # Differences of numbers out of range could overflow into good ones.

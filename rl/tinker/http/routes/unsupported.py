@@ -1,4 +1,4 @@
-"""Calls of the official client that this server does not have: refused with what they are, and never repeated."""
+"""Calls of the official client that this server does not have: refused with what they are."""
 
 from __future__ import annotations
 
