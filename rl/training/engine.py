@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from losses.types import Loss, uses_entropy
+from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import (
     World,
@@ -29,17 +29,25 @@ from rl.distributed.process_group import (
 from rl.models.buffers import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.training.accumulate import MicroBatchSums, StepState, backward
+from rl.training.accumulate import StepState
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.engine_config import EngineConfig
 from rl.training.errors import unwritten
 from rl.training.experts import ExpertBalance
+from rl.training.failures import non_finite
 from rl.training.garbage import GarbageCollector
-from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
+from rl.training.gradients import (
+    clip_factor,
+    global_norm,
+    scale_gradients,
+    sum_partial_gradients,
+    zero_gradients,
+)
+from rl.training.loss_pass import LossPass
 from rl.training.optimizer import Optimizer
 from rl.training.place import Place
-from rl.training.reference import make_reference, there, with_reference
+from rl.training.reference import make_reference, there
 from rl.training.schedule import LRSchedule
 from rl.training.starting_weights import StartingWeights
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
@@ -114,15 +122,19 @@ class TrainingEngine(Configurable):
         self._start = StartingWeights(folder, checkpointer=self.checkpointer, reference=self.reference)
         self.policy_version = 0
         self._step = StepState()
+        self._pass = LossPass(policy=self.policy, reference=self.reference, experts=self.experts)
         training = config.training
         self._garbage = GarbageCollector(every_steps=training.gc_every_steps, debug=training.gc_debug)
         barrier()
         self._place.set_timeout(config.comm.train_timeout_s)
 
     def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
     ) -> ForwardBackwardResult:
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
+
+        Args:
+            return_logprobs: with those of all targets in the result, on every rank.
 
         Raises:
             ValueError: no samples, one that fits no micro-batch, or losses with and without a denominator.
@@ -133,25 +145,47 @@ class TrainingEngine(Configurable):
             raise ValueError("forward_backward got no samples")
         loss = self.config.loss if loss is None else loss
         batches = self.policy.pack(samples)
-        sums = MicroBatchSums(device=self.device, room=self.policy.micro_batch_room)
         with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in with_reference(batches, reference=self.reference, loss=loss):
-                batch = batch.to(self.device)
-                logprobs_T, entropy_T = self.policy.forward(batch, entropy_gradient=uses_entropy(loss))
-                self.experts.count(self.policy.real_tokens(batch))
-                sums.add(*backward(batch, logprobs_T, entropy_T, loss=loss, step=self._step), entropy_T)
-            totals = sums.reduce(mesh=self.mesh)
-            expert_load = self.experts.reduce()
+            measured = self._pass.backward(
+                samples, batches, loss=loss, step=self._step, return_logprobs=return_logprobs
+            )
+            totals = measured.totals
             self._step.add(samples=samples, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
                 raise self._step.not_finite(f"loss {totals.loss}", self.policy_version, self.failure_folder)
-        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
+        return measured.result(samples, time_s=time.perf_counter() - started)
 
-    def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+    def forward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+    ) -> ForwardBackwardResult:
+        """What `forward_backward` would return, with logprobs; the gradient stays as it is.
+
+        Raises:
+            ValueError: no samples, or one that fits no micro-batch.
+            NonFiniteLossError: the summed loss is NaN or infinite.
+        """
+        started = time.perf_counter()
+        if not samples:
+            raise ValueError("forward got no samples")
+        batches = self.policy.pack(samples)
+        with awaiting(f"forward of step {self.policy_version}", record_in=self.failure_folder):
+            measured = self._pass.forward(samples, batches, loss=self.config.loss if loss is None else loss)
+        if not math.isfinite(measured.totals.loss):
+            raise non_finite(
+                f"loss {measured.totals.loss}",
+                policy_version=self.policy_version,
+                samples=samples,
+                folder=self.failure_folder,
+            )
+        return measured.result(samples, time_s=time.perf_counter() - started)
+
+    def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.
 
         Args:
             params: replaces settings for this step; its `lr` replaces the schedule's.
+            allow_empty: where nothing is accumulated, or no token was valid, step with a gradient of zero:
+                the optimizer's running means decay, and so do the weights.
 
         Raises:
             ValueError: nothing is accumulated, no token was valid, or a setting is out of range; all stays.
@@ -161,9 +195,11 @@ class TrainingEngine(Configurable):
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = _max_norm(self.config.training, params)
-        scale = self._step.scale()
+        scale = self._step.scale(allow_empty=allow_empty)
         parameters = list(self.policy.trained_parameters.values())
         with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
+            if not self._step.num_calls:
+                zero_gradients(parameters)
             sum_partial_gradients(parameters)
             grad_norm = global_norm(parameters, mesh=self.mesh) * scale
             if not math.isfinite(grad_norm):
@@ -173,7 +209,7 @@ class TrainingEngine(Configurable):
             self.optimizer.step(settings)
             self.policy.converters.post_optimizer_hook(self.policy.model)
             self.experts.step()
-        self._drop_gradient()
+        self.drop_gradient()
         self.policy_version += 1
         self._garbage.after_step(self.policy_version)
         return OptimStepResult(
@@ -184,7 +220,10 @@ class TrainingEngine(Configurable):
         )
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
+        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank.
+
+        [T, K] for a sample with K targets.
+        """
         with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
@@ -227,7 +266,7 @@ class TrainingEngine(Configurable):
             ValueError: the folder is none of these, incomplete, damaged or of another architecture, or
                 the reference policy's weights are gone.
         """
-        self._drop_gradient()
+        self.drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
             self.policy_version = self._start.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
@@ -290,9 +329,10 @@ class TrainingEngine(Configurable):
         finally:
             if not done:
                 self.policy.release()
-                self._drop_gradient()
+                self.drop_gradient()
 
-    def _drop_gradient(self) -> None:
+    def drop_gradient(self) -> None:
+        """Forget what `forward_backward` has accumulated since the last step."""
         for parameter in self.policy.parameters.values():
             parameter.grad = None
         self._step = StepState()
