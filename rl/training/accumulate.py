@@ -39,6 +39,10 @@ class StepState:
     samples: list[TrainingSample] = field(default_factory=list)
     """Kept by reference, to be written out if the step turns out not to be finite."""
 
+    def clear(self) -> None:
+        """Nothing is accumulated any more."""
+        self.num_calls, self.denominator, self.samples = 0, None, []
+
     def check_denominator(self, denominator: Tensor | None) -> None:
         """Raise ValueError if a loss asks for a division and an earlier one of this step does not."""
         if self.num_calls and (denominator is None) != (self.denominator is None):
