@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.losses import ADVANTAGES, LOGPROBS, RATIO_MASK, TARGETS, WEIGHTS, WireLoss, make_loss, wire_loss
+from rl.tinker.losses import (
+    ADVANTAGES,
+    LOGPROBS,
+    RATIO_MASK,
+    TARGETS,
+    WEIGHTS,
+    WireLoss,
+    make_loss,
+    wire_loss,
+)
 from rl.tinker.types import Datum, LossCall
 from rl.types import TrainingSample
 
@@ -95,7 +104,8 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
         missing = [(1, 0)] if width is None else [(1, 0), (0, width - values.shape[1])]
         return np.pad(values, missing).astype(dtype)
 
-    ratio_mask = inputs.get(RATIO_MASK)
+    counted = np.ones(targets.shape, np.bool_) if RATIO_MASK in loss.optional else None
+    ratio_mask = inputs.get(RATIO_MASK, counted)
     logprobs = inputs.get(LOGPROBS, np.full(targets.shape, np.nan, np.float32))
     return TrainingSample(
         token_ids=np.append(datum.tokens, last).astype(np.int32),
@@ -113,8 +123,8 @@ def _check_datum(datum: Datum, loss: WireLoss, rules: DataRules, *, where: str, 
     _check_ids(tokens, rules.vocab_size, where=f"{where}.model_input")
     if tokens.ndim != 1 or not 1 <= len(tokens) <= rules.max_tokens:
         raise InvalidRequestError(
-            f"{where}.model_input: has shape {list(tokens.shape)}: must be 1 to {rules.max_tokens} tokens, the "
-            "model's context without the last target"
+            f"{where}.model_input: has shape {list(tokens.shape)}: must be 1 to {rules.max_tokens} tokens, "
+            "the model's context without the last target"
         )
     for name in inputs:
         if name not in loss.inputs:
@@ -144,8 +154,8 @@ def _check_targets(
     if shape != [num_tokens] and not (is_many and loss.many_targets):
         many = f" or [{num_tokens}, K]" if loss.many_targets else ""
         raise InvalidRequestError(
-            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss_name}, one for each token of "
-            "model_input"
+            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss_name}, one for each token "
+            "of model_input"
         )
     _check_ids(targets, rules.vocab_size, where=where)
 
@@ -153,7 +163,7 @@ def _check_targets(
 def _check_ids(ids: np.ndarray, vocab_size: int, *, where: str) -> None:
     if ids.dtype.kind not in "iu":
         raise InvalidRequestError(f"{where}: is of {ids.dtype}: must be integers, token ids")
-    if ids.size and not (0 <= ids.min() and ids.max() < vocab_size):
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         outside = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise InvalidRequestError(
             f"{where}: has token id {outside}: must be 0 to {vocab_size - 1}, the model's vocabulary"

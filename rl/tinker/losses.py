@@ -9,7 +9,8 @@ that came with it, A its advantage, w its weight and r = exp(p - q):
     cispo                  - sum sg(clamp(r, lo, hi)) p A                          sg: without gradient
     dro                    - sum [p A - beta / 2 (p - q)^2]
     gspo                   - sum min(s A, clamp(s, lo, hi) A), s = exp(mean of p - q) exp(p - sg(p)), where
-                           the mean is over the sequence's tokens of sequence_ratio_mask, without gradient
+                           the mean is over the tokens of sequence_ratio_mask, all of them where a datum
+                           brings none, and without gradient
 
 In all of them p - q is clamped to +-20 nats before it becomes a ratio (`losses.ops`).
 """
@@ -97,6 +98,7 @@ LOSSES: Mapping[str, WireLoss] = {
         optional=(RATIO_MASK,),
         defaults={LOW: 0.8, HIGH: 1.2},
         make=lambda settings: GSPOLoss(normalization="none", level="token", **_bounds(settings)),
+        only_advantages=True,
     ),
 }
 
@@ -119,7 +121,9 @@ def make_loss(call: LossCall) -> Loss:
     for name, value in call.settings.items():
         if name not in found.defaults:
             valid = f"its settings are {', '.join(found.defaults)}" if found.defaults else "it has none"
-            raise InvalidRequestError(f"loss_fn_config has {name!r}, which {call.name} does not know: {valid}")
+            raise InvalidRequestError(
+                f"loss_fn_config has {name!r}, which {call.name} does not know: {valid}"
+            )
         _check_setting(name, value)
     return found.make({**found.defaults, **call.settings})
 
