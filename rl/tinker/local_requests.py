@@ -178,7 +178,7 @@ def check_request(base: Base, request: SampleRequest) -> None:
     longest = base.context if asks_prompt else base.context - 1
     if not 1 <= num_tokens <= longest:
         raise InvalidRequestError(
-            f"prompt: has {num_tokens} tokens: must be 1 to {longest}, of the {base.context} of the model's context"
+            f"prompt: has {num_tokens} tokens: must be 1 to {longest}; the model's context has {base.context}"
         )
     sampling = request.sampling
     for name, value, valid, rule in (
