@@ -103,12 +103,10 @@ def check_lora(lora: LoRASettings, *, spec: ModelSpec, max_rank: int) -> None:
     if lora.seed is not None and not 0 <= lora.seed <= MAX_SEED:
         raise InvalidRequestError(f"lora_config.seed={lora.seed}: must be 0 to {MAX_SEED}, or none")
     if not (lora.train_attn or lora.train_mlp or adapts_head(spec, lora)):
-        tied = (
-            "; this model's output head is its embedding, which has no adapter" if lora.train_unembed else ""
-        )
+        why = " (this model's output head is its embedding, which has none)" if lora.train_unembed else ""
         raise InvalidRequestError(
-            f"lora_config: train_attn, train_mlp and train_unembed={lora.train_unembed} leave nothing to train: "
-            f"one of the first two must be true{tied}"
+            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing "
+            f"would have an adapter{why}: one of the first two must be true"
         )
 
 

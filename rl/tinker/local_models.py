@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl.distributed.process_group import World
+from rl.distributed.seeds import random_states, restore_random_states
 from rl.tinker.data import WireSamples, wire_samples
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
@@ -53,9 +54,12 @@ class LocalModel:
         seed = secrets.randbits(62) if lora is None or lora.seed is None else lora.seed
         plan = ModelPlan.of(base.spec, lora, seed=seed)
         config = TrainingEngine.Config(training=replace(training), converters=plan.converters)
+        # An engine seeds the process's generators, which are the notebook's too.
+        states = random_states()
         self.engine: TrainingEngine = config.build(
             model_spec=plan.spec, hf_assets_path=str(base.folder), device=base.device, world=World()
         )
+        restore_random_states(states)
         for name, parameter in self.engine.policy.parameters.items():
             if not parameter.requires_grad:
                 parameter.data = base.weights[name]
@@ -83,7 +87,7 @@ class LocalModel:
         except NonFiniteLossError as error:
             raise InvalidRequestError(
                 f"forward_backward: the summed loss is not a finite number ({error.what}). The gradient that "
-                "this model had accumulated is dropped, that of earlier calls too; its weights are as they were"
+                "this model had accumulated is dropped, of earlier calls too; its weights are as they were"
             ) from error
 
     def _forward(self, samples: WireSamples, call: LossCall) -> ForwardBackwardResult:
@@ -114,10 +118,10 @@ class LocalModel:
             result = self.engine.optim_step(settings, allow_empty=True)
         except NonFiniteLossError as error:
             raise InvalidRequestError(
-                f"optim_step: the gradient is not finite ({error.what}). It is dropped; the model's weights are "
-                "as they were"
+                f"optim_step: the gradient is not finite ({error.what}). It is dropped; the model's weights "
+                "are as they were"
             ) from error
-        return OptimStepOutput(metrics={"grad_norm:mean": result.grad_norm, "lr:mean": result.lr})
+        return OptimStepOutput(metrics={"grad_norm:mean": result.grad_norm})
 
     def snapshot(self) -> SamplerWeights:
         """A copy of the weights as they are now."""

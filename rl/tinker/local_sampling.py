@@ -61,10 +61,6 @@ class SampleQueue:
         self._serving: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
     async def sample(self, ask: Ask) -> SampleOutput:
         """The answer; where the wait for it is cancelled, so is the work on it."""
         if self._is_closed:
@@ -90,8 +86,9 @@ class SampleQueue:
         await asyncio.sleep(self._gather_s)
         while self._waiting:
             asks = next_group([waiting.ask for waiting in self._waiting], self._limits)
-            group = [waiting for waiting in self._waiting if waiting.ask in asks]
-            self._waiting = [waiting for waiting in self._waiting if waiting.ask not in asks]
+            chosen = set(map(id, asks))
+            group = [waiting for waiting in self._waiting if id(waiting.ask) in chosen]
+            self._waiting = [waiting for waiting in self._waiting if id(waiting.ask) not in chosen]
             try:
                 outputs = await self._thread.run(self._answer, asks)
             except Exception as error:  # noqa: BLE001  (of whoever waits)

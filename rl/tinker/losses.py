@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from losses.cispo import CISPOLoss
 from losses.cross_entropy import CrossEntropyLoss
@@ -56,9 +57,11 @@ class WireLoss:
         return (*self.required, *self.optional)
 
 
-def _bounds(settings: Mapping[str, float]) -> dict[str, float]:
-    """Of a ratio, as our losses have them: distances from 1."""
-    return {"clip_low": 1.0 - settings[LOW], "clip_high": settings[HIGH] - 1.0}
+def _clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
+    """The bounds of a ratio are distances from 1 in our losses."""
+    return lambda settings: make(
+        normalization="none", clip_low=1.0 - settings[LOW], clip_high=settings[HIGH] - 1.0
+    )
 
 
 _POLICY = (TARGETS, LOGPROBS, ADVANTAGES)
@@ -79,13 +82,13 @@ LOSSES: Mapping[str, WireLoss] = {
     "ppo": WireLoss(
         required=_POLICY,
         defaults={LOW: 0.8, HIGH: 1.2},
-        make=lambda settings: PPOLoss(normalization="none", **_bounds(settings)),
+        make=_clipping(PPOLoss),
         only_advantages=True,
     ),
     "cispo": WireLoss(
         required=_POLICY,
         defaults={LOW: 0.0, HIGH: 4.0},
-        make=lambda settings: CISPOLoss(normalization="none", **_bounds(settings)),
+        make=_clipping(CISPOLoss),
         only_advantages=True,
     ),
     "dro": WireLoss(
@@ -97,7 +100,7 @@ LOSSES: Mapping[str, WireLoss] = {
         required=_POLICY,
         optional=(RATIO_MASK,),
         defaults={LOW: 0.8, HIGH: 1.2},
-        make=lambda settings: GSPOLoss(normalization="none", level="token", **_bounds(settings)),
+        make=_clipping(partial(GSPOLoss, level="token")),
         only_advantages=True,
     ),
 }
