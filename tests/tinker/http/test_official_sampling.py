@@ -47,7 +47,7 @@ def test_the_reward_of_an_rl_loop_rises(client, loss):
         done = model.forward_backward(data, loss)
         model.optim_step(types.AdamParams(learning_rate=5e-3)).result(RESULT_TIMEOUT_S)
         metrics = done.result(RESULT_TIMEOUT_S).metrics
-        # The sampler's distribution is the learner's, so every ratio is 1 and the loss is minus the advantages.
+        # The sampler computes what the learner does, so each ratio is 1 and the loss minus the advantages.
         advantages = sum(len(tokens) * (reward - mean) for tokens, _, reward in samples)
         assert metrics["loss:sum"] == pytest.approx(-advantages, abs=1e-3)
 
