@@ -14,7 +14,7 @@ import pytest
 
 from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.limits import Limits
-from rl.tinker.names import CheckpointPath, Ids
+from rl.tinker.names import CheckpointPath, Ids, parse_path
 from rl.tinker.run_files import RunRecord
 from rl.tinker.service import Service
 from rl.tinker.storage import Storage
@@ -394,6 +394,8 @@ def test_of_two_versions_that_a_kill_left_the_newer_one_counts_and_the_older_goe
             (folder / "final@1").rename(folder / "final@10")
             (folder / "held-back").rename(folder / "final@9")
             (folder / "final@10/data/weight.json").write_text("-7.0")
+            storage = Storage(tmp_path, limits=Limits(), wall_time_s=lambda: 0.0)
+            assert storage.find(parse_path(path), "local").folder.name == "final@10"  # before the older goes
         async with running_service(tmp_path) as (service, _):
             return await loaded_weight(service, path), sorted(p.name for p in folder.iterdir())
 

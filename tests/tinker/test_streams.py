@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.tinker.errors import BusyError, InvalidRequestError
+from rl.tinker.errors import BusyError, GoneError, InvalidRequestError
 from rl.tinker.limits import Limits
 from rl.tinker.responses import Failure
 from rl.tinker.types import ForwardBackwardOutput, OptimStepOutput
@@ -69,6 +69,8 @@ def test_a_repetition_whose_result_is_no_longer_kept_is_not_done_again(tmp_path:
             await result_of(service, first)
             await asyncio.sleep(6)
             assert forward_backward(service, model, 1, 5) == first
+            with pytest.raises(GoneError):
+                await result_of(service, first)
             await result_of(service, optim_step(service, model, 2))
             return backend.names("delete_model")
 
