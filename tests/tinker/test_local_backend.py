@@ -117,10 +117,15 @@ async def test_a_state_is_taken_up_by_another_model_of_a_new_backend(assets, tmp
         assert tokens(await backend.sample("s", FREE)) == sampled
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["lora", "all parameters"])
+@pytest.mark.parametrize(
+    ("rank", "tie"),
+    [(4, True), (4, False), (1, True), (0, True)],
+    ids=["lora", "lora of the head too", "rank 1", "all parameters"],
+)
 @in_loop
-async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(assets, rank):
-    async with backend_of(base_config(assets, batch_invariant=True)) as backend:
+async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(assets, tmp_path, rank, tie):
+    config = base_config(assets if tie else tmp_path / "untied", tie=tie, batch_invariant=True)
+    async with backend_of(config) as backend:
         await backend.create_model("m", settings(rank))
         await train(backend, "m", steps=2)
         await backend.take_snapshot("m", "s")
