@@ -22,6 +22,7 @@ KEY, OTHER = "tml-" + "k" * 20, "tml-" + "o" * 20
 
 def refused(argv, capsys):
     """What the entry says of options that it refuses, in this process."""
+    status: object = None
     try:
         status = main(argv, default_module="tinker", default_config="tiny", prog="server")
     except SystemExit as exit_:
@@ -127,6 +128,21 @@ def test_small_answers_are_not_held_back_by_the_kernel(server):
             times_s.append(time.perf_counter() - begin)
 
     assert statistics.median(times_s) < 0.02
+
+
+def test_a_body_without_a_length_is_cut_off_and_the_server_goes_on(server):
+    def endless():
+        for _ in range(200):
+            yield bytes(2**20)
+
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-x"}) as http:
+        try:
+            status = http.post("forward_backward", content=endless()).status_code
+        except httpx.WriteError:  # the connection was closed before the answer was looked at
+            status = 413
+
+        assert status == 413
+        assert http.get("healthz").status_code == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
