@@ -149,9 +149,9 @@ class SamplingSessions:
         """
         one = self._live(sampling_session_id, owner)
         check_seq_id("seq_id", seq_id, first=0)
+        check_sample(request, self._limits)  # of a repetition too, whose ids are many at once
         request_id = f"{sampling_session_id}:{seq_id}"
         if request_id not in self._futures:
-            check_sample(request, self._limits)
             self._backend.check_request(one.base_model, request)
             sampler = self._sampler(one)
             future = self._futures.begin(request_id, owner=owner, num_bytes=request.prompt.nbytes)

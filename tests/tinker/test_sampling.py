@@ -75,6 +75,18 @@ def test_the_same_sample_is_done_once_and_has_an_id_for_each_sequence(tmp_path: 
     assert names == ["open_sampler", "sample"]
 
 
+def test_a_repetition_too_has_no_more_ids_than_a_request_may_have(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_service(tmp_path, limits=Limits(samples_per_request=3)) as (service, _):
+            session_id = service.sessions.create(owner="local")
+            sampling_id = service.sampling.create(session_id, 0, base_model="tiny", owner="local")
+            service.sampling.sample(sampling_id, 0, prompt(1, num_samples=3), owner="local")
+            with pytest.raises(InvalidRequestError, match="num_samples is 4; it is 1 to 3"):
+                service.sampling.sample(sampling_id, 0, prompt(1, num_samples=4), owner="local")
+
+    asyncio.run(main())
+
+
 def test_saved_weights_open_with_the_first_sample_and_are_shared(tmp_path: Path) -> None:
     async def main() -> Any:
         async with running_service(tmp_path) as (service, backend):
