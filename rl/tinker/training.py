@@ -214,6 +214,23 @@ class Training:
 
         return self._submission.submit(model_id, seq_id, work, owner=owner)
 
+    def refuse(
+        self, model_id: str, seq_id: int, error: InvalidRequestError, *, backward: bool = False, owner: str
+    ) -> None:
+        """Raise `error`, for a request that a transport could not make a call of, when its turn is taken.
+
+        Without effect for one that has come before.
+
+        Args:
+            backward: it was to add to the gradient.
+        """
+
+        def work(model: Model) -> Work:
+            with model.adding(seq_id, backward=backward):
+                raise error
+
+        self._submission.submit(model_id, seq_id, work, owner=owner)
+
     def unload(self, model_id: str, *, owner: str) -> Submitted:
         """-> UnloadedModel. What waits fails; what runs is finished first. Checkpoints and samplers stay."""
         return self._submission.unload(model_id, owner=owner)

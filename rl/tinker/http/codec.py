@@ -39,21 +39,30 @@ class ForwardBackwardCall:
     backward: bool
 
 
-def decode_forward_backward(body: bytes, *, max_values: int) -> ForwardBackwardCall:
-    """Read a `ForwardBackwardRequest`.
-
-    Args:
-        body: As it came from the network.
-        max_values: Most numbers that its tensors may have together, once the sparse ones are dense.
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message as it came from the network, of which nothing is believed yet.
 
     Raises:
-        InvalidRequestError: naming the field that is wrong.
+        InvalidRequestError: it is none.
     """
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError:
         raise InvalidRequestError(f"body: {len(body)} bytes that are no ForwardBackwardRequest") from None
+    return message
+
+
+def decode_forward_backward(message: pb.ForwardBackwardRequest, *, max_values: int) -> ForwardBackwardCall:
+    """Read a request.
+
+    Args:
+        message: Of `parse_forward_backward`.
+        max_values: Most numbers that its tensors may have together, once the sparse ones are dense.
+
+    Raises:
+        InvalidRequestError: naming the field that is wrong.
+    """
     decoder = Decoder(max_values=max_values)
     return ForwardBackwardCall(
         model_id=message.model_id,

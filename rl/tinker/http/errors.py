@@ -10,6 +10,7 @@ import json
 import logging
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -83,7 +84,18 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     texts = [_text(item) for item in found[:MAX_SHOWN_ERRORS]]
     if len(found) > MAX_SHOWN_ERRORS:
         texts.append(f"and {len(found) - MAX_SHOWN_ERRORS} more")
+    _take_turn(request, error.body, "; ".join(texts))
     return ErrorResponse(422, "; ".join(texts))
+
+
+def _take_turn(request: Request, body: object, text: str) -> None:
+    """A refused request about a model in training takes its turn: later ones do not wait for it."""
+    match body:
+        case {"model_id": str(model_id), "seq_id": int(seq_id)}:
+            owner = request.scope["state"]["owner"]
+            training = request.app.state.context.service.training
+            with suppress(errors.TinkerError):  # the refusal itself, or there is no such model
+                training.refuse(model_id, seq_id, errors.InvalidRequestError(text), owner=owner)
 
 
 def _text(item: Mapping[str, Any]) -> str:

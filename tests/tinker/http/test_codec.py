@@ -11,7 +11,12 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.http.codec import decode_forward_backward, encode_forward_backward, encode_sample
+from rl.tinker.http.codec import (
+    decode_forward_backward,
+    encode_forward_backward,
+    encode_sample,
+    parse_forward_backward,
+)
 from rl.tinker.types import ForwardBackwardOutput, SampledSequence, SampleOutput, TopLogprobs
 
 
@@ -40,7 +45,8 @@ def request(*data, loss_fn="cross_entropy", config=None):
 
 
 def decode(message, **kwargs):
-    return decode_forward_backward(message.SerializeToString(), **{"max_values": 1000} | kwargs)
+    parsed = parse_forward_backward(message.SerializeToString())
+    return decode_forward_backward(parsed, **{"max_values": 1000} | kwargs)
 
 
 def refusal(message, **kwargs):
@@ -171,7 +177,7 @@ def test_images_are_refused_by_the_place_where_they_are():
 
 def test_bytes_that_are_no_message_are_refused():
     with pytest.raises(InvalidRequestError, match="4 bytes that are no ForwardBackwardRequest"):
-        decode_forward_backward(b"\xff\xff\xff\xff", max_values=10)
+        parse_forward_backward(b"\xff\xff\xff\xff")
 
 
 def test_the_client_reads_logprobs_of_all_shapes_in_their_order():

@@ -221,6 +221,47 @@ def test_variants_that_are_not_supported_are_refused_by_name(tmp_path, path, bod
     run(tmp_path, scenario)
 
 
+def test_what_is_refused_before_it_is_a_call_takes_its_turn_too(tmp_path):
+    async def scenario(server):
+        model_id = await server.model()
+        image = fwdbwd(model_id)
+        image.data[0].model_input.add().image.data = b"x"
+        path = f"tinker://{model_id}/weights/a"
+        refused = [
+            await server.forward_backward(image),
+            await server.post("save_weights", {"model_id": model_id, "seq_id": 3, "ttl_seconds": 0}),
+            await server.post("optim_step", {"model_id": model_id, "seq_id": 4, "optimizer_params": {}}),
+            await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 5,
+                                                           "kind": "inflight"}),
+            await server.post("load_weights", {"model_id": model_id, "seq_id": 6, "path": path,
+                                               "optimizer": True, "base_model": "plain"}),
+        ]  # fmt: skip
+        assert [answer.status_code for answer in refused] == [400, 422, 400, 400, 400]
+        steps = [await server.ok("optim_step", {"model_id": model_id, "seq_id": seq_id}) for seq_id in (2, 7)]
+        results = [(await server.result(step)).json() for step in steps]
+        again = await server.forward_backward(image)
+
+        # A step with what is left of the batch would be wrong; the next one has nothing missing.
+        assert "forward_backward with seq_id 1 failed" in results[0]["error"]
+        assert "metrics" in results[1]
+        assert again.status_code == 400
+
+    run(tmp_path, scenario, poll_s=5.0)
+
+
+def test_nobody_takes_the_turn_of_anothers_model(tmp_path):
+    async def scenario(server):
+        model_id = await server.model()
+        body = {"model_id": model_id, "seq_id": 1}
+        wrong = await server.post("optim_step", body | {"adam_params": {"eps": "none"}}, key=BOB)
+        step = await server.ok("optim_step", body)
+
+        assert wrong.status_code == 422
+        assert "metrics" in (await server.result(step)).json()
+
+    run(tmp_path, scenario)
+
+
 def test_a_forward_backward_of_another_content_type_is_refused(tmp_path):
     async def scenario(server):
         answer = await server.post("forward_backward", {"model_id": "m"})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 from fastapi import APIRouter, HTTPException, Request
 
-from rl.tinker.errors import InvalidRequestError
+from rl.tinker.errors import InvalidRequestError, TinkerError
 from rl.tinker.http import answers, messages
-from rl.tinker.http.codec import MEDIA_TYPE, decode_forward_backward
+from rl.tinker.http.codec import MEDIA_TYPE, decode_forward_backward, parse_forward_backward
 from rl.tinker.http.context import Context, ContextOf, Owner
 from rl.tinker.responses import Submitted
 from rl.tinker.types import AdamParams, LoRASettings, ModelSettings
@@ -16,6 +19,20 @@ router = APIRouter(tags=["training"])
 
 def _future(submitted: Submitted) -> answers.Future:
     return answers.Future(request_id=submitted.request_id, model_id=submitted.model_id)
+
+
+@contextmanager
+def _in_turn(
+    context: Context, model_id: str | None, seq_id: int | None, owner: str, *, backward: bool = False
+) -> Iterator[None]:
+    """What is refused within it takes its turn among the model's requests: later ones do not wait for it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if model_id is not None and seq_id is not None:
+            with suppress(TinkerError):  # the refusal itself, or there is no such model
+                context.service.training.refuse(model_id, seq_id, error, backward=backward, owner=owner)
+        raise
 
 
 @router.post("/create_model")
@@ -76,7 +93,9 @@ async def forward_backward(request: Request, context: ContextOf, owner: Owner) -
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != MEDIA_TYPE:
         raise HTTPException(415, f"Content-Type: {content_type!a}, must be {MEDIA_TYPE}")
-    call = decode_forward_backward(await request.body(), max_values=context.limits.values_per_request)
+    message = parse_forward_backward(await request.body())
+    with _in_turn(context, message.model_id, message.seq_id, owner, backward=not message.forward_only):
+        call = decode_forward_backward(message, max_values=context.limits.values_per_request)
     return _future(
         context.service.training.forward_backward(
             call.model_id, call.seq_id, call.data, call.loss, backward=call.backward, owner=owner
@@ -86,8 +105,9 @@ async def forward_backward(request: Request, context: ContextOf, owner: Owner) -
 
 @router.post("/optim_step")
 async def optim_step(body: messages.OptimStep, context: ContextOf, owner: Owner) -> answers.Future:
-    if body.optimizer_params is not None:
-        raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
+    with _in_turn(context, body.model_id, body.seq_id, owner):
+        if body.optimizer_params is not None:
+            raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
     adam = body.adam_params or messages.Adam()
     params = AdamParams(
         learning_rate=adam.learning_rate,
@@ -119,10 +139,12 @@ async def save_weights(body: messages.SaveWeights, context: ContextOf, owner: Ow
 async def save_weights_for_sampler(
     body: messages.SaveWeightsForSampler, context: ContextOf, owner: Owner
 ) -> answers.Future:
-    if body.kind != "snapshot":
-        raise InvalidRequestError(
-            f"kind: {body.kind!a} is not supported, must be 'snapshot'; a sampler's weights never change here"
-        )
+    with _in_turn(context, body.model_id, body.seq_id, owner):
+        if body.kind != "snapshot":
+            raise InvalidRequestError(
+                f"kind: {body.kind!a} is not supported, must be 'snapshot'; a sampler's weights never change "
+                "here"
+            )
     return _future(
         context.service.training.save_sampler(
             body.model_id,
@@ -138,10 +160,13 @@ async def save_weights_for_sampler(
 
 @router.post("/load_weights")
 async def load_weights(body: messages.LoadWeights, context: ContextOf, owner: Owner) -> answers.Future:
-    _check_optimizer(body.optimizer_config)
-    if body.weights_access_token is not None:
-        raise InvalidRequestError("weights_access_token: other keys' weights are not to be had; leave it out")
-    return _future(_load(body, context, owner))
+    with _in_turn(context, body.model_id, body.seq_id, owner):
+        _check_optimizer(body.optimizer_config)
+        if body.weights_access_token is not None:
+            raise InvalidRequestError(
+                "weights_access_token: other keys' weights are not to be had; leave it out"
+            )
+        return _future(_load(body, context, owner))
 
 
 def _load(body: messages.LoadWeights, context: Context, owner: str) -> Submitted:
