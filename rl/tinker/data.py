@@ -35,6 +35,8 @@ class DataRules:
     vocab_size: int
     max_tokens: int
     """Of one datum."""
+    max_targets: int = 2**25
+    """Of one call where a token has several: every token gets as many as the one that has most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,13 @@ def check_data(data: Sequence[Datum], call: LossCall, rules: DataRules) -> None:
         raise InvalidRequestError("data: must have at least one datum")
     for index, datum in enumerate(data):
         _check_datum(datum, loss, rules, where=f"data[{index}]", loss_name=call.name)
+    widths = [datum.loss_inputs[TARGETS].shape[1:] or (1,) for datum in data]
+    num_tokens, (most,) = sum(len(datum.tokens) for datum in data), max(widths)
+    if most > 1 and num_tokens * most > rules.max_targets:
+        raise InvalidRequestError(
+            f"data: {num_tokens} tokens, of which data[{widths.index((most,))}].{TARGETS} gives each {most} "
+            f"targets: must be at most {rules.max_targets} targets together; send data of like widths at once"
+        )
 
 
 def wire_samples(data: Sequence[Datum], call: LossCall, rules: DataRules) -> WireSamples:

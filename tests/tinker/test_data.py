@@ -53,6 +53,17 @@ def test_targets_of_several_widths_are_filled_up_and_cut_again():
     assert narrow.tolist() == [2, 4]
 
 
+def test_one_wide_datum_does_not_blow_up_all_others():
+    data = [datum([3, 4]), datum([5], [[1, 2, 3]])]
+    for max_targets, is_taken in ((9, True), (8, False)):
+        rules = DataRules(vocab_size=100, max_tokens=8, max_targets=max_targets)
+        if is_taken:
+            assert wire_samples(data, CROSS_ENTROPY, rules).widths == (None, 3)
+        else:
+            with pytest.raises(InvalidRequestError, match=r"data: 3 tokens, .* data\[1\].* each 3 targets"):
+                check_data(data, CROSS_ENTROPY, rules)
+
+
 def test_policy_losses_train_where_there_is_an_advantage():
     one = datum([3, 4, 5], logprobs=[0, -1, -2], advantages=[0, 0.5, 0])
     (sample,) = wire_samples([one], LossCall(name="ppo"), RULES).samples
