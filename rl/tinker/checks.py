@@ -47,6 +47,12 @@ def check_sample(request: SampleRequest, limits: Limits) -> None:
             f"prompt has {request.prompt.size} tokens; limit tokens_per_request is "
             f"{limits.tokens_per_request}"
         )
+    num_likeliest = request.prompt.size * request.topk_prompt_logprobs
+    if num_likeliest > limits.tokens_per_request:
+        raise InvalidRequestError(
+            f"topk_prompt_logprobs is {request.topk_prompt_logprobs}, which makes {num_likeliest} tokens of "
+            f"a prompt of {request.prompt.size}; limit tokens_per_request is {limits.tokens_per_request}"
+        )
 
 
 def check_adam(params: AdamParams) -> None:

@@ -32,7 +32,7 @@ class Limits:
     """Of the tensors in requests that have no result yet."""
     data_per_request: int = 16_384
     tokens_per_request: int = 8_000_000
-    """Of all data of a `forward_backward`, or of a sample's prompt."""
+    """Of all data of a `forward_backward`, of a sample's prompt, or of the likeliest tokens of a prompt."""
     samples_per_request: int = 1024
     results: int = 16_384
     """Kept until they are retrieved or `result_kept_s` is over; the oldest are forgotten first."""

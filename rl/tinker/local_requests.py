@@ -154,16 +154,14 @@ def _sequence(completion: Completion) -> SampledSequence:
 
 def _of_prompts(model: Qwen3, group: Sequence[Ask]) -> dict[int, tuple[np.ndarray, TopLogprobs]]:
     """By the id of each request that asks for them."""
-    asking = [ask for ask in group if ask.wants_prompt]
-    if not asking:
-        return {}
-    top_k = max(ask.request.topk_prompt_logprobs for ask in asking)
-    found = prompt_logprobs(model, [ask.request.prompt for ask in asking], top_k=top_k)
     answers = {}
-    for ask, of_prompt in zip(asking, found, strict=True):
-        k = ask.request.topk_prompt_logprobs
-        top = TopLogprobs(token_ids=of_prompt.top_ids[:, :k], logprobs=of_prompt.top_logprobs[:, :k])
-        answers[id(ask)] = of_prompt.logprobs, top
+    # Apart by their k: one that asks for many must not make so many of everybody's.
+    for k in sorted({ask.request.topk_prompt_logprobs for ask in group if ask.wants_prompt}):
+        asking = [ask for ask in group if ask.wants_prompt and ask.request.topk_prompt_logprobs == k]
+        found = prompt_logprobs(model, [ask.request.prompt for ask in asking], top_k=k)
+        for ask, of_prompt in zip(asking, found, strict=True):
+            top = TopLogprobs(token_ids=of_prompt.top_ids, logprobs=of_prompt.top_logprobs)
+            answers[id(ask)] = of_prompt.logprobs, top
     return answers
 
 

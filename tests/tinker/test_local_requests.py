@@ -183,6 +183,12 @@ def test_each_request_of_a_group_gets_as_many_likeliest_tokens_as_it_asked_for(w
     assert (likeliest(three).token_ids[:, :1] == likeliest(one).token_ids).all()
 
 
+def test_no_answer_holds_the_likeliest_tokens_that_another_asked_for(weights):
+    found = [likeliest(output) for output in answers(weights, *(request(PROMPT, topk=k) for k in (1, 300)))]
+    assert [top.token_ids.shape[1] for top in found] == [1, 300]
+    assert all(array.base is None for top in found for array in (top.token_ids, top.logprobs))
+
+
 def test_a_prompt_that_fills_the_context_has_logprobs_and_empty_completions(weights):
     full = list(range(64))
     filled, other = answers(

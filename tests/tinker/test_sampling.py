@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,19 @@ def test_what_cannot_be_sampled_from_is_refused_at_once(tmp_path: Path) -> None:
                 service.sampling.sample(one, 0, prompt(1, num_samples=0), owner="local")
             with pytest.raises(NotFoundError):
                 service.sampling.sample(one[:-1] + "6", 0, prompt(1), owner="local")
+
+    asyncio.run(main())
+
+
+def test_the_likeliest_tokens_of_a_prompt_count_as_tokens_together(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_service(tmp_path, limits=Limits(tokens_per_request=8)) as (service, _):
+            session_id = service.sessions.create(owner="local")
+            one = service.sampling.create(session_id, 0, base_model="tiny", owner="local")
+            asked = [replace(prompt(1, 2, 3, 4), topk_prompt_logprobs=k) for k in (2, 3)]
+            service.sampling.sample(one, 0, asked[0], owner="local")
+            with pytest.raises(InvalidRequestError, match="topk_prompt_logprobs is 3, which makes 12 tokens"):
+                service.sampling.sample(one, 1, asked[1], owner="local")
 
     asyncio.run(main())
 
