@@ -70,7 +70,9 @@ class GradientAccumulator:
             totals = sums.reduce(mesh=self._policy.mesh)
             expert_load = self._experts.reduce()
             logprobs = None if values is None else tuple(values.collect())
-            self.state.add(samples=samples, denominator=totals.denominator)
+            # Nobody would look at them without a folder, and between two steps any number may come.
+            kept = () if self._failure_folder is None else samples
+            self.state.add(samples=kept, denominator=totals.denominator)
             if not math.isfinite(totals.loss):
                 raise self.state.not_finite(f"loss {totals.loss}", version, self._failure_folder)
         return totals.result(

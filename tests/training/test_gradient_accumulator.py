@@ -1,4 +1,5 @@
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -59,6 +60,17 @@ def test_forward_returns_what_forward_backward_does_and_leaves_the_gradient(asse
         make_engine(assets).forward(SAMPLES).loss_sum
         == make_engine(assets).forward_backward(SAMPLES).loss_sum
     )
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_samples_are_kept_until_the_step_only_where_a_failure_writes_them(assets, tmp_path, is_written):
+    engine = make_engine(assets, failure_folder=str(tmp_path) if is_written else None)
+    sample = replace(SAMPLES[0])
+    others = sys.getrefcount(sample)
+    engine.forward_backward([sample], loss=PLAIN_SUM)
+    assert sys.getrefcount(sample) == others + is_written
+    engine.optim_step()
+    assert sys.getrefcount(sample) == others
 
 
 def test_forward_alone_leaves_nothing_to_step_with(assets):
