@@ -49,11 +49,7 @@ class RunFolders:
 
     def versions(self, parent: Path) -> Iterator[tuple[str, int, Path]]:
         """Name, version, folder of what is in a run's `weights` or `sampler_weights`."""
-        for folder in parent.iterdir() if parent.is_dir() else ():
-            name, _, version = folder.name.rpartition("@")
-            is_version = version.isascii() and version.isdigit() and not name.startswith(".")
-            if is_version and folder not in self._unwanted:
-                yield name, int(version), folder
+        return (found for found in _on_disk(parent) if found[2] not in self._unwanted)
 
     def versions_of(self, path: CheckpointPath) -> list[tuple[int, Path]]:
         """The oldest first."""
@@ -61,6 +57,11 @@ class RunFolders:
         return sorted(
             (version, folder) for name, version, folder in self.versions(parent) if name == path.name
         )
+
+    def next_version(self, path: CheckpointPath) -> int:
+        """Above all that are there, with those that are deleted and still read."""
+        parent = self.run(path.model_id) / FOLDERS[path.kind]
+        return max((version for name, version, _ in _on_disk(parent) if name == path.name), default=0) + 1
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
@@ -93,3 +94,11 @@ class RunFolders:
         if not any(any((run / folder).iterdir()) for folder in FOLDERS.values() if (run / folder).is_dir()):
             with suppress(FileNotFoundError):
                 remove(run)
+
+
+def _on_disk(parent: Path) -> Iterator[tuple[str, int, Path]]:
+    """Name, version, folder."""
+    for folder in parent.iterdir() if parent.is_dir() else ():
+        name, _, version = folder.name.rpartition("@")
+        if version.isascii() and version.isdigit() and not name.startswith("."):
+            yield name, int(version), folder

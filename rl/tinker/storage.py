@@ -161,7 +161,7 @@ class Storage:
         await in_thread(self._check_room, run, path, overwrite=overwrite)
         await in_thread(self._make_run, run)
         older = self._folders.versions_of(path)
-        version = older[-1][0] + 1 if older else 1
+        version = self._folders.next_version(path)
         folder = self._folders.run(path.model_id) / FOLDERS[path.kind] / f"{path.name}@{version}"
         folder.parent.mkdir(exist_ok=True)
         with temporary_folder(folder) as temporary:
