@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ def generate(
     together pass the model's context, the completion ends there, as "length".
 
     Args:
-        max_sequences: most completions decoded at once, but at least one prompt's; bounds the cache.
+        max_sequences: most completions decoded at once; bounds the cache.
         is_cancelled: asked before each token. Once it is true, completions end where they are, as "abort".
         limits: most tokens of each prompt's completions, in place of `sampling.max_tokens`, which is the most
             of all.
@@ -68,13 +68,24 @@ def generate(
         if not 0 < len(prompt) < context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")
     requests = prompt_requests(prompts, sampling, limits=limits, seeds=seeds, ends=ends)
-    group = max(1, max_sequences // sampling.num_samples)
-    completions: list[list[Completion]] = []
-    for start in range(0, len(prompts), group):
-        batch = _Batch(requests[start : start + group], num_samples=sampling.num_samples, context=context)
+    if max_sequences < 1:
+        raise ValueError(f"max_sequences={max_sequences}: must be at least 1")
+    completions: list[list[Completion]] = [[] for _ in prompts]
+    for numbers, samples in _batches(len(prompts), sampling.num_samples, max_sequences):
+        some = [replace(requests[i], seeds=requests[i].seeds[samples]) for i in numbers]
+        batch = _Batch(some, num_samples=len(some[0].seeds), context=context)
         _decode(model, batch, sampling, is_cancelled)
-        completions += batch.completions(policy_version)
+        for i, drawn in zip(numbers, batch.completions(policy_version), strict=True):
+            completions[i] += drawn
     return completions
+
+
+def _batches(num_prompts: int, num_samples: int, max_sequences: int) -> Iterator[tuple[range, slice]]:
+    """Which prompts, and which samples of each, are decoded at once: of whole prompts, or part of one."""
+    group = max(1, max_sequences // num_samples)
+    for start in range(0, num_prompts, group):
+        for first in range(0, num_samples, max_sequences):
+            yield range(start, min(start + group, num_prompts)), slice(first, first + max_sequences)
 
 
 class _Batch:

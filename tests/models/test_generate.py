@@ -205,6 +205,27 @@ def test_a_prompt_with_a_seed_of_its_own_draws_the_same_wherever_and_how_often_i
     assert not same(first[0][:1], first[0][1:])
 
 
+@pytest.mark.parametrize("max_sequences", [2, 5, 7])
+def test_no_more_are_decoded_at_once_than_allowed_and_all_draw_what_they_would(model, max_sequences):
+    decoded = []
+
+    def count(module, args, kwargs):
+        if kwargs["sequences"] is None:  # one token of each, after the prompts
+            decoded.append(len(args[0]))
+
+    sampling = SamplingParams(max_tokens=4, num_samples=5, seed=3)
+    whole = generate(model, PROMPTS, sampling=sampling)
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        parts = generate(model, PROMPTS, sampling=sampling, max_sequences=max_sequences)
+    finally:
+        hook.remove()
+    assert max(decoded) == min(max_sequences, 5)
+    assert [len(completions) for completions in parts] == [5, 5, 5]
+    for one, other in zip(whole, parts, strict=True):
+        assert same(one, other)
+
+
 def test_prompts_without_a_seed_of_their_own_have_the_calls(model):
     sampling = SamplingParams(max_tokens=12, num_samples=2, seed=3)
     plain = generate(model, [PROMPTS[1], PROMPTS[1]], sampling=sampling)
