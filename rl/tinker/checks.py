@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rl.tinker.backend import Backend
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.limits import MAX_SEQ_ID, MAX_TTL_S, Limits
+from rl.tinker.limits import MAX_SEQ_ID, MAX_TTL_S, MIN_EPS, Limits
 from rl.tinker.names import shown
 from rl.tinker.types import AdamParams, BaseModel, Datum, SampleRequest
 
@@ -60,7 +60,7 @@ def check_adam(params: AdamParams) -> None:
         ("learning_rate", params.learning_rate >= 0, "0 or more"),
         ("beta1", 0 <= params.beta1 < 1, "0 or more and below 1"),
         ("beta2", 0 <= params.beta2 < 1, "0 or more and below 1"),
-        ("eps", params.eps >= 0, "0 or more"),
+        ("eps", params.eps >= MIN_EPS, f"{MIN_EPS:g} or more"),
         ("weight_decay", params.weight_decay >= 0, "0 or more"),
         ("grad_clip_norm", params.grad_clip_norm >= 0, "0 or more; 0 is no clipping"),
     ):

@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 MAX_SEQ_ID = 2**63 - 1
 MAX_TTL_S = 10 * 365 * 24 * 3600
+MIN_EPS = 1e-30
+"""Of Adam. With 0, or what is that in float32, a parameter without gradient becomes 0 / 0: LoRA's first
+factors have none in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

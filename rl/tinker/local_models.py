@@ -16,6 +16,7 @@ from rl.distributed.process_group import World
 from rl.distributed.seeds import random_states, restore_random_states
 from rl.tinker.data import WireSamples, wire_samples
 from rl.tinker.errors import InvalidRequestError
+from rl.tinker.limits import MIN_EPS
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import ModelPlan, check_products, same_shape
 from rl.tinker.losses import HIGH, make_loss, wire_loss
@@ -229,7 +230,7 @@ def check_adam(params: AdamParams) -> None:
         ("learning_rate", 0.0 <= params.learning_rate < math.inf, "a finite number of at least 0"),
         ("beta1", 0.0 <= params.beta1 < 1.0, "at least 0 and below 1"),
         ("beta2", 0.0 <= params.beta2 < 1.0, "at least 0 and below 1"),
-        ("eps", 0.0 <= params.eps < math.inf, "a finite number of at least 0"),
+        ("eps", MIN_EPS <= params.eps < math.inf, f"a finite number of at least {MIN_EPS:g}"),
         ("weight_decay", 0.0 <= params.weight_decay < math.inf, "a finite number of at least 0"),
         ("grad_clip_norm", 0.0 <= params.grad_clip_norm < math.inf, "a finite number above 0, or 0 for none"),
     ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl.tinker.errors import InvalidRequestError
+from rl.tinker.limits import MIN_EPS
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import LocalModel
 from rl.tinker.types import AdamParams, LossCall
@@ -185,6 +186,16 @@ def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(base):
         torch.testing.assert_close(mine.detach(), parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_the_smallest_eps_leaves_what_has_no_gradient_as_it_was(base):
+    model = make_model(base)
+    model.forward_backward(random_data(2, seed=1), CROSS_ENTROPY, backward=True)
+    before = {name: p.detach().clone() for name, p in model.engine.policy.trained_parameters.items()}
+    model.optim_step(AdamParams(learning_rate=0.1, eps=MIN_EPS))
+    for name, parameter in model.engine.policy.trained_parameters.items():
+        assert torch.isfinite(parameter).all(), name
+        assert torch.equal(parameter, before[name]) == name.endswith("lora_a"), name
+
+
 def test_the_gradient_is_clipped_where_that_is_asked_for(base):
     norms, moved = [], []
     for clip in (0.0, 0.5):
@@ -208,7 +219,7 @@ def test_the_gradient_is_clipped_where_that_is_asked_for(base):
         ("learning_rate", math.inf),
         ("beta1", 1.0),
         ("beta2", -0.1),
-        ("eps", -1.0),
+        ("eps", 0.0),
         ("weight_decay", math.nan),
         ("grad_clip_norm", -1.0),
     ],

@@ -170,6 +170,7 @@ def test_weights_load_into_a_model_of_the_same_settings_in_its_turn(tmp_path: Pa
     ("params", "said"),
     [
         (AdamParams(learning_rate=float("nan")), "learning_rate is nan; it is finite, 0 or more"),
+        (AdamParams(eps=0.0), "eps is 0.0; it is finite, 1e-30 or more"),
         (AdamParams(beta1=1.0), "beta1 is 1.0; it is finite, 0 or more and below 1"),
         (AdamParams(grad_clip_norm=float("inf")), "grad_clip_norm is inf"),
         (AdamParams(weight_decay=-0.1), "weight_decay is -0.1"),
