@@ -26,6 +26,9 @@ from rl.types import Completion, SamplingParams
 MARGIN_TOKENS = 8
 """Decoded before the longest text that could end a completion, so that it is spelled as in the whole."""
 
+MIN_TEMPERATURE = 1e-30
+"""Logits that are divided by less are no numbers of float32 any more."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ask:
@@ -193,8 +196,8 @@ def check_request(base: Base, request: SampleRequest) -> None:
         (
             "sampling_params.temperature",
             sampling.temperature,
-            0.0 <= sampling.temperature < math.inf,
-            "a finite number of at least 0 (greedy)",
+            sampling.temperature == 0.0 or MIN_TEMPERATURE <= sampling.temperature < math.inf,
+            f"0 (greedy), or a finite number of at least {MIN_TEMPERATURE:g}",
         ),
         ("sampling_params.top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "above 0, at most 1"),
         ("sampling_params.top_k", sampling.top_k, sampling.top_k >= -1, "at least 1, or -1 or 0 for all"),

@@ -233,8 +233,15 @@ def test_all_ends_at_the_next_token_when_the_backend_is_closed(weights):
         ({"num_samples": 0}, "num_samples=0: must be at least 1"),
         ({"topk": 321}, "topk_prompt_logprobs=321: must be 0 to 320"),
         ({"max_tokens": 0}, "sampling_params.max_tokens=0: must be at least 1"),
-        ({"temperature": -0.1}, "sampling_params.temperature=-0.1: must be a finite number of at least 0"),
-        ({"temperature": math.nan}, "sampling_params.temperature=nan: must be a finite number"),
+        (
+            {"temperature": -0.1},
+            "sampling_params.temperature=-0.1: must be 0 (greedy), or a finite number of",
+        ),
+        ({"temperature": 1e-40}, "sampling_params.temperature=1e-40: must be 0 (greedy), or a finite"),
+        (
+            {"temperature": math.nan},
+            "sampling_params.temperature=nan: must be 0 (greedy), or a finite number",
+        ),
         ({"top_p": 0.0}, "sampling_params.top_p=0.0: must be above 0, at most 1"),
         ({"top_k": -2}, "sampling_params.top_k=-2: must be at least 1, or -1 or 0 for all"),
         ({"stop": ("a", 1)}, "sampling_params.stop=('a', 1): must be all texts or all token ids"),
@@ -247,6 +254,11 @@ def test_a_request_that_cannot_be_is_refused_by_field_and_value(base, change, sa
     with pytest.raises(InvalidRequestError) as error:
         check_request(base, asked)
     assert says in str(error.value)
+
+
+def test_the_lowest_temperature_takes_the_likeliest_tokens(weights):
+    how = {"max_tokens": 6}
+    assert tokens(weights, temperature=1e-30, **how) == tokens(weights, temperature=0.0, **how)
 
 
 def test_what_can_be_asked_is(base):
