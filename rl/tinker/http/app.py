@@ -50,6 +50,7 @@ def make_app(context: Context, *, keys: Keys, hosts: Collection[str] | None) -> 
         keys=keys,
         hosts=hosts,
         max_body_bytes=context.limits.body_bytes,
+        max_json_bytes=context.limits.json_bytes,
         max_held_bytes=context.limits.held_bytes,
         body_timeout_s=context.limits.body_timeout_s,
     )

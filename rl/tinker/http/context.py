@@ -17,6 +17,8 @@ class HttpLimits:
     """What one request may take. Those on the work itself are the service's."""
 
     body_bytes: int = 64 * 2**20
+    json_bytes: int = 8 * 2**20
+    """Of a body that is JSON: all but those of `forward_backward`."""
     held_bytes: int = 2**30
     """Of all bodies that are being read or worked on."""
     body_timeout_s: float = 60.0

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.tinker.http.auth import Keys
+from rl.tinker.http.codec import MEDIA_TYPE
 from rl.tinker.http.errors import ErrorResponse
 
 KEY_HEADER = "X-API-Key"
@@ -33,6 +34,8 @@ class Guard:
         hosts: Names that the Host header may have, without port; None: any. A page of another site in a
             browser of this machine could reach a loopback server by a name of its own that leads here.
         max_body_bytes: Of one request.
+        max_json_bytes: Of one that is not said to be protobuf: JSON becomes many times as large when it is
+            read, and nobody else is served meanwhile.
         max_held_bytes: Of all requests together that are being read or answered.
         body_timeout_s: In which a body has to arrive.
     """
@@ -44,6 +47,7 @@ class Guard:
         keys: Keys,
         hosts: Collection[str] | None,
         max_body_bytes: int,
+        max_json_bytes: int,
         max_held_bytes: int,
         body_timeout_s: float,
     ) -> None:
@@ -51,6 +55,7 @@ class Guard:
         self._keys = keys
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
+        self._max_json_bytes = min(max_json_bytes, max_body_bytes)
         self._max_held_bytes = max_held_bytes
         self._body_timeout_s = body_timeout_s
         self._held_bytes = 0
@@ -89,17 +94,22 @@ class Guard:
                 raise RefusedError(401, f"{KEY_HEADER}: an API key that this server knows has to be given")
             scope.setdefault("state", {})["owner"] = owner
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._max_body_bytes:
-            raise self._too_large()
+        if length.isdecimal() and int(length[:20]) > (most := self._most(headers)):
+            raise _too_large(most)
+
+    def _most(self, headers: Headers) -> int:
+        """Bytes that the body may have."""
+        return self._max_body_bytes if media_type(headers) == MEDIA_TYPE else self._max_json_bytes
 
     async def _read(self, body: bytearray, scope: Scope, receive: Receive) -> None:
+        most = self._most(Headers(scope=scope))
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 raise RefusedError(400, "the connection ended within the body")
             chunk = message.get("body", b"")
-            if len(body) + len(chunk) > self._max_body_bytes:
-                raise self._too_large()
+            if len(body) + len(chunk) > most:
+                raise _too_large(most)
             if self._held_bytes + len(chunk) > self._max_held_bytes:
                 raise RefusedError(
                     429, f"bodies of more than {self._max_held_bytes} bytes are being worked on"
@@ -109,10 +119,14 @@ class Guard:
             if not message.get("more_body", False):
                 return
 
-    def _too_large(self) -> RefusedError:
-        return RefusedError(
-            413, f"the body is larger than the {self._max_body_bytes} bytes that one may have"
-        )
+
+def _too_large(most: int) -> RefusedError:
+    return RefusedError(413, f"the body is larger than the {most} bytes that one may have")
+
+
+def media_type(headers: Headers) -> str:
+    """That a body is said to be of, without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def owner_of(request: Request) -> str:

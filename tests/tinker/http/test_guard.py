@@ -11,7 +11,7 @@ from rl.tinker.http.guard import Guard
 KEY = "tml-" + "k" * 20
 
 
-SETTINGS = ("keys", "hosts", "max_body_bytes", "max_held_bytes", "body_timeout_s")
+SETTINGS = ("keys", "hosts", "max_body_bytes", "max_json_bytes", "max_held_bytes", "body_timeout_s")
 
 
 class Inner:
@@ -29,12 +29,22 @@ class Inner:
         await send({"type": "http.response.body", "body": scope["state"]["owner"].encode()})
 
 
-def guard(inner, *, keys=None, hosts=None, max_body_bytes=100, max_held_bytes=1000, body_timeout_s=10.0):
+def guard(
+    inner,
+    *,
+    keys=None,
+    hosts=None,
+    max_body_bytes=100,
+    max_json_bytes=100,
+    max_held_bytes=1000,
+    body_timeout_s=10.0,
+):
     return Guard(
         inner,
         keys=keys or Keys(),
         hosts=hosts,
         max_body_bytes=max_body_bytes,
+        max_json_bytes=max_json_bytes,
         max_held_bytes=max_held_bytes,
         body_timeout_s=body_timeout_s,
     )
@@ -104,6 +114,16 @@ def test_a_large_body_is_refused_by_its_header_and_by_its_bytes():
     assert [by_header[0], by_bytes[0], lied[0], most[0]] == [413, 413, 413, 200]
     assert "larger than the 100 bytes" in by_bytes[1]
     assert by_bytes[2].bodies == []
+
+
+@pytest.mark.parametrize("said", [{"content-length": "41"}, {}])
+def test_what_may_be_json_has_to_be_smaller(said):
+    types = ("application/json", "text/plain", "", "Application/X-Protobuf; v=1")
+    statuses = [
+        run(chunks=(b"x" * 41,), headers=said | {"content-type": one}, max_json_bytes=40)[0] for one in types
+    ]
+
+    assert statuses == [413, 413, 413, 200]
 
 
 @pytest.mark.parametrize("length", ["9" * 5000, "1e3", "-1", "\xb2"])

@@ -11,6 +11,7 @@ from rl.tinker.errors import InvalidRequestError, TinkerError
 from rl.tinker.http import answers, messages
 from rl.tinker.http.codec import MEDIA_TYPE, decode_forward_backward, parse_forward_backward
 from rl.tinker.http.context import Context, ContextOf, Owner
+from rl.tinker.http.guard import media_type
 from rl.tinker.responses import Submitted
 from rl.tinker.types import AdamParams, LoRASettings, ModelSettings
 
@@ -90,8 +91,8 @@ async def get_info(body: messages.GetInfo, context: ContextOf, owner: Owner) -> 
 )
 async def forward_backward(request: Request, context: ContextOf, owner: Owner) -> answers.Future:
     """A ForwardBackwardRequest of the official client's protobuf messages."""
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != MEDIA_TYPE:
+    if media_type(request.headers) != MEDIA_TYPE:
+        content_type = request.headers.get("content-type", "")
         raise HTTPException(415, f"Content-Type: {content_type!a}, must be {MEDIA_TYPE}")
     message = parse_forward_backward(await request.body())
     with _in_turn(context, message.model_id, message.seq_id, owner, backward=not message.forward_only):
