@@ -118,8 +118,11 @@ class Storage:
         run = self._folders.run(model_id)
         found = []
         for kind, folder in FOLDERS.items():
-            for name in {name for name, _, _ in self._folders.versions(run / folder)}:
-                stored = self._newest(CheckpointPath(model_id=model_id, kind=kind, name=name))
+            newest: dict[str, tuple[int, Path]] = {}
+            for name, version, at in self._folders.versions(run / folder):
+                newest[name] = max(newest.get(name, (0, at)), (version, at))
+            for name, (_, at) in newest.items():
+                stored = self._read(CheckpointPath(model_id=model_id, kind=kind, name=name), at)
                 if stored is not None:
                     found.append(stored)
         return sorted(found, key=lambda stored: (stored.record.created_s, str(stored.path)), reverse=True)
@@ -239,9 +242,9 @@ class Storage:
 
     def _newest(self, path: CheckpointPath) -> Stored | None:
         versions = self._folders.versions_of(path)
-        if not versions:
-            return None
-        folder = versions[-1][1]
+        return self._read(path, versions[-1][1]) if versions else None
+
+    def _read(self, path: CheckpointPath, folder: Path) -> Stored | None:
         record = read_checkpoint(folder / _CHECKPOINT)
         if record is None or self._has_expired(record):
             return None

@@ -242,28 +242,6 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_removed_afterwards(tmp
     assert not any("weight.json" in file for file in on_disk)
 
 
-def test_a_name_can_be_taken_again_while_what_had_it_is_still_read(tmp_path: Path) -> None:
-    async def main() -> Any:
-        async with running_service(tmp_path) as (service, backend):
-            model = await trained(service)
-            path = await saved(service, model, 3, "a")
-            gate = backend.hold("load_state")
-            session_id = service.sessions.create(owner="local")
-            reader = service.training.create_from_state(session_id, 0, path, optimizer=False, owner="local")
-            await settled()
-            await service.catalogue.delete_checkpoint(path, owner="local")
-            forward_backward(service, model, 4, 2)
-            optim_step(service, model, 5)
-            again = await saved(service, model, 6, "a")
-            gate.set()
-            old = backend.weights[(await result_of(service, reader.request_id)).model_id]
-            return path, again, old, await loaded_weight(service, again, number=1)
-
-    path, again, old, new = asyncio.run(main())
-    assert again == path
-    assert (old, new) == (-5, -7)
-
-
 def test_limits_of_storage_name_themselves_and_deleting_makes_room(tmp_path: Path) -> None:
     async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(checkpoints=1)) as (service, _):
