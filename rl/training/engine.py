@@ -65,6 +65,7 @@ class TrainingEngine(Configurable):
         device: torch.device | str | None = None,
         world: World | None = None,
         failure_folder: str | None = None,
+        place: Place | None = None,
     ) -> None:
         """
         Args:
@@ -73,6 +74,8 @@ class TrainingEngine(Configurable):
             world: None reads it from the environment.
             failure_folder: receives the batch on which a loss was not finite, and the latest
                 collectives when one failed.
+            place: one that was taken before, by somebody who will leave it: several engines of a process
+                have its groups in common. None takes one, for this engine alone.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -86,8 +89,10 @@ class TrainingEngine(Configurable):
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self._place = Place.take(
-            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder
+        self._place = (
+            Place.take(config, degrees=degrees, world=world, device=self.device, record_in=failure_folder)
+            if place is None
+            else place.shared_by(config)
         )
         self.mesh = self._place.mesh
         make_policy = partial(self._place.make_policy, model_spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,10 @@ class Place:
         mesh = build_mesh(degrees, device_type=device.type, always=offload)
         expert_mesh = build_expert_mesh(mesh, degree=degrees.ep)
         return cls(config=config, device=device, mesh=mesh, expert_mesh=expert_mesh, joined=joined)
+
+    def shared_by(self, config: EngineConfig) -> Place:
+        """The same for one more engine, which does not leave the group."""
+        return replace(self, config=config, joined=False)
 
     def make_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
         """A policy in this layout, without weights; of the engine's config all but `training` is taken."""
