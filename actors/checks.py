@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from actors.fleet import FleetConfig, place_fleet, trains_on_gpu
+from actors.fleet import FleetConfig, place_fleet
+from actors.roles import trains_on_gpu
 from actors.trainer import PolicyTrainer
 from rl.loop import Loop
 from rl.models.converters.converter import ModelConverters

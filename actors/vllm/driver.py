@@ -221,14 +221,20 @@ class Driver:
     def _deliver(self, drawn: Drawn) -> None:
         samples, version = self._samples, self.policy_version
         assert version is not None
+        ended: set[int] = set()
         for request_id, token_id, logprob in zip(
             drawn.request_ids, drawn.token_ids, drawn.logprobs, strict=True
         ):
             if (sample := samples.get(request_id)) is not None:
                 sample.add(token_id, logprob, version)
+                if isinstance(sample, Sample) and sample.has_ended:
+                    ended.add(request_id)
         for request_id, logprobs in drawn.prompt_logprobs.items():
             if isinstance(scored := samples.get(request_id), Scored):
                 scored.prompt_logprobs = logprobs
+        for request_id in ended:
+            samples[request_id].finish("stop")
+        self._drop(ended)
         for request_id, reason in drawn.finished.items():
             if (sample := samples.pop(request_id, None)) is not None:
                 sample.finish(reason)

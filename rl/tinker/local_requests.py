@@ -17,14 +17,12 @@ import numpy as np
 from rl.models.generate import generate
 from rl.models.prompt_logprobs import prompt_logprobs
 from rl.models.qwen3.model import Qwen3
+from rl.models.stop_texts import spells_any
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
 from rl.tinker.types import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
 from rl.types import Completion, SamplingParams
-
-MARGIN_TOKENS = 8
-"""Decoded before the longest text that could end a completion, so that it is spelled as in the whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,17 +78,8 @@ class End:
         return self.cancelled.is_set() or self.stops(tokens)
 
     def stops(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of these tokens is, or ends, what ends a completion.
-
-        A token is a byte at least, so that a text of n bytes lies within the last n tokens.
-        """
-        if tokens[-1] in self.stop_ids:
-            return True
-        if not self.texts:
-            return False
-        num_tokens = max(len(text.encode()) for text in self.texts) + MARGIN_TOKENS
-        said = self.tokenizer.decode(list(tokens[-num_tokens:]), clean_up_tokenization_spaces=False)
-        return any(text in said for text in self.texts)
+        """Whether the last of these tokens is, or ends, what ends a completion."""
+        return tokens[-1] in self.stop_ids or spells_any(self.texts, tokens, tokenizer=self.tokenizer)
 
 
 def answer(group: Sequence[Ask], *, max_sequences: int, is_closed: Callable[[], bool]) -> list[SampleOutput]:
