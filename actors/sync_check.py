@@ -92,9 +92,7 @@ async def pull_checked(
     Raises:
         WeightCanaryError: names generator, tensor and version.
     """
-    pulls = await asyncio.gather(
-        *(g.call("pull_model_state_dict", version, limit=limit) for g in generators)
-    )
+    pulls = await asyncio.gather(*(g.call("pull_model_state_dict", version, limit=limit) for g in generators))
     pulled = {
         generator.name: [s for rank in ranks for s in rank.sums]
         for generator, ranks in zip(generators, pulls, strict=True)

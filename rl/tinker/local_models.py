@@ -20,9 +20,9 @@ from rl.distributed.process_group import World, everywhere
 from rl.distributed.seeds import random_states, restore_random_states
 from rl.distributed.shards import local_shard_of, local_tensor
 from rl.rollouts.samples import demonstration_sample
-from rl.tinker.layout import Layout, gathered, share_frozen
 from rl.tinker.data import WireSamples, wire_samples
 from rl.tinker.errors import InvalidRequestError
+from rl.tinker.layout import Layout, gathered, share_frozen
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import ModelPlan, check_products, same_shape
 from rl.tinker.losses import HIGH, make_loss, wire_loss
