@@ -13,7 +13,6 @@ from torch import nn
 
 from actors.fleet import FleetConfig, place_fleet
 from actors.roles import trains_on_gpu
-from actors.trainer import PolicyTrainer
 from rl.config.configurable import Configurable
 from rl.loop import Loop
 from rl.models.converters.converter import ModelConverters
