@@ -25,6 +25,7 @@ class BackendLostError(RunError):
 @dataclass(kw_only=True, slots=True)
 class _Caller:
     waits: bool = True
+    has_turn: bool = False
 
 
 class TrainerCalls:
@@ -51,9 +52,9 @@ class TrainerCalls:
             TinkerError: the request was refused.
             BackendLostError: the trainer is gone; from then on every call raises it.
         """
-        await self._turn.acquire()
+        self.check()
         caller = _Caller()
-        task = asyncio.create_task(self._to_the_end(work, undo, caller))
+        task = asyncio.create_task(self._in_turn(work, undo, caller))
         self._tasks.add(task)
         task.add_done_callback(self._done)
         awaited: set[asyncio.Future[Any]] = {task, self._ended}
@@ -61,10 +62,13 @@ class TrainerCalls:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             caller.waits = False
-            if undo is not None and task.done() and task.exception() is None:
+            if not caller.has_turn:
+                task.cancel()
+            elif undo is not None and task.done() and task.exception() is None:
                 await undo(task.result())  # It came too late.
             raise
         if not task.done():
+            task.cancel()
             self.check()
         return task.result()
 
@@ -91,29 +95,29 @@ class TrainerCalls:
             self._ended.set_exception(error)
             self._ended.exception()  # Perhaps nobody asks.
 
-    async def _to_the_end(
+    async def _in_turn(
         self,
         work: Callable[[], Awaitable[T]],
         undo: Callable[[T], Awaitable[None]] | None,
         caller: _Caller,
     ) -> T:
-        try:
+        async with self._turn:
+            caller.has_turn = True
             self.check()
-            result = await work()
-            if undo is not None and not caller.waits:
-                await undo(result)
-            return result
-        except (ActorCallError, ActorTimeoutError) as error:
-            if not self._survived(error):
+            try:
+                result = await work()
+                if undo is not None and not caller.waits:
+                    await undo(result)
+                return result
+            except (ActorCallError, ActorTimeoutError) as error:
+                if self._survived(error):
+                    raise
                 lost = BackendLostError(
                     f"the trainer is lost, and with it all models in training: {error}. Close this backend "
                     "and start another; what was saved can be loaded there"
                 )
                 self.end(lost)
                 raise lost from error
-            raise
-        finally:
-            self._turn.release()
 
     def _survived(self, error: Exception) -> bool:
         """Whether the endpoint itself raised, in a process that lives and has no others to be out of step

@@ -1,4 +1,4 @@
-"""Backends of the Tinker API on a small base model, in an event loop of their own thread as a notebook has it."""
+"""Backends of the Tinker API on a small base model, in an event loop of a thread as a notebook has it."""
 
 from __future__ import annotations
 
