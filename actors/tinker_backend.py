@@ -206,6 +206,9 @@ class ActorBackend(Configurable):
         self.check_data(self._settings(model_id), data, loss)
         return await self._learn("forward_backward", model_id, list(data), loss, backward, limit="train_s")
 
+    async def drop_gradient(self, model_id: str) -> None:
+        await self._learn("drop_gradient", model_id, limit="train_s")
+
     async def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput:
         check_adam(params)
         return await self._learn("optim_step", model_id, params, limit="train_s")

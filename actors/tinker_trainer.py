@@ -121,6 +121,10 @@ class TinkerTrainer(Actor, Configurable):
         )
 
     @concurrent_endpoint
+    async def drop_gradient(self, model_id: str) -> Refusal | None:
+        return await self._answer(lambda: self._models[model_id].engine.drop_gradient())
+
+    @concurrent_endpoint
     async def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput | Refusal:
         return await self._answer(lambda: self._models[model_id].optim_step(params))
 

@@ -60,7 +60,7 @@ async def test_what_has_begun_goes_on_without_its_caller_and_before_the_next():
     await settled()
     assert log == ["first begins"]
     go_on.set()
-    assert await asyncio.gather(second, third) == ["second", "third"]
+    assert [*await asyncio.gather(second, third)] == ["second", "third"]
     assert log == ["first begins", "first ends", "nobody wants a snapshot", "second", "third"]
 
 

@@ -102,8 +102,8 @@ async def created(backend: Backend, model_id: str, *, rank: int = 4, steps: int 
 
 async def sampled(backend: Backend, sampler_id: str, **how: Any) -> SampleOutput:
     """Greedy unless it is said otherwise."""
-    asked = request([3, 1, 4, 1, 5], **({"temperature": 0.0, "max_tokens": 12, "stop": ()} | how))
-    return await backend.sample(sampler_id, asked)
+    settings: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "stop": ()}
+    return await backend.sample(sampler_id, request([3, 1, 4, 1, 5], **(settings | how)))
 
 
 def tokens_of(output: SampleOutput) -> list[list[int]]:
