@@ -13,12 +13,10 @@ hosts of the trainer need to see them.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,10 +32,11 @@ from actors.tinker_calls import TrainerCalls
 from actors.tinker_fleet import TinkerFleet, TinkerFleetConfig, end_tinker_fleet, start_tinker_fleet
 from actors.tinker_samplers import Snapshot, SnapshotServer
 from actors.tinker_sampling import answer, check_served
+from actors.tinker_snapshots import SnapshotMaker, create_model
 from actors.tinker_trainer import TinkerTrainer
 from rl.config.configurable import Configurable
 from rl.tinker.data import check_data
-from rl.tinker.errors import InvalidRequestError, LimitReachedError, NotFoundError, TinkerError
+from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import check_lora
 from rl.tinker.local_models import check_adam
@@ -52,7 +51,6 @@ from rl.tinker.types import (
     SampleOutput,
     SampleRequest,
 )
-from rl.weights.errors import SharedMemoryError, WeightStoreError
 from rl.weights.files import make_store
 from rl.weights.store import WeightStore
 
@@ -104,13 +102,11 @@ class ActorBackend(Configurable):
         self._opened: Base | None = None
         self._fleet: TinkerFleet | None = None
         self._trainer: TrainerCalls
+        self._snapshots: SnapshotMaker
         self._server: SnapshotServer
         self._store: WeightStore | None = None
         self._models: dict[str, ModelSettings] = {}
         self._samplers: dict[str, Snapshot] = {}
-        self._of_base: Snapshot | None = None
-        self._num_snapshots = 0
-        self._ids = itertools.count(1)
         self._left: ExitStack = ExitStack()
         self._closed = False
 
@@ -145,7 +141,8 @@ class ActorBackend(Configurable):
             await self.close()
             raise
         self._trainer = TrainerCalls(self._fleet.trainer, num_ranks=config.trainer.num_procs)
-        self._server = SnapshotServer(generators=self._fleet.generators, forget=self._forget)
+        self._snapshots = SnapshotMaker(trainer=self._trainer, store=self._store)
+        self._server = SnapshotServer(generators=self._fleet.generators, forget=self._snapshots.forget)
         self._opened = base
 
     async def close(self) -> None:
@@ -193,7 +190,7 @@ class ActorBackend(Configurable):
         self.check_settings(settings)
 
         async def create() -> None:
-            await self._create(model_id, settings)
+            await create_model(self._trainer, model_id, settings)
             self._models[model_id] = settings
 
         await self._alone(create)
@@ -235,24 +232,24 @@ class ActorBackend(Configurable):
 
     async def take_snapshot(self, model_id: str, sampler_id: str) -> None:
         self._settings(model_id)
-        self._samplers[sampler_id] = await self._alone(lambda: self._push(model_id), undo=self._forget)
+        self._samplers[sampler_id] = await self._alone(
+            lambda: self._snapshots.of_model(model_id), undo=self._snapshots.forget
+        )
 
     async def open_sampler(self, sampler_id: str, settings: ModelSettings, folder: Path | None) -> None:
-        base_model = settings.base_model
-        self._base(base_model)
-        if folder is None:
-            plain = ModelSettings(base_model=base_model, lora=None)
-            self._samplers[sampler_id] = await self._alone(lambda: self._push_base(plain))
-        else:
-            pushed = partial(self._push_saved, settings, folder.absolute())
-            self._samplers[sampler_id] = await self._alone(pushed, undo=self._forget)
+        self._base(settings.base_model)
+        make = (
+            partial(self._snapshots.of_base, settings.base_model)
+            if folder is None
+            else partial(self._snapshots.of_saved, settings, folder.absolute())
+        )
+        self._samplers[sampler_id] = await self._alone(make, undo=self._snapshots.forget)
 
     async def close_sampler(self, sampler_id: str) -> None:
         snapshot = self._samplers.pop(sampler_id, None)
         if snapshot is None:
             raise NotFoundError(f"there is no sampler {sampler_id!r}")
-        if snapshot is not self._of_base:
-            self._server.close_snapshot(snapshot)
+        self._server.close_snapshot(snapshot)
 
     async def sample(self, sampler_id: str, request: SampleRequest) -> SampleOutput:
         snapshot = self._samplers.get(sampler_id)
@@ -280,62 +277,6 @@ class ActorBackend(Configurable):
             return (await self._trainer.call(endpoint, model_id, *args, limit=limit))[0]
 
         return await self._alone(call)
-
-    async def _create(self, model_id: str, settings: ModelSettings) -> None:
-        if settings.lora is not None and settings.lora.seed is None:
-            # The same on all ranks.
-            settings = replace(settings, lora=replace(settings.lora, seed=secrets.randbits(62)))
-        try:
-            await self._trainer.call("create_model", model_id, settings, limit="setup_s")
-        except InvalidRequestError:
-            await self._trainer.call("delete_model", model_id, limit="train_s")
-            raise
-
-    async def _push(self, model_id: str) -> Snapshot:
-        """A model's weights as they are now, in the store."""
-        assert self._store is not None, "there are actors"
-        if self._num_snapshots >= self.config.weights.keep_versions:
-            raise LimitReachedError(
-                f"there are {self._num_snapshots} snapshots in memory, which is the limit "
-                "(weights.keep_versions): close a sampler first, or save the weights"
-            )
-        version = next(self._ids)
-        try:
-            sums = await self._trainer.call("push_model", model_id, version, limit="train_s + sync_s")
-            await self._store.announce(version)
-        except (TinkerError, WeightStoreError) as error:
-            with suppress(WeightStoreError):
-                await self._store.delete(version)
-            if isinstance(error, SharedMemoryError):
-                raise LimitReachedError(f"there is no room for another snapshot: {error}") from error
-            raise
-        self._num_snapshots += 1
-        return Snapshot(version=version, sums=tuple(itertools.chain.from_iterable(sums)))
-
-    async def _push_base(self, plain: ModelSettings) -> Snapshot:
-        """The same for all who sample from the base."""
-        if self._of_base is None:
-            self._of_base = await self._push_new(plain, folder=None)
-        return self._of_base
-
-    async def _push_saved(self, settings: ModelSettings, folder: Path) -> Snapshot:
-        return await self._push_new(settings, folder=folder)
-
-    async def _push_new(self, settings: ModelSettings, *, folder: Path | None) -> Snapshot:
-        """Of a model that is made for this alone."""
-        model_id = f"sampler {next(self._ids)}"
-        await self._create(model_id, settings)
-        try:
-            if folder is not None:
-                await self._trainer.call("load_state", model_id, folder, False, limit="checkpoint_s")
-            return await self._push(model_id)
-        finally:
-            await self._trainer.call("delete_model", model_id, limit="train_s")
-
-    async def _forget(self, snapshot: Snapshot) -> None:
-        assert self._store is not None, "there are actors"
-        self._num_snapshots -= 1
-        await self._store.delete(snapshot.version)
 
     def _base(self, name: str) -> Base:
         if self._opened is None or name != self._opened.config.name:

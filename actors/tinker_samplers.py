@@ -19,8 +19,9 @@ from actors.backend import ActorSampler
 from actors.calls import ActorCallError, ActorTimeoutError, Group
 from actors.sync_check import pull_checked
 from actors.tinker_calls import BackendLostError
-from actors.vllm.driver import GeneratorError
+from actors.vllm.errors import DivergedError, GeneratorError
 from rl.errors import RunError
+from rl.tinker.errors import InvalidRequestError
 from rl.types import BoxSum
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class SnapshotServer:
             replica.load += load
             try:
                 yield replica
+            except DivergedError as error:
+                raise InvalidRequestError(f"the sampler's weights have diverged: {error}") from error
             except (ActorCallError, ActorTimeoutError, GeneratorError) as error:
                 if isinstance(error.__cause__, ActorError) and not isinstance(error, GeneratorError):
                     raise  # of this request alone: the generator itself answered

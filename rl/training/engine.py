@@ -72,10 +72,8 @@ class TrainingEngine(Configurable):
             hf_assets_path: Hugging Face folder of sizes, weights and tokenizer; None draws a random model.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
-            failure_folder: receives the batch on which a loss was not finite, and the latest
-                collectives when one failed.
-            place: one that was taken before, by somebody who will leave it: several engines of a process
-                have its groups in common. None takes one, for this engine alone.
+            failure_folder: receives the batch of a loss that is not finite, and collectives of a failure.
+            place: of several engines, taken and left by their owner; None takes one for this engine.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -89,10 +87,8 @@ class TrainingEngine(Configurable):
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self._place = (
-            Place.take(config, degrees=degrees, world=world, device=self.device, record_in=failure_folder)
-            if place is None
-            else place.shared_by(config)
+        self._place = Place.take(
+            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder, shared=place
         )
         self.mesh = self._place.mesh
         make_policy = partial(self._place.make_policy, model_spec)

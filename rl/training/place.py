@@ -45,15 +45,19 @@ class Place:
         world: World,
         device: torch.device,
         record_in: str | None,
+        shared: Place | None = None,
     ) -> Place:
         """Meet the other ranks.
 
         Args:
             record_in: folder that receives the latest collectives of a rank that hangs.
+            shared: a place whose groups are taken, and not left, in place of new ones.
 
         Raises:
             TimeoutError: not all of them appeared in time.
         """
+        if shared is not None:
+            return replace(shared, config=config, joined=False)
         if record_in is not None:
             flight_recorder.name_file_of_watchdog(record_in)
         # What lives on the host is copied by FSDP, which wants a mesh, of one process too.
@@ -62,10 +66,6 @@ class Place:
         mesh = build_mesh(degrees, device_type=device.type, always=offload)
         expert_mesh = build_expert_mesh(mesh, degree=degrees.ep)
         return cls(config=config, device=device, mesh=mesh, expert_mesh=expert_mesh, joined=joined)
-
-    def shared_by(self, config: EngineConfig) -> Place:
-        """The same for one more engine, which does not leave the group."""
-        return replace(self, config=config, joined=False)
 
     def make_policy(self, spec: ModelSpec, training: TrainingConfig) -> Policy:
         """A policy in this layout, without weights; of the engine's config all but `training` is taken."""
