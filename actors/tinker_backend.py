@@ -75,7 +75,7 @@ class ActorBackend(Configurable):
         """Its `max_model_len` is the context that is offered, for training too."""
         weights: WeightStore.Config = field(default_factory=lambda: WeightStore.Config(keep_versions=16))
         """Its `keep_versions` is most snapshots at a time, the base itself among them: whole models each."""
-        timeouts: Timeouts = field(default_factory=Timeouts)
+        timeouts: Timeouts = field(default_factory=lambda: Timeouts(close_s=5.0))
         launch: LaunchConfig = field(default_factory=LaunchConfig)
         cache: str = "~/.cache/relay"
         """Folder of a base model that is drawn from a seed."""
