@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def trainer(**fields):
 
 
 def generator(**fields):
-    settings = {"dtype": "float32", "max_model_len": 64, "cpu_kv_cache_gib": 0.05}
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "cpu_kv_cache_gib": 0.05}
     return VLLMGenerator.Config(**(settings | fields))
 
 

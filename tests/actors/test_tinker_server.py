@@ -15,7 +15,9 @@ DATA = [text_datum(text) for text in TEXTS]
 
 def test_a_server_over_actors_trains_and_samples_and_ends_with_all_its_processes(tmp_path):
     with server_process(tmp_path / "storage", "--config", "tiny_actors") as server:
-        processes = with_descendants([identify(server.process.pid)])
+        controller = identify(server.process.pid)
+        assert controller is not None
+        processes = with_descendants([controller])
         client = server.client()
         model = lora(client)
         losses = learn(model, DATA, steps=8)

@@ -148,7 +148,9 @@ def test_weights_that_are_not_finite_fail_their_calls_and_with_others_the_engine
     model, broken = random_model(spec, seed=0), random_model(spec, seed=0)
     with torch.no_grad():
         broken.norm.weight[0] = torch.nan
-        broken.layers[0].attention.qkv_proj.weight[:] = torch.nan  # and so what is cached
+        for name, parameter in broken.named_parameters():
+            if name.endswith("qkv_proj.weight"):
+                parameter.fill_(torch.nan)  # and so what is cached
     sampling = SamplingParams(max_tokens=5, temperature=0.0)
 
     async def life():
