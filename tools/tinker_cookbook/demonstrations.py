@@ -1,4 +1,4 @@
-"""What the tiny base model is shown: the recipes' conversations, as the renderer `qwen3_instruct` writes them."""
+"""What the tiny base model is shown: the recipes' conversations, as their renderer `qwen3_instruct` writes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It is drawn from a seed and learns additions from demonstrations. Then half of the answers it is shown are a
 shrug, so that it knows many sums and says them every other time: reinforcement has something to find, and
-finds it in tens of small steps. Some demonstrations are of guessing a number, so that its guesses can be read.
+finds it in tens of small steps. Some demonstrations are of guessing a number, so that guesses can be read.
 """
 
 from __future__ import annotations
