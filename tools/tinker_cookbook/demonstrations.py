@@ -1,4 +1,4 @@
-"""What the tiny base model is shown: the recipes' conversations, as their renderer `qwen3_instruct` writes."""
+"""What the tiny base model is shown: the recipes' conversations, as `qwen3_instruct` renders them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The cookbook's recipes, unmodified, against this project's server: `make tinker-cookbook`.
 
 Makes what it needs (the cookbook's environment, a tiny base model), starts a server, runs the recipes one
-after another and says of each promise whether it was kept. Exit status: 0 all were, 1 one was not, 2 something
-could not be had, 130 interrupted.
+after another and says of each promise whether it was kept. Exit status: 0 all were, 1 one was not, 2 what it
+needs could not be had, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
             loss_fn="importance_sampling",
             **{"stream_minibatch_config.groups_per_batch": 32, "stream_minibatch_config.num_minibatches": 4},
         ),
-        # What was sampled is up to one step old here, so the logged KL has the policy's own way in it: smaller
-        # steps, and more samples in each, because the first-order estimate of a small KL is mostly noise.
+        # What was sampled is up to one step old here, so the logged KL has the policy's own way in it:
+        # smaller steps, of more samples, because the first-order estimate of a small KL is mostly noise.
         _math_rl(
             "math_rl_one_step_off",
             num_steps=40,
