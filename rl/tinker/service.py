@@ -7,9 +7,9 @@
     catalogue                what can be asked about models, runs and checkpoints (storage.py)
     retrieve, cancel         results of what was submitted (futures.py)
 
-Everything runs in one event loop. What submits work is a plain function: it checks, queues and returns at once;
-what was wrong with the call is raised as one of errors.py, what goes wrong afterwards is a `Failure` from
-`retrieve`. Every call names its owner, and what belongs to another owner is not found.
+Everything runs in one event loop. What submits work is a plain function: it checks, queues and returns at
+once; what was wrong with the call is raised as one of errors.py, what goes wrong afterwards is a `Failure`
+from `retrieve`. Every call names its owner, and what belongs to another owner is not found.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rl.tinker.samplers import Samplers
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Session, Sessions
 from rl.tinker.storage import Storage
+from rl.tinker.submission import Submission
 from rl.tinker.training import Training
 
 log = logging.getLogger(__name__)
@@ -59,11 +60,18 @@ class Service:
     ) -> None:
         self.limits = limits or Limits()
         self._backend = backend
-        self._ids = Ids()
-        self._background = background = Background()
-        self._futures = futures = Futures(self.limits)
-        self._storage = storage = Storage(storage_folder, limits=self.limits, wall_time_s=wall_time_s)
-        self.sessions = sessions = Sessions(ids=self._ids, limits=self.limits, wall_time_s=wall_time_s)
+        self._background = Background()
+        self._futures = Futures(self.limits)
+        self._storage = Storage(storage_folder, limits=self.limits, wall_time_s=wall_time_s)
+        self.sessions = Sessions(ids=Ids(), limits=self.limits, wall_time_s=wall_time_s)
+        self._build_rooms(wall_time_s)
+        self.sessions.on_end.append(self._forget_results)
+        self._sweeping: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    def _build_rooms(self, wall_time_s: Callable[[], float]) -> None:
+        backend, storage, sessions = self._backend, self._storage, self.sessions
+        futures, background = self._futures, self._background
         models = Models(
             backend=backend,
             storage=storage,
@@ -86,8 +94,15 @@ class Service:
         self.training = Training(
             backend=backend,
             storage=storage,
-            sessions=sessions,
             models=models,
+            submission=Submission(
+                backend=backend,
+                sessions=sessions,
+                models=models,
+                futures=futures,
+                background=background,
+                limits=self.limits,
+            ),
             sampling=self.sampling,
             work=ModelWork(
                 backend=backend,
@@ -97,14 +112,9 @@ class Service:
                 samplers=samplers,
                 sampling=self.sampling,
             ),
-            futures=futures,
-            background=background,
             limits=self.limits,
         )
         self.catalogue = Catalogue(backend=backend, storage=storage, models=models)
-        sessions.on_end.append(self._forget_results)
-        self._sweeping: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the backend, and remove what has expired or was left half written.
@@ -112,7 +122,7 @@ class Service:
         Raises:
             ValueError: the storage folder cannot be written.
         """
-        await in_thread(self._storage.prepare)
+        self._storage.prepare()
         await self._backend.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="sweep of the storage")
 
@@ -139,7 +149,8 @@ class Service:
             log.error("the backend did not close within %g s", self.limits.close_timeout_s)
 
     async def retrieve(self, request_id: str, *, owner: str, wait_s: float) -> Response | Failure | None:
-        """The result; None when there is none yet after `wait_s`. May be called again, and several times at once.
+        """The result; None when there is none yet after `wait_s`. May be called again, and several times at
+        once.
 
         Raises:
             NotFoundError: it was never given to this owner.
@@ -161,11 +172,12 @@ class Service:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
+            if not self._storage.has_expired():
+                continue
             try:
                 await in_thread(self._storage.sweep)
             except OSError:
                 log.exception("what has expired could not be removed; it is tried again")
 
     def _forget_results(self, session: Session, why: str) -> None:
-        """Models that end in the background may add some; those are few and bounded by the limits."""
         self._futures.forget_session(session.session_id, session.owner)
