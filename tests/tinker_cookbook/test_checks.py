@@ -6,11 +6,12 @@ import json
 import math
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tools.tinker_cookbook import checks
-from tools.tinker_cookbook.checks import Evidence
+from tools.tinker_cookbook.checks import Evidence, Row
 
 RUN = "tinker://s:train:1/weights"
 
@@ -19,24 +20,24 @@ def rows(name: str, *values: float) -> tuple[dict, ...]:
     return tuple({"step": step, name: value} for step, value in enumerate(values))
 
 
-def evidence(*found: dict, **changes) -> Evidence:
+def evidence(*found: Row, **changes: Any) -> Evidence:
     whole = Evidence(
         statuses=(0,),
         rows=found,
-        checkpoints=({"name": "final", "final": True, "state_path": f"{RUN}/final"},),
+        checkpoints=({"name": "final", "state_path": f"{RUN}/final"},),
         log="",
     )
     return replace(whole, **changes)
 
 
 def test_run_completes_with_each_step_once_and_a_final_checkpoint():
-    whole = evidence(*rows("x", 1, 2, 3))
+    whole = evidence(*rows(checks.NLL, 1, 2, 3), {"step": 3, "tokens/cumulative/trained": 9})
     assert checks.completes(3)(whole).holds
     broken = (
         checks.completes(4)(whole),
         checks.completes(3)(replace(whole, statuses=(1,))),
         checks.completes(3)(replace(whole, statuses=(-9, 1))),
-        checks.completes(3)(replace(whole, rows=(*whole.rows, whole.rows[2]))),
+        checks.completes(3)(replace(whole, rows=(*whole.rows[:3], whole.rows[2]))),
         checks.completes(3)(replace(whole, rows=whole.rows[1:])),
         checks.completes(3)(replace(whole, checkpoints=())),
         checks.completes(3)(replace(whole, checkpoints=({"name": "000001", "state_path": "p"},))),
@@ -46,7 +47,10 @@ def test_run_completes_with_each_step_once_and_a_final_checkpoint():
 
 
 def kl_rows(*pairs: tuple[float, float]) -> tuple[dict, ...]:
-    return tuple({checks.KL_FIRST_ORDER: first, checks.KL_SECOND_ORDER: second} for first, second in pairs)
+    return tuple(
+        {checks.REWARD: 0.5, checks.KL_FIRST_ORDER: first, checks.KL_SECOND_ORDER: second}
+        for first, second in pairs
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,10 +61,20 @@ def kl_rows(*pairs: tuple[float, float]) -> tuple[dict, ...]:
         (kl_rows((1e-7, 1e-12), (-1.1e-3, 1e-6)), False),
         (kl_rows((1e-7, 1e-3)), False),
         (kl_rows((math.nan, 1e-6)), False),
-        ((*kl_rows((1e-7, 1e-12)), {"step": 1}), False),
+        ((*kl_rows((1e-7, 1e-12)), {checks.REWARD: 0.5}), False),
+        ((*kl_rows((1e-7, 1e-12)), {"tokens/cumulative/trained": 9}), True),
         ((), False),
     ],
-    ids=["low", "high", "high below zero", "second order at the limit", "nan", "one step without", "none"],
+    ids=[
+        "low",
+        "high",
+        "high below zero",
+        "second order at the limit",
+        "nan",
+        "a step without",
+        "totals without",
+        "none",
+    ],
 )
 def test_kl_has_to_be_low_in_every_step_by_both_estimates(found, holds):
     assert checks.kl_stays_low(evidence(*found)).holds is holds
@@ -69,6 +83,21 @@ def test_kl_has_to_be_low_in_every_step_by_both_estimates(found, holds):
 def test_highest_kl_is_said():
     found = checks.kl_stays_low(evidence(*kl_rows((2e-7, 1e-12), (-3e-6, 4e-11))))
     assert found.seen == "at most 3.0e-06 and 4.0e-11"
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [
+        (kl_rows((1.5e-3, 2e-4), (-1.1e-3, 9e-4)), True),
+        (kl_rows((1.5e-3, 2e-4), (0.6e-3, 2e-4)), False),
+        (kl_rows((0.0, 2e-4), (0.0, 1.1e-3)), False),
+        ((*kl_rows((1e-7, 1e-12)), {checks.REWARD: 0.5}), False),
+        ((), False),
+    ],
+    ids=["low", "high on average", "one step high", "a step without", "none"],
+)
+def test_off_policy_the_noisy_estimate_is_averaged(found, holds):
+    assert checks.kl_stays_low_off_policy(evidence(*found)).holds is holds
 
 
 def test_reward_rises_by_means_of_three_steps_at_each_end():
@@ -87,7 +116,7 @@ def test_loss_falls_to_a_share():
     assert not checks.loss_falls(to_share=0.5)(evidence()).holds
 
 
-def resumed(**changes) -> Evidence:
+def resumed(**changes: Any) -> Evidence:
     rolling = [{"name": f"00000{n}", "batch": n, "state_path": f"{RUN}/00000{n}"} for n in (4, 8)]
     return replace(
         evidence(),

@@ -24,7 +24,9 @@ def test_guess_is_one_that_the_answers_before_it_allow():
     generator, lengths = random.Random(0), set()
     for _ in range(200):
         shown = drawn_guess(generator)
-        told = re.findall(r"player\nGuess: (\d+)<\|im_end\|>\n<\|im_start\|>user\nToo (low|high)", shown.prompt)
+        told = re.findall(
+            r"player\nGuess: (\d+)<\|im_end\|>\n<\|im_start\|>user\nToo (low|high)", shown.prompt
+        )
         number = re.fullmatch(r"Guess: (\d+)<\|im_end\|>", shown.reply)
         assert number is not None
         guess = int(number[1])

@@ -21,6 +21,8 @@ TURNS = "env/all/turns_per_episode"
 NLL = "train_mean_nll"
 KL_FIRST_ORDER, KL_SECOND_ORDER = "optim/kl_sample_train_v1", "optim/kl_sample_train_v2"
 """Means over sampled tokens of d and of d^2 / 2, where d is the sampler's logprob less the trainer's."""
+FINAL = "final"
+"""Name of the checkpoint of a run's end."""
 MAX_KL = 1e-3
 WINDOW = 3
 """Steps at each end that are averaged."""
@@ -33,13 +35,22 @@ class Evidence:
     statuses: tuple[int, ...]
     """Exit status of each of its processes; the last is the one that was to finish."""
     rows: tuple[Row, ...]
-    """Of metrics.jsonl, one a step."""
+    """Of metrics.jsonl, in order."""
     checkpoints: tuple[Row, ...]
     """Of checkpoints.jsonl, in order."""
     log: str
     """What the last process printed."""
     kept: tuple[str, ...] = ()
     """`tinker://` paths that the server has afterwards."""
+
+    @property
+    def steps(self) -> list[Row]:
+        """The rows of training steps; totals of a whole run have rows too."""
+        return [row for row in self.rows if REWARD in row or NLL in row]
+
+    @property
+    def finals(self) -> list[Row]:
+        return [row for row in self.checkpoints if row["name"] == FINAL]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +80,13 @@ def completes(num_steps: int) -> Check:
     """Status 0, each step once and in order, and a checkpoint of the end."""
 
     def check(evidence: Evidence) -> Finding:
-        steps = [row.get("step") for row in evidence.rows]
-        finals = [row for row in evidence.checkpoints if row.get("final") and row.get("state_path")]
+        steps = [row["step"] for row in evidence.steps]
         status = evidence.statuses[-1] if evidence.statuses else None
         return Finding(
             promise=f"completes {num_steps} steps",
-            holds=status == 0 and steps == list(range(num_steps)) and len(finals) == 1,
+            holds=status == 0 and steps == list(range(num_steps)) and len(evidence.finals) == 1,
             seen=f"status {status}, {len(set(steps))} different steps in {len(steps)} rows, "
-            f"{len(finals)} final checkpoints",
+            f"{len(evidence.finals)} final checkpoints",
         )
 
     return check
@@ -84,14 +94,40 @@ def completes(num_steps: int) -> Check:
 
 def kl_stays_low(evidence: Evidence) -> Finding:
     """Both estimates in every step, the first one's sign aside."""
-    both = [(row.get(KL_FIRST_ORDER, math.nan), row.get(KL_SECOND_ORDER, math.nan)) for row in evidence.rows]
-    highest = [max(map(abs, column), default=math.nan) for column in zip(*both, strict=True)]
+    first, second = _kls(evidence)
     return Finding(
         promise=f"KL of sampler and trainer below {MAX_KL:g} in every step",
-        # nan compares false, so that a step without the metric does not pass.
-        holds=bool(both) and all(abs(value) < MAX_KL for pair in both for value in pair),
-        seen="at most " + " and ".join(f"{value:.1e}" for value in highest) if both else "no steps",
+        holds=_are_low(first) and _are_low(second),
+        seen=f"at most {_highest(first):.1e} and {_highest(second):.1e}",
     )
+
+
+def kl_stays_low_off_policy(evidence: Evidence) -> Finding:
+    """The second estimate in every step, the first one on average: the weights have moved on since the tokens
+    were drawn, so that its terms are of both signs and large, and one step's mean is mostly their noise."""
+    first, second = _kls(evidence)
+    mean = statistics.fmean(first) if first else math.nan
+    return Finding(
+        promise=f"KL of sampler and trainer, the last step's update in it, below {MAX_KL:g} in every step",
+        holds=_are_low([mean]) and _are_low(second),
+        seen=f"{mean:.1e} on average and at most {_highest(second):.1e}",
+    )
+
+
+def _kls(evidence: Evidence) -> tuple[list[float], list[float]]:
+    """Of each step, by both estimates; nan where a step has none."""
+    names = (KL_FIRST_ORDER, KL_SECOND_ORDER)
+    first, second = ([float(row.get(name, math.nan)) for row in evidence.steps] for name in names)
+    return first, second
+
+
+def _are_low(found: Sequence[float]) -> bool:
+    # nan compares false, so that a step without the metric does not pass.
+    return bool(found) and all(abs(value) < MAX_KL for value in found)
+
+
+def _highest(found: Sequence[float]) -> float:
+    return max(map(abs, found), default=math.nan)
 
 
 def _ends(name: str, rows: Sequence[Row]) -> tuple[float, float]:
@@ -128,7 +164,7 @@ def loss_falls(*, to_share: float) -> Check:
 
 def resumes(evidence: Evidence) -> Finding:
     """The process before the last was killed, and the last one began where a checkpoint was."""
-    rolling = [row for row in evidence.checkpoints if not row.get("final")]
+    rolling = [row for row in evidence.checkpoints if row["name"] != FINAL]
     taken = [row for row in rolling if f"Resumed training from {row['state_path']}" in evidence.log]
     killed = evidence.statuses[:-1] == (-signal.SIGKILL,)
     where = f"from step {taken[-1]['batch']} of epoch {taken[-1].get('epoch')}" if taken else "from nothing"
@@ -141,7 +177,7 @@ def resumes(evidence: Evidence) -> Finding:
 
 def old_checkpoints_go(evidence: Evidence) -> Finding:
     """Of the run that finished, the server has the final state and no rolling one."""
-    finals = [row["state_path"] for row in evidence.checkpoints if row.get("final")]
+    finals = [row["state_path"] for row in evidence.finals]
     folder = finals[-1].rpartition("/")[0] if finals else None
     kept = [path for path in evidence.kept if folder and path.startswith(f"{folder}/")]
     return Finding(
