@@ -93,11 +93,11 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
         # has to be a small one, and needs more samples to go the right way.
         _math_rl(
             "math_rl_one_step_off",
-            num_steps=36,
-            rise=0.08,
-            learning_rate=1.2e-4,
+            num_steps=28,
+            rise=0.06,
+            learning_rate=1.4e-4,
             loss_fn="importance_sampling",
-            groups_per_batch=64,
+            groups_per_batch=48,
             max_steps_off_policy=1,
         ),
         _chat_sl(conversations),
@@ -107,7 +107,7 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
             arguments={
                 **SMALL,
                 "learning_rate": 3e-4,
-                "batch_size": 4,
+                "batch_size": 2,
                 "group_size": 4,
                 "max_tokens": 16,
                 "max_steps": 4,
