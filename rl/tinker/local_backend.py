@@ -138,6 +138,7 @@ class LocalBackend(Configurable):
                 training=config.training, cache=config.cache, device=self._device
             )
             opened = await self._learn(build)
+            await self._learn(opened.load)
             self._bases[base.name] = opened
             self._plain[base.name] = SamplerWeights(base=opened, lora=None, trained={})
 
@@ -194,6 +195,9 @@ class LocalBackend(Configurable):
     async def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput:
         check_adam(params)
         return await self._learn(lambda: self._model(model_id).optim_step(params))
+
+    async def drop_gradient(self, model_id: str) -> None:
+        await self._learn(lambda: self._model(model_id).engine.drop_gradient())
 
     async def save_state(self, model_id: str, folder: Path) -> None:
         await self._learn(lambda: self._model(model_id).save_state(folder))

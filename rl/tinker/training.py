@@ -119,7 +119,7 @@ class Training:
                 raise InvalidRequestError(
                     f"{path} is of a model with {stored.record.settings}, and {model_id} has {model.settings}"
                 )
-            return lambda: self._work.load(model, stored, optimizer=optimizer)
+            return lambda: self._work.load(model, stored, optimizer=optimizer, seq_id=seq_id)
 
         return self._submission.submit(model_id, seq_id, work, owner=owner)
 
@@ -133,12 +133,14 @@ class Training:
         backward: bool = True,
         owner: str,
     ) -> Submitted:
-        """-> ForwardBackwardOutput."""
+        """-> ForwardBackwardOutput. Where one fails that was to add to the gradient, so does the next
+        `optim_step`, which would step with part of a batch."""
 
         def work(model: Model) -> Work:
-            check_data(data, self._limits)
-            self._backend.check_data(model.settings, data, loss)
-            return lambda: self._backend.forward_backward(model_id, data, loss, backward=backward)
+            with model.adding(seq_id, backward=backward):
+                check_data(data, self._limits)
+                self._backend.check_data(model.settings, data, loss)
+            return lambda: self._work.forward_backward(model, seq_id, data, loss, backward=backward)
 
         return self._submission.submit(model_id, seq_id, work, owner=owner, num_bytes=data_bytes(data))
 
@@ -147,7 +149,7 @@ class Training:
 
         def work(model: Model) -> Work:
             check_adam(params)
-            return lambda: self._backend.optim_step(model_id, params)
+            return lambda: self._work.optim_step(model, seq_id, params)
 
         return self._submission.submit(model_id, seq_id, work, owner=owner)
 

@@ -164,12 +164,12 @@ def test_a_refused_request_takes_its_turn_so_that_later_ones_need_not_wait_for_i
             model = new_model(service)
             with pytest.raises(InvalidRequestError, match=r"data\[0\].tokens has -1"):
                 forward_backward(service, model, 1, -1)
-            step = await result_of(service, optim_step(service, model, 2))
+            forward = await result_of(service, forward_backward(service, model, 2, 3))
             repeated = await failure_of(service, forward_backward(service, model, 1, -1))
-            return step, repeated, now_s()
+            return forward, repeated, now_s()
 
-    (step, repeated, time_s), _ = run_in_virtual_time(main())
-    assert step.metrics["weight"] == 0
+    (forward, repeated, time_s), _ = run_in_virtual_time(main())
+    assert forward.metrics["loss:sum"] == 3
     assert "data[0].tokens has -1" in repeated.error
     assert time_s == 0
 

@@ -223,3 +223,23 @@ def test_a_forward_leaves_the_gradient_as_it_is(tmp_path: Path) -> None:
 
     step, _ = run_in_virtual_time(main())
     assert step.metrics["weight"] == -5
+
+
+def test_no_step_is_made_with_part_of_a_batch(tmp_path: Path) -> None:
+    async def main() -> Any:
+        async with running_service(tmp_path) as (service, backend):
+            model = new_model(service)
+            later = optim_step(service, model, 4)
+            forward_backward(service, model, 1, 5)
+            backend.fail("forward_backward", InvalidRequestError("the loss is not finite"))
+            forward_backward(service, model, 3, 7)
+            with pytest.raises(InvalidRequestError):
+                service.training.forward_backward(model, 2, (), LOSS, owner="local")
+            missing = await failure_of(service, later)
+            whole = forward_backward(service, model, 5, 2), optim_step(service, model, 6)
+            return missing, [await result_of(service, request) for request in whole]
+
+    (missing, (_, step)), _ = run_in_virtual_time(main())
+    assert missing.category == "user"
+    assert "forward_backward with seq_id 1, 2 failed" in missing.error
+    assert step.metrics["weight"] == -2
