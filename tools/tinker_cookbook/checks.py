@@ -108,7 +108,7 @@ def kl_stays_low_off_policy(evidence: Evidence) -> Finding:
     first, second = _kls(evidence)
     mean = statistics.fmean(first) if first else math.nan
     return Finding(
-        promise=f"that KL, the policy's own step in it, below {MAX_KL:g}",
+        promise=f"KL, the policy's own step in it, below {MAX_KL:g}",
         holds=_are_low([mean]) and _are_low(second),
         seen=f"{mean:.1e} on average and at most {_highest(second):.1e}",
     )
