@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.tinker.responses import Checkpoint, Page, TrainingRun
-from rl.tinker.types import BaseModel
+from rl.tinker.messages import BaseModel
 
 
 class Catalogue:

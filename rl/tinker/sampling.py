@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl.tinker.responses import SamplerInfo, SubmittedSample
-from rl.tinker.types import SampleRequest
+from rl.tinker.messages import SampleRequest
 
 
 class SamplingSessions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.tinker.responses import Metadata, ModelInfo, Submitted
-from rl.tinker.types import AdamParams, Datum, LossCall, ModelSettings
+from rl.tinker.messages import AdamParams, Datum, LossCall, ModelSettings
 
 
 class Training:
