@@ -75,13 +75,22 @@ def forward_data(data: Sequence[types.Datum]) -> list[Datum]:
             raise ValueError(
                 f"data[{i}].loss_fn_inputs has no 'target_tokens', whose logprobs the loss is of"
             )
-    return [_with_weights(datum, np.zeros_like) for datum in data_of(data)]
+    return [_with_weights(datum, np.zeros(targets_of(datum).shape)) for datum in data_of(data)]
+
+
+def targets_of(datum: Datum) -> np.ndarray:
+    """[N] or [N, K]."""
+    return datum.loss_inputs["target_tokens"]
 
 
 def surrogate(
-    data: Sequence[types.Datum], loss_fn: CustomLoss | LossHandle, output: ForwardBackwardOutput
+    data: Sequence[types.Datum],
+    loss_fn: CustomLoss | LossHandle,
+    *,
+    sent: Sequence[Datum],
+    output: ForwardBackwardOutput,
 ) -> Surrogate:
-    """Computes the loss and its gradient.
+    """The loss and its gradient, from the `output` for what was `sent` of the data (`forward_data`).
 
     Raises:
         ValueError: the loss is no scalar tensor that depends on every datum's logprobs.
@@ -96,19 +105,17 @@ def surrogate(
         raise ValueError(f"the custom loss is {shown}: must be a scalar tensor computed of the logprobs")
     loss.backward()
     weighted = []
-    for i, (datum, logprobs_N) in enumerate(zip(data_of(data), logprobs, strict=True)):
+    for i, (datum, logprobs_N) in enumerate(zip(sent, logprobs, strict=True)):
         if logprobs_N.grad is None:
             raise ValueError(f"the custom loss does not depend on the logprobs of data[{i}]")
-        gradient_N = logprobs_N.grad.numpy()
-        weighted.append(_with_weights(datum, lambda _, g=gradient_N: -g))
+        weighted.append(_with_weights(datum, -logprobs_N.grad.numpy()))
     return Surrogate(data=weighted, loss=float(loss.detach()), metrics=dict(metrics))
 
 
-def _with_weights(datum: Datum, weights_of: Callable[[np.ndarray], np.ndarray]) -> Datum:
-    """This datum's targets with other weights: `weights_of` what has the targets' shape."""
-    targets_N = datum.loss_inputs["target_tokens"]
-    weights_N = weights_of(targets_N.astype(np.float32)).astype(np.float32)
-    return Datum(tokens=datum.tokens, loss_inputs={"target_tokens": targets_N, "weights": weights_N})
+def _with_weights(datum: Datum, weights_N: np.ndarray) -> Datum:
+    """This datum's targets, and nothing else of it, with these weights."""
+    inputs = {"target_tokens": targets_of(datum), "weights": weights_N.astype(np.float32)}
+    return Datum(tokens=datum.tokens, loss_inputs=inputs)
 
 
 def with_custom_loss(output: ForwardBackwardOutput, computed: Surrogate) -> ForwardBackwardOutput:

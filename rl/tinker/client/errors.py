@@ -34,11 +34,9 @@ def official_error(error: errors.TinkerError) -> tinker.APIStatusError:
 
 
 def failed(failure: Failure, *, request_id: str) -> tinker.RequestFailedError:
-    """Of work that was taken on; the text is the failure's, and whose fault it is."""
-    whose = {"user": "the request is wrong", "server": "an error inside the backend; its log has the details"}
-    note = f" ({whose[failure.category]})" if failure.category in whose else ""
+    """Of work that was taken on; the text is the failure's."""
     return tinker.RequestFailedError(
-        f"Request failed: {failure.error}{note}",
+        f"Request failed: {failure.error}",
         request_id=request_id,
         category=tinker.types.RequestErrorCategory(failure.category),
     )

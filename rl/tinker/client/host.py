@@ -22,6 +22,7 @@ from rl.tinker.backend import Backend
 from rl.tinker.client.errors import failed, official_error
 from rl.tinker.client.futures import THREAD_NAME, ClientFuture
 from rl.tinker.client.progress import Progress
+from rl.tinker.limits import Limits
 from rl.tinker.responses import Failure
 from rl.tinker.service import LOCAL_OWNER, Service
 from rl.worker_thread import WorkerThread
@@ -35,6 +36,8 @@ CALL_TIMEOUT_S = 60.0
 """Of what only looks something up."""
 CLOSE_TIMEOUT_S = 30.0
 """Of service and backend, which have their own time limits within it."""
+LIMITS = Limits(result_kept_s=1.0)
+"""Answers do not get lost here, so results need not be kept for another try."""
 RETRIEVE_S = 30.0
 BUSY_S = 0.1
 """Until what was refused as too much waiting work is tried again."""
@@ -49,7 +52,7 @@ class Host:
         Raises:
             ValueError: what the service says of the folder, or the backend of its config.
         """
-        self.service = Service(backend=backend, storage_folder=storage_folder)
+        self.service = Service(backend=backend, storage_folder=storage_folder, limits=LIMITS)
         self.custom_losses = WorkerThread("tinker-custom-loss")
         self._progress = progress
         self._pending: set[Future[Any]] = set()

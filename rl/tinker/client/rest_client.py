@@ -58,9 +58,10 @@ class RestClient:
         return self._ask(self._catalogue.training_run, _training_run, _run_of(tinker_path))
 
     def list_training_runs(
-        self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
+        self, limit: int = 20, offset: int = 0, access_scope: str = "owned", project_id: str | None = None
     ) -> APIFuture[types.TrainingRunsResponse]:
         """The newest first."""
+        refuse("project_id", project_id, only=None, why="there are no projects")
         return self._ask(self._catalogue.training_runs, _training_runs, limit=limit, offset=offset)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[types.WeightsInfoResponse]:

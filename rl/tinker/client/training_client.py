@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,7 +86,8 @@ class TrainingClient(ModelRequests):
         """
         data = list(data)
         check_custom_loss(loss_fn, data, loss_type_input=loss_type_input, session_id=self._session.session_id)
-        first = self._gradient(forward_data(data), CROSS_ENTROPY, backward=False)
+        sent = forward_data(data)
+        first = self._gradient(sent, CROSS_ENTROPY, backward=False)
         number, host = self._stream.draw_number(), self._session.host
 
         async def run() -> types.ForwardBackwardOutput:
@@ -93,7 +95,8 @@ class TrainingClient(ModelRequests):
 
             async def second(output: Any) -> Submit:
                 nonlocal computed
-                computed = await host.custom_losses.run(surrogate, data, loss_fn, output)
+                compute = functools.partial(surrogate, data, loss_fn, sent=sent, output=output)
+                computed = await host.custom_losses.run(compute)
                 return self._gradient(computed.data, CROSS_ENTROPY, backward=True)
 
             output = await self._stream.in_two_parts(number, first, second)
