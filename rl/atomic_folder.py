@@ -72,7 +72,7 @@ def publish(temporary: Path, path: Path) -> None:
     Raises:
         FileExistsError: there is something under that name, other than an empty folder.
     """
-    for file in (*temporary.iterdir(), temporary):
+    for file in (*temporary.rglob("*"), temporary):
         _flush(file)
     try:
         temporary.rename(path)

@@ -66,6 +66,10 @@ class Backend(Protocol):
         as it is. A call that fails adds nothing."""
         ...
 
+    async def drop_gradient(self, model_id: str) -> None:
+        """Forget what the model has accumulated."""
+        ...
+
     async def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput:
         """Step with the accumulated gradient as it is, and clear it.
 

@@ -16,7 +16,7 @@ class Limits:
     """That have not ended."""
     models: int = 16
     """In training at once."""
-    sampling_sessions: int = 1000
+    sampling_sessions: int = 100_000
     """Of base models, snapshots and saved weights, in sessions that have not ended."""
     samplers_per_model: int = 8
     """Snapshots without a name that one model keeps in memory. The next one closes the oldest; whoever samples
@@ -25,7 +25,7 @@ class Limits:
     """Saved sampler weights open at once. The one that was used longest ago is closed for the next, and opened
     again when it is asked for."""
 
-    waiting: int = 4096
+    waiting: int = 8192
     """Requests that have no result yet."""
     waiting_per_model: int = 1024
     waiting_bytes: int = 4 * 2**30
@@ -34,9 +34,9 @@ class Limits:
     tokens_per_request: int = 8_000_000
     """Of all data of a `forward_backward`, or of a sample's prompt."""
     samples_per_request: int = 1024
-    results: int = 4096
+    results: int = 16_384
     """Kept until they are retrieved or `result_kept_s` is over; the oldest are forgotten first."""
-    result_bytes: int = 4 * 2**30
+    result_bytes: int = 2**30
 
     checkpoints: int = 10_000
     storage_bytes: int | None = None

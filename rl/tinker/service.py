@@ -14,20 +14,33 @@ what was wrong with the call is raised as one of errors.py, what goes wrong afte
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rl.tinker.backend import Backend
+from rl.tinker.background import Background, in_thread
 from rl.tinker.catalogue import Catalogue
+from rl.tinker.futures import Futures
 from rl.tinker.limits import Limits
+from rl.tinker.model_work import ModelWork
+from rl.tinker.models import Models
+from rl.tinker.names import Ids
 from rl.tinker.responses import Failure, Response
+from rl.tinker.samplers import Samplers
 from rl.tinker.sampling import SamplingSessions
-from rl.tinker.sessions import Sessions
+from rl.tinker.sessions import Session, Sessions
+from rl.tinker.storage import Storage
 from rl.tinker.training import Training
+
+log = logging.getLogger(__name__)
 
 LOCAL_OWNER = "local"
 """Of everything that is asked for in this process."""
+
+_SWEEP_EVERY_S = 60.0
 
 
 class Service:
@@ -36,12 +49,6 @@ class Service:
     `wall_time_s` is the time that checkpoints are stamped with and expire by.
     """
 
-    sessions: Sessions
-    training: Training
-    sampling: SamplingSessions
-    catalogue: Catalogue
-    limits: Limits
-
     def __init__(
         self,
         *,
@@ -49,7 +56,55 @@ class Service:
         storage_folder: str | Path,
         limits: Limits | None = None,
         wall_time_s: Callable[[], float] = time.time,
-    ) -> None: ...
+    ) -> None:
+        self.limits = limits or Limits()
+        self._backend = backend
+        self._ids = Ids()
+        self._background = background = Background()
+        self._futures = futures = Futures(self.limits)
+        self._storage = storage = Storage(storage_folder, limits=self.limits, wall_time_s=wall_time_s)
+        self.sessions = sessions = Sessions(ids=self._ids, limits=self.limits, wall_time_s=wall_time_s)
+        models = Models(
+            backend=backend,
+            storage=storage,
+            sessions=sessions,
+            futures=futures,
+            background=background,
+            limits=self.limits,
+            wall_time_s=wall_time_s,
+        )
+        samplers = Samplers(backend=backend, storage=storage, background=background, limits=self.limits)
+        self.sampling = SamplingSessions(
+            backend=backend,
+            storage=storage,
+            samplers=samplers,
+            sessions=sessions,
+            futures=futures,
+            background=background,
+            limits=self.limits,
+        )
+        self.training = Training(
+            backend=backend,
+            storage=storage,
+            sessions=sessions,
+            models=models,
+            sampling=self.sampling,
+            work=ModelWork(
+                backend=backend,
+                storage=storage,
+                sessions=sessions,
+                models=models,
+                samplers=samplers,
+                sampling=self.sampling,
+            ),
+            futures=futures,
+            background=background,
+            limits=self.limits,
+        )
+        self.catalogue = Catalogue(backend=backend, storage=storage, models=models)
+        sessions.on_end.append(self._forget_results)
+        self._sweeping: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the backend, and remove what has expired or was left half written.
@@ -57,14 +112,31 @@ class Service:
         Raises:
             ValueError: the storage folder cannot be written.
         """
-        ...
+        await in_thread(self._storage.prepare)
+        await self._backend.start()
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="sweep of the storage")
 
     async def close(self) -> None:
-        """End all sessions, then the backend, within twice `limits.close_timeout_s`. Idempotent.
+        """End all sessions, then the backend, within thrice `limits.close_timeout_s`. Idempotent.
 
         Whoever waits for a result gets a GoneError at once.
         """
-        ...
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(), name="close of the service")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._futures.close()
+        self.sessions.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait([self._sweeping], timeout=self.limits.close_timeout_s)
+        await self._background.close(self.limits.close_timeout_s)
+        try:
+            async with asyncio.timeout(self.limits.close_timeout_s):
+                await self._backend.close()
+        except TimeoutError:
+            log.error("the backend did not close within %g s", self.limits.close_timeout_s)
 
     async def retrieve(self, request_id: str, *, owner: str, wait_s: float) -> Response | Failure | None:
         """The result; None when there is none yet after `wait_s`. May be called again, and several times at once.
@@ -73,7 +145,8 @@ class Service:
             NotFoundError: it was never given to this owner.
             GoneError: it is no longer kept, or of an earlier process of the server.
         """
-        ...
+        self.sessions.hear(request_id, owner)
+        return await self._futures.retrieve(request_id, wait_s=wait_s)
 
     def cancel(self, request_id: str, *, owner: str) -> None:
         """End a sample's work; its result becomes a Failure. Without effect when it has ended.
@@ -82,4 +155,17 @@ class Service:
             InvalidRequestError: it is not a sample.
             NotFoundError, GoneError: as `retrieve`.
         """
-        ...
+        self.sessions.hear(request_id, owner)
+        self._futures.cancel(request_id)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_EVERY_S)
+            try:
+                await in_thread(self._storage.sweep)
+            except OSError:
+                log.exception("what has expired could not be removed; it is tried again")
+
+    def _forget_results(self, session: Session, why: str) -> None:
+        """Models that end in the background may add some; those are few and bounded by the limits."""
+        self._futures.forget_session(session.session_id, session.owner)
