@@ -11,6 +11,7 @@ from rl.tinker.checks import check_adam, check_data, check_seq_id, check_ttl, fi
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.futures import Futures
 from rl.tinker.limits import Limits
+from rl.tinker.messages import AdamParams, Datum, LossCall, ModelSettings
 from rl.tinker.model_work import ModelWork
 from rl.tinker.models import Model, Models
 from rl.tinker.names import check_name, parse_path
@@ -20,7 +21,6 @@ from rl.tinker.sessions import Sessions, check_metadata
 from rl.tinker.sizes import data_bytes
 from rl.tinker.storage import Storage, Stored
 from rl.tinker.streams import Work
-from rl.tinker.types import AdamParams, Datum, LossCall, ModelSettings
 
 
 class Training:
