@@ -23,7 +23,8 @@ class GSPOLoss(PPOLoss):
     Zheng et al., "Group Sequence Policy Optimization" (arXiv:2507.18071), equations 5 and 7; the token
     variant is its equations 13 and 14. The two have the same values; where the advantages of a sequence are
     equal, also the same gradients. Where they are not, a token's own advantage moves all of its sequence at
-    level "sequence", and itself alone at level "token". The log of s is clamped to +-20 nats.
+    level "sequence", and itself alone at level "token". The log of s is clamped to +-20 nats. Samples may say
+    by `ratio_mask` which tokens the mean is over; else it is over those that are trained on.
     """
 
     normalization: Normalization = "sequence_mean"
@@ -37,7 +38,7 @@ class GSPOLoss(PPOLoss):
 
     def ratios(self, tokens: PolicyTokens) -> Tensor:
         """[T] s or s_t; 1 where not valid."""
-        ratios_T = tokens.sequence_ratios(mean=True)
+        ratios_T = tokens.mean_ratios()
         if self.level == "sequence":
             return ratios_T
         logprobs_T = tokens.logprobs

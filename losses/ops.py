@@ -34,8 +34,11 @@ def masked_sum(values_T: Tensor, valid_T: Tensor) -> Tensor:
     return torch.where(valid_T, values_T, 0.0).sum()
 
 
-def over_sequences(values_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mean: bool) -> Tensor:
-    """[T] each token's sequence's sum of values over its valid tokens, or their mean; 0 where not valid.
+def over_sequences(
+    values_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mean: bool, to_T: Tensor | None = None
+) -> Tensor:
+    """[T] each token's sequence's sum of values over its valid tokens, or their mean; 0 where not valid, or
+    with `to_T` ([T] bool) where that is False.
 
     `values_T` is 0 where not valid. Summed in float64, so that a sequence's ratio hardly depends on how
     it is packed, nor on the order in which a GPU adds. Differentiable.
@@ -43,7 +46,7 @@ def over_sequences(values_T: Tensor, valid_T: Tensor, *, inputs: LossInputs, mea
     sums_S = _sum_by_sequence(values_T.double(), inputs)
     if mean:
         sums_S = sums_S / _sum_by_sequence(valid_T.double(), inputs).clamp(min=1.0)
-    return torch.where(valid_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0)
+    return torch.where(valid_T if to_T is None else to_T, sums_S[inputs.sequence_ids].to(values_T.dtype), 0.0)
 
 
 def token_shares(valid_T: Tensor, *, inputs: LossInputs) -> Tensor:

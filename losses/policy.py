@@ -73,10 +73,23 @@ class PolicyTokens:
             logprobs_T=self.inputs.logprobs, old_logprobs_T=self.old_logprobs, valid_T=self.valid
         )
 
-    def sequence_ratios(self, *, mean: bool) -> Tensor:
-        """[T] each token's sequence's product of ratios, or their geometric mean; the log clamped to +-20."""
-        log_ratios_T = over_sequences(self.log_ratios, self.valid, inputs=self.inputs, mean=mean)
+    def sequence_ratios(self) -> Tensor:
+        """[T] each token's sequence's product of ratios; the log clamped to +-20."""
+        log_ratios_T = over_sequences(self.log_ratios, self.valid, inputs=self.inputs, mean=False)
         return log_ratios_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    def mean_ratios(self) -> Tensor:
+        """[T] the geometric mean of the ratios of each token's sequence; the log clamped to +-20.
+
+        Over the valid tokens, or with a `ratio_mask` those of it that were drawn; 1 where there is none, and
+        where not valid.
+        """
+        inputs, counted_T = self.inputs, self.valid
+        if inputs.ratio_mask is not None:
+            counted_T = drawn_tokens(mask_T=inputs.ratio_mask, generator_logprobs_T=inputs.generator_logprobs)
+        log_ratios_T = torch.where(counted_T, inputs.logprobs - self.old_logprobs, 0.0)
+        means_T = over_sequences(log_ratios_T, counted_T, inputs=inputs, mean=True, to_T=self.valid)
+        return means_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

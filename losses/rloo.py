@@ -29,4 +29,4 @@ class RLOOLoss(PPOLoss):
 
     def ratios(self, tokens: PolicyTokens) -> Tensor:
         """[T] 1 where not valid."""
-        return tokens.sequence_ratios(mean=False)
+        return tokens.sequence_ratios()

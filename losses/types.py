@@ -30,6 +30,8 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, without
     gradient; None: `logprobs` as they are now are those."""
+    ratio_mask: Tensor | None = None
+    """[T] bool, the tokens that a sequence's ratio is the mean over; None: those that the loss applies to."""
     entropy: Tensor | None = None
     """[T] float32, nats, of the distribution that each token is of, with gradient; None where the loss does
     not ask for it."""

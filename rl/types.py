@@ -198,7 +198,8 @@ class TrainingSample:
     """One sequence with what the loss needs of each of its tokens.
 
     Entry t of every array is about token t as a *target*; entry 0 is never a target, so
-    `mask[0]` is False.
+    `mask[0]` is False. With `targets` of K columns it is about K targets at that place: mask,
+    advantages and all logprobs are [T, K] then.
     """
 
     token_ids: np.ndarray
@@ -218,6 +219,11 @@ class TrainingSample:
     proximal_logprobs: np.ndarray | None = None
     """[T] float32, nats, of the trainer's policy before its first optimizer step on this data, as
     `compute_logprobs` gives them; for a loss with an importance correction. None: its own at the time."""
+    targets: np.ndarray | None = None
+    """[T] or [T, K] int64, what is predicted in place of token t itself; entry 0 is never predicted."""
+    ratio_mask: np.ndarray | None = None
+    """[T] bool, tokens that a sequence's ratio is the mean over, in a loss that has such a ratio (GSPO).
+    None: those trained on. Not with K targets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +266,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
-    """Of one `forward_backward` call, over all ranks."""
+    """Of one `forward_backward` call, or one `forward`, over all ranks."""
 
     loss_sum: float
     """Sum of token losses, not yet divided."""
@@ -270,7 +276,7 @@ class ForwardBackwardResult:
     num_tokens: int
     """Inputs of all samples, prompts included, padding not; a shared prompt counts for each."""
     num_valid_tokens: int
-    """Tokens the loss was taken over."""
+    """Tokens the loss was taken over; with K targets, targets."""
     advantage_mean: float
     advantage_std: float
     ratio_mean: float
@@ -288,6 +294,9 @@ class ForwardBackwardResult:
     """None for a model without experts."""
     packing: Packing | None = None
     """None of a learner that does not pack."""
+    logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
+    """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; [T, K] with K targets. Before the
+    next optimizer step. None where nobody asked."""
     time_s: float
 
     @property

@@ -7,8 +7,8 @@ Under tensor parallelism each rank holds the logits of its part of the vocabular
 sum of exponentials and the target's logit are reduced over the ranks, [C] numbers each; the
 whole vocabulary is nowhere.
 
-Shape legend: T packed tokens, C tokens of one chunk, E model width, V vocabulary, W the part
-of the vocabulary that this rank holds.
+Shape legend: T packed tokens, C tokens of one chunk, K targets of each, E model width, V vocabulary, W
+the part of the vocabulary that this rank holds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def token_logprobs(
     is sharded by vocabulary; every rank returns the same plain tensors.
 
     Args:
-        targets_T: int64.
+        targets_T: int64; or [T, K], several of the same distribution.
         temperatures_T: float32, above 0.
         chunk_tokens: with it, logits of at most that many tokens exist at once, in the forward
             and, by computing them again, in the backward.
@@ -80,13 +80,14 @@ def token_logprobs(
         entropy_gradient: let the entropy have a gradient; the backward may then take more memory.
 
     Returns:
-        [T] float32 nats with gradient, and [T] float32 nats, with gradient if that is asked for.
+        [T] float32 nats with gradient ([T, K] of K targets), and [T] float32 nats, with gradient if that is
+        asked for.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for no chunks")
     compute = chunk_logprobs or logprobs_of_chunk
     hidden_TE, weight, split = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
-    num_tokens = targets_T.numel()
+    num_tokens = targets_T.size(0)
     if chunk_tokens is None or num_tokens <= chunk_tokens:
         return compute(hidden_TE, weight, targets_T, temperatures_T, split, entropy_gradient)
     chunks = zip(*(x.split(chunk_tokens) for x in (hidden_TE, targets_T, temperatures_T)), strict=True)
@@ -148,14 +149,18 @@ def logprobs_of_chunk(
     """What `token_logprobs` returns, of plain tensors of which all fits into memory."""
     logits_CV = F.linear(hidden_CE, weight)
     if isinstance(split, VocabularyShard):
-        return _ShardedLogprobs.apply(
+        of_targets = _ShardedLogprobs if targets_C.ndim == 1 else _ShardedLogprobsOfSeveral
+        return of_targets.apply(
             logits_CV, targets_C, temperatures_C, split.first_row, split.group, entropy_gradient
         )
     if split is not None:
         logits_CV = _gather_vocabulary(logits_CV, split)
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
-    # Not a view, as gather and squeeze would be: FSDP2 warns of views that leave the model.
-    logprobs_C = -F.nll_loss(logprobs_CV, targets_C, reduction="none")
+    if targets_C.ndim == 2:
+        logprobs_C = logprobs_CV.gather(1, targets_C)
+    else:
+        # Not a view, as gather and squeeze would be: FSDP2 warns of views that leave the model.
+        logprobs_C = -F.nll_loss(logprobs_CV, targets_C, reduction="none")
     if entropy_gradient:
         return logprobs_C, _Entropy.apply(logprobs_CV)
     with torch.no_grad():
@@ -238,6 +243,55 @@ class _ShardedLogprobs(torch.autograd.Function):
             grad_CW *= grads[0].unsqueeze(1)
             grad_CW += of_entropy
             grad_CW /= temperatures_C.unsqueeze(1)
+        return grad_CW.to(logits_CW.dtype), None, None, None, None, None
+
+
+class _ShardedLogprobsOfSeveral(torch.autograd.Function):
+    """As `_ShardedLogprobs`, of targets [C, K]: K + 1 numbers a token where that reduces two."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_CW: Tensor,
+        targets_CK: Tensor,
+        temperatures_C: Tensor,
+        first_row: int,
+        group: str,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
+        maxima_C = all_reduce(scaled_CW.amax(-1), "max", group)
+        scaled_CW -= maxima_C.unsqueeze(1)
+        rows_CK, is_here_CK = _local_rows(targets_CK, first_row, logits_CW.size(1))
+        here_CK = torch.where(is_here_CK, scaled_CW.gather(1, rows_CK), 0.0)
+        exponentials_CW = scaled_CW.exp()
+        sums = torch.stack((exponentials_CW.sum(-1), (exponentials_CW * scaled_CW).sum(-1)), dim=1)
+        reduced = all_reduce(torch.cat((sums, here_CK), dim=1), "sum", group)
+        total_C, weighted_C = reduced[:, 0], reduced[:, 1]
+        log_total_C = total_C.log()
+        entropy_C = log_total_C - weighted_C / total_C
+        saved = (logits_CW, targets_CK, temperatures_C, maxima_C + log_total_C)
+        ctx.save_for_backward(*saved, *((entropy_C,) if entropy_gradient else ()))
+        ctx.first_row = first_row
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_C)
+        return reduced[:, 2:] - log_total_C.unsqueeze(1), entropy_C
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_CW, targets_CK, temperatures_C, log_normalizer_C, *entropy = ctx.saved_tensors
+        logprobs_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
+        logprobs_CW -= log_normalizer_C.unsqueeze(1)
+        grad_CW = logprobs_CW.exp()
+        if entropy:
+            logprobs_CW += entropy[0].unsqueeze(1)
+            logprobs_CW *= grads[1].unsqueeze(1)
+            grad_CW *= -(logprobs_CW + grads[0].sum(1, keepdim=True))
+        else:
+            grad_CW *= -grads[0].sum(1, keepdim=True)
+        rows_CK, is_here_CK = _local_rows(targets_CK, ctx.first_row, logits_CW.size(1))
+        grad_CW.scatter_add_(1, rows_CK, torch.where(is_here_CK, grads[0], 0.0))
+        grad_CW /= temperatures_C.unsqueeze(1)
         return grad_CW.to(logits_CW.dtype), None, None, None, None, None
 
 

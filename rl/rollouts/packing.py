@@ -6,7 +6,7 @@ rank that has none left gets one of padding alone. Samples of one prompt go toge
 they fit, and their prompt is in a micro-batch once (`shared_prompts.py`).
 
 Shape legend: T packed tokens, L tokens of one sample (its inputs: one fewer than its token
-ids), M micro-batches, R data-parallel ranks.
+ids), K targets of a token, M micro-batches, R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from rl.rollouts.shared_prompts import Piece, families, pieces_of
 from rl.types import TrainingSample
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
+OPTIONAL = (*OPTIONAL_LOGPROBS, "targets", "ratio_mask")
 """Fields of a sample that may be None."""
+_PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
+"""Those of which there are K for a token that has K targets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
-    """One micro-batch. Entry t is about input token t and its target, the next token.
+    """One micro-batch. Entry t is about input token t and its target, the next token where no other is said.
 
+    With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K].
     Padding is a sequence of its own at the end: its mask is False and its sequence id is
     `num_sequences`. A shared prompt has the mask False and the sequence id of one of its samples.
     """
@@ -59,6 +63,8 @@ class PackedBatch:
     """[T] float32, nats; None where the samples bring none."""
     proximal_logprobs: Tensor | None = None
     """[T] float32, nats; None where the samples bring none."""
+    ratio_mask: Tensor | None = None
+    """[T] bool; None where the samples bring none."""
     num_sequences: int
     """Samples in this micro-batch; 0 for one of padding alone."""
     sample_indices: tuple[int, ...]
@@ -81,8 +87,11 @@ class PackedBatch:
         return [*self.lengths, num_padding] if num_padding else list(self.lengths)
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
-        """Values per token as one [L + 1] array a sample, by its index; entry 0, no target, is 0."""
-        pad = np.zeros(1, dtype=values_T.dtype)
+        """Values per token as one [L + 1] array a sample, by its index; entry 0, no target, is 0.
+
+        [T, K] ones as [L + 1, K].
+        """
+        pad = np.zeros((1, *values_T.shape[1:]), dtype=values_T.dtype)
         return {
             index: np.concatenate((pad, *(values_T[part] for part in parts)))
             for index, parts in zip(self.sample_indices, self.rows, strict=True)
@@ -111,9 +120,10 @@ def pack(
 
     Raises:
         ValueError: for a sample that is longer than `max_tokens` or `max_length`, has fewer than two tokens,
-            or whose arrays differ in length.
+            or whose arrays differ in shape; for samples of which some have what others lack, or another K.
     """
     _check_optional(samples)
+    _check_targets(samples)
     lengths = [_input_length(sample, index, max_tokens, max_length) for index, sample in enumerate(samples)]
     plan = plan_micro_batches(
         lengths,
@@ -194,8 +204,8 @@ def _first_fit(
 
 
 def _check_optional(samples: Sequence[TrainingSample]) -> None:
-    """All samples bring logprobs of another policy, or none does."""
-    for name in OPTIONAL_LOGPROBS:
+    """All samples bring logprobs of another policy, targets or a second mask, or none does."""
+    for name in OPTIONAL:
         for index, sample in enumerate(samples):
             values = getattr(sample, name)
             if (values is None) != (getattr(samples[0], name) is None):
@@ -203,13 +213,43 @@ def _check_optional(samples: Sequence[TrainingSample]) -> None:
                 raise ValueError(f"{name} must be there in all samples or in none: {which}")
 
 
+def _check_targets(samples: Sequence[TrainingSample]) -> None:
+    """Each sample has as many targets a token as the first, and what is said of targets has their shape."""
+    first = None if not samples else samples[0].targets
+    for index, sample in enumerate(samples):
+        targets = sample.targets
+        shape = (len(sample.token_ids),) if targets is None else targets.shape
+        if targets is not None:
+            if targets.ndim not in (1, 2) or 0 in shape or targets.dtype.kind not in "iu":
+                raise ValueError(
+                    f"sample {index}: targets is {targets.dtype} of shape {list(shape)}: must be whole "
+                    "numbers of shape [T] or [T, K]"
+                )
+            assert first is not None, "all samples have targets, or none"
+            if shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    f"sample {index}: targets has shape {list(shape)}, that of sample 0 {list(first.shape)}: "
+                    "all samples must have as many targets a token"
+                )
+            if targets.ndim == 2 and sample.ratio_mask is not None:
+                raise ValueError(
+                    f"sample {index}: ratio_mask must be None with targets of shape {list(shape)}: a "
+                    "sequence has one ratio only where each token has one target"
+                )
+        for name in _PER_TARGET:
+            values = getattr(sample, name)
+            if values is not None and values.shape[1:] != shape[1:]:
+                raise ValueError(
+                    f"sample {index}: {name} has shape {list(values.shape)}: must be {list(shape)}"
+                )
+
+
 def _input_length(sample: TrainingSample, index: int, max_tokens: int, max_length: int | None) -> int:
     num_tokens = len(sample.token_ids)
-    for name in ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS):
-        if getattr(sample, name) is not None and len(getattr(sample, name)) != num_tokens:
-            raise ValueError(
-                f"sample {index}: {name} has {len(getattr(sample, name))} entries for {num_tokens} tokens"
-            )
+    for name in (*_PER_TARGET, *OPTIONAL):
+        values = getattr(sample, name)
+        if values is not None and len(values) != num_tokens:
+            raise ValueError(f"sample {index}: {name} has {len(values)} entries for {num_tokens} tokens")
     if num_tokens < 2:
         raise ValueError(
             f"sample {index} has {num_tokens} tokens: must have at least 2, one input and one target"
@@ -242,20 +282,21 @@ def _pack_one(
 
     def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
         """Of all pieces but the padding."""
-        values_T: np.ndarray = np.full(num_tokens + num_padding, padding, dtype=dtype)
+        shape = (num_tokens + num_padding, *getattr(samples[0], name).shape[1:])
+        values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
         for piece, place in zip(pieces, rows, strict=True):
             if piece.sample < len(chosen):
                 values = getattr(chosen[piece.sample], name)
                 values_T[place] = values[piece.begin + shift : piece.end + shift]
         return torch.from_numpy(values_T)
 
-    def joined_if_there(name: str) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else joined(name, np.float32, 0.0)
+    def joined_if_there(name: str, dtype: type = np.float32) -> Tensor | None:
+        return None if getattr(samples[0], name) is None else joined(name, dtype, 0)
 
     temperatures_S = np.asarray([s.temperature for s in chosen] + [1.0], dtype=np.float32)
     return PackedBatch(
         input_ids=joined("token_ids", np.int64, 0, shift=0),
-        targets=joined("token_ids", np.int64, 0),
+        targets=joined("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
         positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
         sequences=_layout(pieces, rows),
         mask=joined("mask", np.bool_, False),
@@ -263,6 +304,7 @@ def _pack_one(
         generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
         reference_logprobs=joined_if_there("reference_logprobs"),
         proximal_logprobs=joined_if_there("proximal_logprobs"),
+        ratio_mask=joined_if_there("ratio_mask", np.bool_),
         temperatures=torch.from_numpy(temperatures_S[sequence_ids]),
         sequence_ids=torch.from_numpy(sequence_ids),
         num_sequences=len(chosen),

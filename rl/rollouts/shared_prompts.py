@@ -34,8 +34,12 @@ class Piece:
 
 
 def num_shareable(sample: TrainingSample) -> int:
-    """Inputs from the start whose targets are not trained on; 0 where none is."""
-    return int(np.argmax(sample.mask[1:])) if sample.mask[1:].any() else 0
+    """Inputs from the start whose targets are not trained on; 0 where none is, or where a sample says itself
+    what its targets are."""
+    if sample.targets is not None:
+        return 0
+    counts = sample.mask if sample.ratio_mask is None else sample.mask | sample.ratio_mask
+    return int(np.argmax(counts[1:])) if counts[1:].any() else 0
 
 
 def families(samples: Sequence[TrainingSample]) -> list[list[int]]:

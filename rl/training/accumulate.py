@@ -1,6 +1,6 @@
 """What one `forward_backward` measures, and what a whole step has accumulated.
 
-Shape legend: T packed tokens of one micro-batch.
+Shape legend: T packed tokens of one micro-batch, K targets of each where there are several.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from losses.ops import drawn_tokens
-from losses.types import Loss, LossInputs, LossOutput, uses_entropy
+from losses.types import LossInputs, LossOutput
 from rl.distributed.reductions import reduce_sums_and_maxima
 from rl.rollouts.packing import PackedBatch
 from rl.training.errors import NonFiniteLossError
@@ -39,6 +39,10 @@ class StepState:
     samples: list[TrainingSample] = field(default_factory=list)
     """Kept by reference, to be written out if the step turns out not to be finite."""
 
+    def clear(self) -> None:
+        """Nothing is accumulated any more."""
+        self.num_calls, self.denominator, self.samples = 0, None, []
+
     def check_denominator(self, denominator: Tensor | None) -> None:
         """Raise ValueError if a loss asks for a division and an earlier one of this step does not."""
         if self.num_calls and (denominator is None) != (self.denominator is None):
@@ -54,12 +58,15 @@ class StepState:
         if denominator is not None:
             self.denominator = (self.denominator or 0.0) + denominator
 
-    def scale(self) -> float:
+    def scale(self, *, allow_empty: bool = False) -> float:
         """What the summed gradient is multiplied by.
 
         Raises:
-            ValueError: if nothing was accumulated, or no token was valid.
+            ValueError: if nothing was accumulated, or no token was valid; unless that is allowed, for the
+                gradient is zero then.
         """
+        if allow_empty and not self.denominator:
+            return 1.0
         if not self.num_calls:
             raise ValueError("optim_step without an accumulated gradient: call forward_backward first")
         if self.denominator is None:
@@ -76,35 +83,33 @@ class StepState:
 
 
 def loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
-    """What a loss takes, of a batch and what the policy says of it; the entropy where it asks for that."""
+    """What a loss takes, of a batch and what the policy says of it; the entropy where it asks for that.
+
+    K targets of a token are K entries one after another, so that [T, K] becomes [T K].
+    """
     return LossInputs(
-        logprobs=logprobs_T,
-        generator_logprobs=batch.generator_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        sequence_ids=batch.sequence_ids,
+        logprobs=logprobs_T.flatten(),
+        generator_logprobs=batch.generator_logprobs.flatten(),
+        advantages=batch.advantages.flatten(),
+        mask=batch.mask.flatten(),
+        sequence_ids=of_targets(batch.sequence_ids, batch),
         num_sequences=batch.num_sequences,
-        reference_logprobs=batch.reference_logprobs,
-        proximal_logprobs=batch.proximal_logprobs,
-        entropy=entropy_T,
+        reference_logprobs=_flat(batch.reference_logprobs),
+        proximal_logprobs=_flat(batch.proximal_logprobs),
+        ratio_mask=batch.ratio_mask,
+        entropy=None if entropy_T is None else of_targets(entropy_T, batch),
     )
 
 
-def backward(
-    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, *, loss: Loss, step: StepState
-) -> tuple[LossInputs, LossOutput]:
-    """Add the gradient of the batch's loss to what the step has.
+def of_targets(values_T: Tensor, batch: PackedBatch) -> Tensor:
+    """What is known of each token, for each of its targets: [T] or [T K]."""
+    if batch.targets.ndim == 1:
+        return values_T
+    return values_T.repeat_interleave(batch.targets.size(1))
 
-    Raises:
-        ValueError: the loss asks for a denominator where an earlier one of the step did not.
-    """
-    inputs = loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
-    output = loss(inputs)
-    step.check_denominator(output.denominator)
-    # A micro-batch of padding alone goes backward too: FSDP's ranks reduce together.
-    loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
-    loss_sum.backward()
-    return inputs, output
+
+def _flat(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.flatten()
 
 
 class MicroBatchSums:
@@ -121,8 +126,9 @@ class MicroBatchSums:
         """Whether the loss asks for a denominator."""
 
     @torch.no_grad()
-    def add(self, inputs: LossInputs, output: LossOutput, entropy_T: Tensor) -> None:
+    def add(self, batch: PackedBatch, inputs: LossInputs, output: LossOutput, entropy_T: Tensor) -> None:
         """One micro-batch; its loss may be attached to a graph."""
+        entropy_T = of_targets(entropy_T, batch)
         logprobs_T = inputs.logprobs.detach()
         drawn_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
         diff_T = torch.where(drawn_T, (logprobs_T - inputs.generator_logprobs).abs(), 0.0)
@@ -138,8 +144,8 @@ class MicroBatchSums:
             drawn_T.sum(),
             diff_T.sum(),
             (drawn_T & (logprobs_T != inputs.generator_logprobs)).sum(),
-            (inputs.sequence_ids == inputs.num_sequences).sum(),
-            torch.full((), inputs.sequence_ids.numel(), device=self._device),
+            (batch.sequence_ids == batch.num_sequences).sum(),
+            torch.full((), batch.sequence_ids.numel(), device=self._device),
             *output.metric_sums.values(),
         )
         self._rows.append(torch.stack([value.detach().double() for value in row]))
@@ -162,7 +168,7 @@ class MicroBatchSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Of one `forward_backward`, over all ranks."""
+    """Of one call, over all ranks."""
 
     sums: Mapping[str, float]
     metric_sums: Mapping[str, float]
@@ -180,7 +186,12 @@ class Totals:
         return self.sums["denominator"] if self.normalized else None
 
     def result(
-        self, samples: Sequence[TrainingSample], *, time_s: float, expert_load: ExpertLoad | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        time_s: float,
+        expert_load: ExpertLoad | None = None,
+        logprobs: tuple[np.ndarray, ...] | None = None,
     ) -> ForwardBackwardResult:
         """As it is reported; a mean over no token is 0, a ratio 1, and nothing identical."""
         sums = self.sums
@@ -209,6 +220,7 @@ class Totals:
                 num_padding=round(sums["num_padding"]),
                 num_room=self.num_room,
             ),
+            logprobs=logprobs,
             time_s=time_s,
         )
 

@@ -8,10 +8,8 @@ no process group.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from losses.types import Loss, uses_entropy
+from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import (
     World,
@@ -29,17 +27,17 @@ from rl.distributed.process_group import (
 from rl.models.buffers import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.training.accumulate import MicroBatchSums, StepState, backward
 from rl.training.checkpointer import Checkpointer
 from rl.training.config import Dtype, TrainingConfig
 from rl.training.engine_config import EngineConfig
 from rl.training.errors import unwritten
 from rl.training.experts import ExpertBalance
 from rl.training.garbage import GarbageCollector
-from rl.training.gradients import clip_factor, global_norm, scale_gradients, sum_partial_gradients
+from rl.training.gradient_accumulator import GradientAccumulator
 from rl.training.optimizer import Optimizer
 from rl.training.place import Place
-from rl.training.reference import make_reference, there, with_reference
+from rl.training.policy import Policy
+from rl.training.reference import make_reference, there
 from rl.training.schedule import LRSchedule
 from rl.training.starting_weights import StartingWeights
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
@@ -83,9 +81,7 @@ class TrainingEngine(Configurable):
         """
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
-        folder = None if hf_assets_path is None else HFFolder(hf_assets_path, tokenizer=True)
-        if folder is not None:
-            model_spec = replace(model_spec, model=model_spec.from_hf_config(folder.config))
+        folder, model_spec = _of_folder(hf_assets_path, model_spec)
         degrees = config.check(model_spec, world_size=world.size, device=self.device)
         self.config = config
         self.hf_assets_path = hf_assets_path
@@ -99,10 +95,7 @@ class TrainingEngine(Configurable):
         self.experts: ExpertBalance = config.experts.build(
             model=self.policy.model, mesh=self.mesh, device=self.device
         )
-        if folder is None:
-            self.policy.init_weights()
-        else:
-            self.policy.load_hf(folder)
+        _set_weights(self.policy, folder)
         self.reference = make_reference(config.reference, policy=self.policy, build=make_policy)
         self.optimizer: Optimizer = config.optimizer.build(
             parameters=self.policy.trained_parameters, adapter=self.policy.trained_adapter
@@ -113,45 +106,54 @@ class TrainingEngine(Configurable):
         )
         self._start = StartingWeights(folder, checkpointer=self.checkpointer, reference=self.reference)
         self.policy_version = 0
-        self._step = StepState()
-        training = config.training
-        self._garbage = GarbageCollector(every_steps=training.gc_every_steps, debug=training.gc_debug)
+        self._gradient = GradientAccumulator(
+            policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
+        )
+        self._step = self._gradient.state
+        self._garbage = GarbageCollector(
+            every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
+        )
         barrier()
         self._place.set_timeout(config.comm.train_timeout_s)
 
     def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
     ) -> ForwardBackwardResult:
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
+
+        Args:
+            return_logprobs: with those of all targets in the result, on every rank.
 
         Raises:
             ValueError: no samples, one that fits no micro-batch, or losses with and without a denominator.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
-        started = time.perf_counter()
-        if not samples:
-            raise ValueError("forward_backward got no samples")
-        loss = self.config.loss if loss is None else loss
-        batches = self.policy.pack(samples)
-        sums = MicroBatchSums(device=self.device, room=self.policy.micro_batch_room)
-        with self._dropping_gradient_on_error(f"forward_backward of step {self.policy_version}"):
-            for batch in with_reference(batches, reference=self.reference, loss=loss):
-                batch = batch.to(self.device)
-                logprobs_T, entropy_T = self.policy.forward(batch, entropy_gradient=uses_entropy(loss))
-                self.experts.count(self.policy.real_tokens(batch))
-                sums.add(*backward(batch, logprobs_T, entropy_T, loss=loss, step=self._step), entropy_T)
-            totals = sums.reduce(mesh=self.mesh)
-            expert_load = self.experts.reduce()
-            self._step.add(samples=samples, denominator=totals.denominator)
-            if not math.isfinite(totals.loss):
-                raise self._step.not_finite(f"loss {totals.loss}", self.policy_version, self.failure_folder)
-        return totals.result(samples, time_s=time.perf_counter() - started, expert_load=expert_load)
+        return self._gradient.add(
+            samples,
+            loss=self.config.loss if loss is None else loss,
+            version=self.policy_version,
+            return_logprobs=return_logprobs,
+        )
 
-    def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+    def forward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+    ) -> ForwardBackwardResult:
+        """What `forward_backward` would return, with logprobs; the gradient stays as it is.
+
+        Raises:
+            ValueError: no samples, or one that fits no micro-batch.
+            NonFiniteLossError: the summed loss is NaN or infinite.
+        """
+        loss = self.config.loss if loss is None else loss
+        return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
+
+    def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
         """Divide by the accumulated denominator, clip, step, clear the gradient.
 
         Args:
             params: replaces settings for this step; its `lr` replaces the schedule's.
+            allow_empty: where nothing is accumulated, or no token was valid, step with a gradient of zero:
+                the optimizer's running means decay, and so do the weights.
 
         Raises:
             ValueError: nothing is accumulated, no token was valid, or a setting is out of range; all stays.
@@ -161,19 +163,13 @@ class TrainingEngine(Configurable):
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = _max_norm(self.config.training, params)
-        scale = self._step.scale()
-        parameters = list(self.policy.trained_parameters.values())
-        with self._dropping_gradient_on_error(f"optim_step {self.policy_version}"):
-            sum_partial_gradients(parameters)
-            grad_norm = global_norm(parameters, mesh=self.mesh) * scale
-            if not math.isfinite(grad_norm):
-                what = f"gradient norm {grad_norm}"
-                raise self._step.not_finite(what, self.policy_version, self.failure_folder)
-            scale_gradients(parameters, scale * clip_factor(grad_norm, max_norm=max_norm))
+        scale = self._step.scale(allow_empty=allow_empty)
+        with self._gradient.dropped_on_error(f"optim_step {self.policy_version}"):
+            grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
             self.optimizer.step(settings)
             self.policy.converters.post_optimizer_hook(self.policy.model)
             self.experts.step()
-        self._drop_gradient()
+        self.drop_gradient()
         self.policy_version += 1
         self._garbage.after_step(self.policy_version)
         return OptimStepResult(
@@ -183,8 +179,15 @@ class TrainingEngine(Configurable):
             time_s=time.perf_counter() - started,
         )
 
+    def drop_gradient(self) -> None:
+        """Forget what `forward_backward` has accumulated since the last step."""
+        self._gradient.drop()
+
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
+        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank.
+
+        [T, K] for a sample with K targets.
+        """
         with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
@@ -227,7 +230,7 @@ class TrainingEngine(Configurable):
             ValueError: the folder is none of these, incomplete, damaged or of another architecture, or
                 the reference policy's weights are gone.
         """
-        self._drop_gradient()
+        self.drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
             self.policy_version = self._start.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
@@ -280,23 +283,21 @@ class TrainingEngine(Configurable):
         finally:
             self._place.leave()
 
-    @contextmanager
-    def _dropping_gradient_on_error(self, what: str) -> Iterator[None]:
-        done = False
-        try:
-            with awaiting(what, record_in=self.failure_folder):
-                yield
-            done = True
-        finally:
-            if not done:
-                self.policy.release()
-                self._drop_gradient()
 
-    def _drop_gradient(self) -> None:
-        for parameter in self.policy.parameters.values():
-            parameter.grad = None
-        self._step = StepState()
-        self.experts.forget()
+def _of_folder(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, ModelSpec]:
+    """A Hugging Face folder, and a model of its sizes; `spec` as it is where there is none."""
+    if path is None:
+        return None, spec
+    folder = HFFolder(path, tokenizer=True)
+    return folder, replace(spec, model=spec.from_hf_config(folder.config))
+
+
+def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
+    """Those of the folder, or drawn ones."""
+    if folder is None:
+        policy.init_weights()
+    else:
+        policy.load_hf(folder)
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:

@@ -65,6 +65,12 @@ def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) 
     return math.sqrt(sum_over_world(total, mesh=mesh))
 
 
+def zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Let every parameter have a gradient of zero, placed as it is."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter.data)
+
+
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiply all gradients, in place."""
     if factor != 1.0:

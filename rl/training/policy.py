@@ -1,6 +1,6 @@
 """The model in training, in its layout: what it says of tokens, and its weights in and out.
 
-Shape legend: T packed tokens of one micro-batch.
+Shape legend: T packed tokens of one micro-batch, K targets of each where there are several.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rl.models.qwen3_moe.model import Router
 from rl.models.spec import ModelSpec, StateDictAdapter
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
+from rl.training.token_values import TokenValues
 from rl.types import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,12 @@ class Policy:
         return self.training.max_tokens_per_microbatch * self.data_rank.count
 
     def pack(self, samples: Sequence[TrainingSample]) -> list[PackedBatch]:
-        """This rank's micro-batches, equally many on every rank."""
+        """This rank's micro-batches, equally many on every rank.
+
+        Raises:
+            ValueError: as `rl.rollouts.packing.pack`, or a target is no token of the vocabulary.
+        """
+        _check_targets(samples, vocab_size=self.spec.model.vocab_size)  # type: ignore[attr-defined]
         return pack(
             samples,
             max_tokens=self.training.max_tokens_per_microbatch,
@@ -138,8 +144,8 @@ class Policy:
         )
 
     def forward(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Logprob of each target, [T] float32 with gradient, and entropy, [T] float32; nats. The entropy
-        has a gradient if that is asked for."""
+        """Logprob of each target, [T] or [T, K] float32 with gradient, and entropy, [T] float32; nats. The
+        entropy has a gradient if that is asked for."""
         if self.context is None:
             head = self._head(batch.targets, batch.temperatures, entropy_gradient)
             return self._forward(batch.input_ids, batch.positions, batch.sequences, head)
@@ -184,22 +190,20 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank."""
-        ends = np.cumsum([len(sample.token_ids) for sample in samples])
-        flat = np.zeros(ends[-1], dtype=np.float32)
-        parts = np.split(flat, ends[:-1])
+        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank.
+
+        [T, K] for a sample with K targets.
+        """
+        values = self.token_values(samples)
         for batch in self.pack(samples):
             logprobs_T, _ = self.forward(batch.to(self.device))
-            if self.data_rank.speaks:
-                for index, values in batch.scatter(logprobs_T.cpu().numpy()).items():
-                    parts[index][:] = values
+            values.add(batch, logprobs_T)
         self.release()
-        if self.mesh is None:
-            return parts
-        # Each token was computed by one data-parallel rank and is 0 on the others.
-        summed = torch.from_numpy(flat).to(self.device)
-        dist.all_reduce(summed)
-        return np.split(summed.cpu().numpy(), ends[:-1])
+        return values.collect()
+
+    def token_values(self, samples: Sequence[TrainingSample]) -> TokenValues:
+        """What receives numbers of this policy's micro-batches of `samples`, and returns them by sample."""
+        return TokenValues(samples, data_rank=self.data_rank, device=self.device, is_alone=self.mesh is None)
 
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout and with any converters."""
@@ -291,6 +295,18 @@ class Policy:
             for _ in gathered:
                 pass
         barrier()
+
+
+def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
+    for index, sample in enumerate(samples):
+        if sample.targets is None or sample.targets.size == 0:
+            continue
+        targets = sample.targets[1:]
+        outside = targets[(targets < 0) | (targets >= vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"sample {index}: targets has {outside[0]}: must be token ids of 0 to {vocab_size - 1}"
+            )
 
 
 def _can_share_prompts(policy: Policy, options: ShardingOptions) -> bool:

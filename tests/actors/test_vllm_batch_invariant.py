@@ -122,7 +122,7 @@ def test_without_the_mode_the_same_samples_differ(generate, trainer):
     assert not result.logprobs_identical
     assert 0 < result.logprob_diff_max < 1e-4
     gradients = [p.grad for p in plain.policy.parameters.values()]
-    trainer._drop_gradient()
+    trainer.drop_gradient()
     trainer.forward_backward(samples)
     for gradient, p in zip(gradients, trainer.policy.parameters.values(), strict=True):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-4)

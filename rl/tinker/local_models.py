@@ -1,0 +1,241 @@
+"""One model in training behind the local backend: an engine, with the wire's settings and data."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl.distributed.process_group import World
+from rl.distributed.seeds import random_states, restore_random_states
+from rl.tinker.data import WireSamples, wire_samples
+from rl.tinker.errors import InvalidRequestError
+from rl.tinker.local_base import Base
+from rl.tinker.local_lora import ModelPlan, same_shape
+from rl.tinker.losses import HIGH, make_loss, wire_loss
+from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
+from rl.tinker.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    LoRASettings,
+    LossCall,
+    ModelSettings,
+    OptimStepOutput,
+)
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.training.errors import NonFiniteLossError
+from rl.types import ForwardBackwardResult, OptimParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerWeights:
+    """What a sampler runs. Nobody writes into these tensors."""
+
+    base: Base
+    lora: LoRASettings | None
+    trained: Mapping[str, Tensor]
+    """By our names: LoRA's factors, or all parameters; none of a base model itself."""
+
+
+class LocalModel:
+    """All calls come from one thread."""
+
+    def __init__(self, base: Base, settings: ModelSettings, *, training: TrainingConfig) -> None:
+        self.base = base
+        self.settings = settings
+        lora = settings.lora
+        seed = secrets.randbits(62) if lora is None or lora.seed is None else lora.seed
+        plan = ModelPlan.of(base.spec, lora, seed=seed)
+        config = TrainingEngine.Config(training=replace(training), converters=plan.converters)
+        # An engine seeds the process's generators, which are the notebook's too.
+        states = random_states()
+        self.engine: TrainingEngine = config.build(
+            model_spec=plan.spec, hf_assets_path=str(base.folder), device=base.device, world=World()
+        )
+        restore_random_states(states)
+        for name, parameter in self.engine.policy.parameters.items():
+            if not parameter.requires_grad:
+                parameter.data = base.weights[name]
+
+    def forward_backward(
+        self, data: Sequence[Datum], call: LossCall, *, backward: bool
+    ) -> ForwardBackwardOutput:
+        """As `Backend.forward_backward`.
+
+        Raises:
+            InvalidRequestError: as `check_data`, with everything as it was; or the loss is not finite. With
+                `backward` the model's accumulated gradient is dropped then, that of earlier calls too.
+        """
+        samples = wire_samples(data, call, self.base.data_rules)
+        run = self._backward if backward else self._forward
+        result = run(samples, call)
+        assert result.logprobs is not None
+        return ForwardBackwardOutput(
+            logprobs=samples.logprobs(result.logprobs), metrics=_metrics(result, call)
+        )
+
+    def _backward(self, samples: WireSamples, call: LossCall) -> ForwardBackwardResult:
+        try:
+            return self.engine.forward_backward(samples.samples, loss=make_loss(call), return_logprobs=True)
+        except NonFiniteLossError as error:
+            raise InvalidRequestError(
+                f"forward_backward: the summed loss is not a finite number ({error.what}). The gradient that "
+                "this model had accumulated is dropped, of earlier calls too; its weights are as they were"
+            ) from error
+
+    def _forward(self, samples: WireSamples, call: LossCall) -> ForwardBackwardResult:
+        try:
+            return self.engine.forward(samples.samples, loss=make_loss(call))
+        except NonFiniteLossError as error:
+            raise InvalidRequestError(
+                f"forward: the summed loss is not a finite number ({error.what})"
+            ) from error
+
+    def optim_step(self, params: AdamParams) -> OptimStepOutput:
+        """As `Backend.optim_step`.
+
+        Raises:
+            InvalidRequestError: a setting out of range, with everything as it was; or the gradient is not
+                finite: it is dropped, the weights are as they were.
+        """
+        check_adam(params)
+        clips = params.grad_clip_norm > 0.0
+        settings = OptimParams(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            max_norm=params.grad_clip_norm if clips else math.inf,
+        )
+        try:
+            result = self.engine.optim_step(settings, allow_empty=True)
+        except NonFiniteLossError as error:
+            raise InvalidRequestError(
+                f"optim_step: the gradient is not finite ({error.what}). It is dropped; the model's weights "
+                "are as they were"
+            ) from error
+        return OptimStepOutput(metrics={"grad_norm:mean": result.grad_norm})
+
+    def snapshot(self) -> SamplerWeights:
+        """A copy of the weights as they are now."""
+        dtype = self.base.serve_dtype
+        return SamplerWeights(
+            base=self.base,
+            lora=self.settings.lora,
+            trained={name: tensor.to(dtype, copy=True) for name, tensor in self._trained().items()},
+        )
+
+    def save_state(self, folder: Path) -> None:
+        """Weights and optimizer state."""
+        tensors = {WEIGHTS: self._trained(), OPTIMIZER: self._optimizer_state()}
+        write_saved(folder, self._description(), tensors)
+
+    def save_sampler(self, folder: Path) -> None:
+        """Weights alone."""
+        write_saved(folder, self._description(), {WEIGHTS: self._trained()})
+
+    def load_state(self, folder: Path, *, optimizer: bool) -> None:
+        """As `Backend.load_state`; where it raises InvalidRequestError everything is as it was."""
+        names = (WEIGHTS, OPTIMIZER) if optimizer else (WEIGHTS,)
+        saved, found = read_saved(folder, *names)
+        check_saved(saved, self.base, self.settings)
+        into = [self._trained(), self._optimizer_state()][: len(names)]
+        for name, present, read in zip(names, into, found, strict=True):
+            check_tensors(name, read, {key: tuple(tensor.shape) for key, tensor in present.items()})
+        self.engine.drop_gradient()
+        with torch.no_grad():
+            for present, read in zip(into, found, strict=True):
+                for key, tensor in present.items():
+                    tensor.copy_(read[key])
+        if not optimizer:
+            self.engine.optimizer.reset()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The very tensors."""
+        return {name: p.detach() for name, p in self.engine.policy.trained_parameters.items()}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """The very tensors."""
+        states = self.engine.optimizer.state_tensors()
+        parameters = self.engine.policy.trained_parameters
+        return {f"{n}.{key}": tensor for n, p in parameters.items() for key, tensor in states[p].items()}
+
+    def _description(self) -> SavedModel:
+        return SavedModel(base_fingerprint=self.base.fingerprint, lora=self.settings.lora)
+
+
+def open_saved(base: Base, settings: ModelSettings, folder: Path) -> SamplerWeights:
+    """Of a folder that a model with such settings was saved in.
+
+    Raises:
+        InvalidRequestError: names the file that is missing or damaged, or what does not fit.
+    """
+    saved, (weights,) = read_saved(folder, WEIGHTS)
+    check_saved(saved, base, settings)
+    with torch.device("meta"):
+        module = ModelPlan.of(base.spec, settings.lora).module(device=torch.device("meta"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    if settings.lora is not None:
+        shapes = {name: shape for name, shape in shapes.items() if name not in base.weights}
+    check_tensors(WEIGHTS, weights, shapes)
+    trained = {name: t.to(device=base.device, dtype=base.serve_dtype) for name, t in weights.items()}
+    return SamplerWeights(base=base, lora=settings.lora, trained=trained)
+
+
+def check_saved(saved: SavedModel, base: Base, settings: ModelSettings) -> None:
+    """Raise InvalidRequestError unless what was saved is of a model with these settings."""
+    if saved.base_fingerprint != base.fingerprint:
+        raise InvalidRequestError(
+            f"the saved model was trained on other weights than base_model={base.config.name!r} has"
+        )
+    if not same_shape(saved.lora, settings.lora, spec=base.spec):
+        raise InvalidRequestError(
+            f"the saved model has other settings: {saved.lora or 'all parameters'}, this one "
+            f"{settings.lora or 'all parameters'}"
+        )
+
+
+def check_tensors(name: str, found: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InvalidRequestError unless a file has the tensors that are needed."""
+    if {key: tuple(tensor.shape) for key, tensor in found.items()} != dict(shapes):
+        raise InvalidRequestError(f"the saved model's file {name} has other tensors than the model")
+
+
+def check_adam(params: AdamParams) -> None:
+    """Raise InvalidRequestError naming the field that is out of range."""
+    for name, valid, rule in (
+        ("learning_rate", 0.0 <= params.learning_rate < math.inf, "a finite number of at least 0"),
+        ("beta1", 0.0 <= params.beta1 < 1.0, "at least 0 and below 1"),
+        ("beta2", 0.0 <= params.beta2 < 1.0, "at least 0 and below 1"),
+        ("eps", 0.0 <= params.eps < math.inf, "a finite number of at least 0"),
+        ("weight_decay", 0.0 <= params.weight_decay < math.inf, "a finite number of at least 0"),
+        ("grad_clip_norm", 0.0 <= params.grad_clip_norm < math.inf, "a finite number above 0, or 0 for none"),
+    ):
+        if not valid:
+            raise InvalidRequestError(f"adam_params.{name}={getattr(params, name)}: must be {rule}")
+
+
+def _metrics(result: ForwardBackwardResult, call: LossCall) -> dict[str, float]:
+    """Sums and maxima alone: those of chunks make those of the whole."""
+    num_tokens = result.num_valid_tokens
+    metrics = {
+        "loss:sum": result.loss_sum,
+        "num_tokens:sum": float(num_tokens),
+        "entropy:sum": result.entropy_mean * num_tokens,
+    }
+    if HIGH in wire_loss(call).defaults:
+        metrics["num_clipped:sum"] = float(round(result.clipped_fraction * num_tokens))
+    if call.name != "cross_entropy":
+        metrics["logprob_diff:sum"] = result.logprob_diff_mean * num_tokens
+        metrics["logprob_diff:max"] = result.logprob_diff_max
+    return metrics
