@@ -20,7 +20,7 @@ from rl.models.converters.converter import ModelConverter, ModelConverters
 from rl.models.converters.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.types import LoRASettings
+from rl.tinker.messages import LoRASettings
 
 ALPHA = 32.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

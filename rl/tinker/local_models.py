@@ -18,8 +18,7 @@ from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import ModelPlan, same_shape
 from rl.tinker.losses import HIGH, make_loss, wire_loss
-from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
@@ -28,6 +27,7 @@ from rl.tinker.types import (
     ModelSettings,
     OptimStepOutput,
 )
+from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.errors import NonFiniteLossError

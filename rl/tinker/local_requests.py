@@ -20,7 +20,7 @@ from rl.models.qwen3.model import Qwen3
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
-from rl.tinker.types import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
+from rl.tinker.messages import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
 from rl.types import Completion, SamplingParams
 
 MARGIN_TOKENS = 8
