@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
 def _official(name: str) -> Any:
     """One of the names that the official package exports."""
     missing = AttributeError(f"module 'rl.tinker' has no attribute {name!r}")
-    if name.startswith("__") and name != "__version__":
+    if name.startswith("__") and name not in ("__version__", "__title__"):
         raise missing  # What Python's own machinery looks for is not a reason to import anything.
     official = importlib.import_module("tinker")
     if name not in official.__all__:

@@ -25,6 +25,7 @@ from rl.tinker.client.progress import Progress
 from rl.tinker.limits import Limits
 from rl.tinker.responses import Failure
 from rl.tinker.service import LOCAL_OWNER, Service
+from rl.tinker.storage_lock import StorageLock
 from rl.worker_thread import WorkerThread
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class Host:
         Raises:
             ValueError: what the service says of the folder, or the backend of its config.
         """
+        self._storage = StorageLock(storage_folder)
         self.service = Service(backend=backend, storage_folder=storage_folder, limits=LIMITS)
         self.custom_losses = WorkerThread("tinker-custom-loss")
         self._progress = progress
@@ -146,6 +148,8 @@ class Host:
             self.custom_losses.stop(timeout_s=0)
             if self._thread.is_alive():
                 logger.warning("the backend has not ended within %.0f s: it is left behind", CLOSE_TIMEOUT_S)
+            else:
+                self._storage.release()
             for future in list(self._pending):
                 future.cancel()
 

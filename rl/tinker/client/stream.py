@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rl.tinker.client.host import Host
+from rl.tinker.errors import TinkerError
 from rl.tinker.responses import Submitted
 
 Submit = Callable[[int], Submitted]
@@ -67,6 +68,10 @@ class Stream:
 
     async def submit(self, submit: Submit) -> Submitted:
         """Within a turn."""
-        submitted = await self._host.accepted(lambda: submit(self._next_seq_id))
+        try:
+            submitted = await self._host.accepted(lambda: submit(self._next_seq_id))
+        except TinkerError:
+            self._next_seq_id += 1  # What is refused has had its turn too.
+            raise
         self._next_seq_id += 1
         return submitted
