@@ -5,4 +5,10 @@ Clients, service and backends speak to each other in `rl.tinker.messages`, which
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from tinker.types import *  # noqa: F403
+
+if TYPE_CHECKING:  # mypy does not follow the official package
+
+    def __getattr__(name: str) -> Any: ...

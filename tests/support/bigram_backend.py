@@ -7,6 +7,7 @@ loss, gradient, step and sample is what an actual backend's is, and can be compu
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class Model:
 
 
 class BigramBackend:
-    """`held` keeps every sample and every gradient waiting until it is set."""
+    """Events tell tests in other threads what has happened."""
 
     def __init__(self, tokenizer_folder: str = "") -> None:
         self.base_models = (
@@ -57,8 +58,10 @@ class BigramBackend:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, np.ndarray] = {}
         self.calls: list[str] = []
-        self.num_started = self.num_closed = self.num_cancelled = 0
+        self.num_started = self.num_closed = 0
         self.go_on: asyncio.Event | None = None
+        """What computes waits for it."""
+        self.sampling, self.cancelled, self.deleted, self.closed = (threading.Event() for _ in range(4))
 
     async def start(self) -> None:
         self.num_started += 1
@@ -67,6 +70,7 @@ class BigramBackend:
 
     async def close(self) -> None:
         self.num_closed += 1
+        self.closed.set()
 
     def check_settings(self, settings: ModelSettings) -> None:
         if settings.lora is not None and settings.lora.rank > 64:
@@ -139,6 +143,7 @@ class BigramBackend:
 
     async def delete_model(self, model_id: str) -> None:
         del self.models[model_id]
+        self.deleted.set()
 
     async def drop_gradient(self, model_id: str) -> None:
         self.models[model_id].gradient[:] = 0
@@ -157,16 +162,18 @@ class BigramBackend:
 
     async def sample(self, sampler_id: str, request: SampleRequest) -> SampleOutput:
         assert self.go_on is not None
+        self.sampling.set()
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
-            self.num_cancelled += 1
+            self.cancelled.set()
             raise
         table, sampling = self.samplers[sampler_id], request.sampling
         random = np.random.default_rng(sampling.seed)
         sequences = []
         for _ in range(request.num_samples):
-            tokens, logprobs = [int(request.prompt[-1])], []
+            tokens: list[int] = [int(request.prompt[-1])]
+            logprobs: list[float] = []
             while len(logprobs) < (sampling.max_tokens or 16) and (
                 not logprobs or tokens[-1] not in (sampling.stop or ())
             ):

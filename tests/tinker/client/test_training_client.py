@@ -74,8 +74,8 @@ def test_a_custom_loss_has_the_gradient_of_the_built_in_one(backend, service, tr
     for _ in range(3):
         built_in = training.forward_backward(data, "cross_entropy").result(TIMEOUT_S)
         custom = other.forward_backward_custom(data, cross_entropy).result(TIMEOUT_S)
-        gradients = [backend.models[client.model_id].gradient for client in (training, other)]
-        np.testing.assert_allclose(*gradients, atol=1e-6)
+        one, two = (backend.models[client.model_id].gradient for client in (training, other))
+        np.testing.assert_allclose(one, two, atol=1e-6)
         assert custom.metrics["loss:sum"] == pytest.approx(built_in.metrics["loss:sum"], rel=1e-6)
         assert custom.metrics["seen"] == 2.0
         for client in (training, other):
