@@ -11,7 +11,7 @@ K key-value heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import InvariantAttention
 from rl.models.batch_invariant.rows import pad_rows
+from rl.models.prompt_requests import End, PromptRequest, prompt_requests
 from rl.models.qwen3.model import Attention, Qwen3, linear_head
-from rl.models.sampling import check_sampling, draw, processed_logprobs, request_seeds, uniforms
+from rl.models.sampling import check_sampling, draw, processed_logprobs, uniforms
 from rl.types import Completion, FinishReason, SamplingParams
 
 
@@ -37,6 +38,9 @@ def generate(
     policy_version: int = 0,
     max_sequences: int = 256,
     is_cancelled: Callable[[], bool] = lambda: False,
+    limits: Sequence[int] | None = None,
+    seeds: Sequence[int | None] | None = None,
+    ends: Sequence[End | None] | None = None,
 ) -> list[list[Completion]]:
     """Completions of each prompt ([T] int token ids), `sampling.num_samples` each, in order.
 
@@ -47,50 +51,48 @@ def generate(
     Args:
         max_sequences: most completions decoded at once, but at least one prompt's; bounds the cache.
         is_cancelled: asked before each token. Once it is true, completions end where they are, as "abort".
+        limits: most tokens of each prompt's completions, in place of `sampling.max_tokens`, which is the most
+            of all.
+        seeds: of each prompt; then what is drawn depends on its seed, its tokens and the number of the
+            completion alone, also where a prompt comes twice. None: as without.
+        ends: for each prompt, asked after each token about all tokens of a completion; true ends it, as
+            "stop".
 
     Raises:
-        ValueError: a prompt that is empty or fills the context, or settings out of range.
+        ValueError: a prompt that is empty or fills the context, or settings out of range, or not as many as
+            prompts.
     """
     context = model.config.rope.max_positions
     check_sampling(sampling)
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")
-    seeds = _seeds(prompts, sampling)
+    requests = prompt_requests(prompts, sampling, limits=limits, seeds=seeds, ends=ends)
     group = max(1, max_sequences // sampling.num_samples)
     completions: list[list[Completion]] = []
     for start in range(0, len(prompts), group):
-        batch = _Batch(
-            prompts[start : start + group], sampling, seeds[start : start + group], context=context
-        )
+        batch = _Batch(requests[start : start + group], num_samples=sampling.num_samples, context=context)
         _decode(model, batch, sampling, is_cancelled)
         completions += batch.completions(policy_version)
     return completions
 
 
-def _seeds(prompts: list[np.ndarray], sampling: SamplingParams) -> list[list[int]]:
-    seed = sampling.seed
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    return request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
-
-
 class _Batch:
     """Prompts with their sequences: row n is sample n % num_samples of prompt n // num_samples."""
 
-    def __init__(
-        self, prompts: list[np.ndarray], sampling: SamplingParams, seeds: list[list[int]], *, context: int
-    ) -> None:
-        self.prompts = prompts
-        self.num_samples = sampling.num_samples
-        lengths = np.array([len(p) for p in prompts])
-        self.prompt_lengths = np.repeat(lengths, self.num_samples)
-        self.limits = np.minimum(sampling.max_tokens, context - self.prompt_lengths)
+    def __init__(self, requests: Sequence[PromptRequest], *, num_samples: int, context: int) -> None:
+        self.prompts = [request.prompt for request in requests]
+        self.num_samples = num_samples
+        self.ends = [request.end for request in requests]
+        self.prompt_lengths = np.repeat([len(prompt) for prompt in self.prompts], num_samples)
+        limits = np.repeat([request.limit for request in requests], num_samples)
+        self.limits = np.minimum(limits, context - self.prompt_lengths)
         """[N] most tokens of each sequence."""
+        longest = int(self.limits.max())
         self.uniforms = torch.stack(
-            [uniforms(seed, sampling.max_tokens) for of_prompt in seeds for seed in of_prompt]
+            [uniforms(seed, longest) for request in requests for seed in request.seeds]
         )
-        """[N, max_tokens] float64, what each draw is decided by."""
+        """[N, longest] float64, what each draw is decided by."""
         self.tokens: list[list[int]] = [[] for _ in self.prompt_lengths]
         self.logprobs: list[list[float]] = [[] for _ in self.prompt_lengths]
         self.finish_reasons: list[FinishReason | None] = [None] * len(self.tokens)
@@ -98,7 +100,8 @@ class _Batch:
     def append(self, row: int, token: int, logprob: float, *, stop: tuple[int, ...]) -> None:
         self.tokens[row].append(token)
         self.logprobs[row].append(logprob)
-        if token in stop:
+        end = self.ends[row // self.num_samples]
+        if token in stop or (end is not None and end(self.tokens[row])):
             self.finish_reasons[row] = "stop"
         elif len(self.tokens[row]) == self.limits[row]:
             self.finish_reasons[row] = "length"

@@ -5,6 +5,7 @@ ratios are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,50 @@ def test_metrics_are_the_ratios_and_where_a_bound_took_effect(loss, ratio, num_c
     sums = loss(inputs([1.0, -1.0, -1.0, -2.0])).metric_sums
     assert sums["ratio"].item() == pytest.approx(ratio)
     assert sums["clipped_fraction"].item() == num_clipped
+
+
+@pytest.mark.parametrize(
+    ("level", "gradient"),
+    [
+        # What moves with a token's advantage: the tokens that the ratio is the mean over ...
+        ("sequence", [8**0.5 / 2, 0.0, 8**0.5 / 2, 0.0]),
+        # ... or the token itself.
+        ("token", [0.0, 8**0.5 / 2, 8**0.5 / 2, -1.0]),
+    ],
+)
+def test_gspos_ratio_is_the_mean_over_the_ratio_mask_where_there_is_one(level, gradient):
+    given = inputs([math.nan, -1.0, -1.0, 1.0])
+    given = replace(
+        given,
+        mask=torch.tensor([False, True, True, True]),
+        # Ratios 2 and 4 of the first sequence, mean 8^(1/2); none of the second, whose ratio is 1.
+        ratio_mask=torch.tensor([True, False, True, False]),
+    )
+    output = GSPOLoss(level=level, clip_low=0.2, clip_high=0.2)(given)
+    (actual,) = torch.autograd.grad(output.loss_sum, given.logprobs)
+    assert output.loss_sum.item() == pytest.approx(8**0.5 - 1.0)
+    assert actual.tolist() == pytest.approx(gradient)
+    assert output.metric_sums["ratio"].item() == pytest.approx(2 * 8**0.5 + 1.0)
+    assert output.num_tokens.item() == 3
+
+
+def test_a_ratio_mask_counts_tokens_that_were_drawn_alone():
+    given = inputs([-1.0, -1.0, -1.0, 1.0])
+    undrawn = given.generator_logprobs.clone()
+    undrawn[0] = math.nan
+    given = replace(given, generator_logprobs=undrawn, ratio_mask=torch.tensor([True, False, True, True]))
+    output = GSPOLoss(clip_low=0.2, clip_high=0.2, normalization="none")(given)
+    (actual,) = torch.autograd.grad(output.loss_sum, given.logprobs)
+    # Of the first sequence 4 alone, for the two tokens that were drawn: 2 * 4; of the second 1/2.
+    assert output.loss_sum.item() == pytest.approx(8.0 - 0.5)
+    assert actual.tolist() == pytest.approx([0.0, 0.0, 8.0, -0.5])
+
+
+@pytest.mark.parametrize("loss", [PPOLoss(), RLOOLoss(), CISPOLoss()])
+def test_losses_without_a_mean_ratio_pass_over_the_ratio_mask(loss):
+    given = inputs([1.0, -1.0, -1.0, -2.0])
+    other = replace(given, ratio_mask=torch.tensor([True, False, False, False]))
+    assert loss(other).loss_sum.item() == loss(given).loss_sum.item()
 
 
 def tinker_sums(batch, name, settings):

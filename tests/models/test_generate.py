@@ -171,3 +171,82 @@ def test_cancelled_completions_end_where_they_are(model):
         assert completion.token_ids.tolist() == expected.token_ids[:4].tolist()
     unread = generate(model, PROMPTS, sampling=sampling, is_cancelled=lambda: True)
     assert [len(c.token_ids) for c in chain(*unread)] == [0] * 6
+
+
+def first_tokens(completions, count):
+    return [c.token_ids[:count].tolist() for c in completions]
+
+
+def test_requests_of_different_lengths_share_a_batch_and_draw_what_each_draws_alone(model):
+    together = generate(
+        model,
+        PROMPTS,
+        sampling=SamplingParams(max_tokens=40, num_samples=2),
+        limits=[3, 40, 17],
+        seeds=[5, 6, 7],
+    )
+    for prompt, limit, seed, completions in zip(PROMPTS, [3, 40, 17], [5, 6, 7], together, strict=True):
+        sampling = SamplingParams(max_tokens=limit, num_samples=2)
+        (alone,) = generate(model, [prompt], sampling=sampling, seeds=[seed])
+        assert [len(c.token_ids) for c in completions] == [limit] * 2
+        assert {c.finish_reason for c in completions} == {"length"}
+        assert same(alone, completions)
+
+
+def test_a_prompt_with_a_seed_of_its_own_draws_the_same_wherever_and_how_often_it_comes(model):
+    sampling = SamplingParams(max_tokens=12, num_samples=2)
+    one, two = PROMPTS[0], PROMPTS[1]
+    first = generate(model, [one, two, one, one], sampling=sampling, seeds=[4, None, 4, 9])
+    second = generate(model, [two, one], sampling=sampling, seeds=[None, 4], max_sequences=2)
+    assert same(first[0], first[2])
+    assert same(first[0], second[1])
+    assert not same(first[0], first[3])
+    assert not same(first[1], second[0])  # drawn from the state of PyTorch's generator
+    assert not same(first[0][:1], first[0][1:])
+
+
+def test_prompts_without_a_seed_of_their_own_have_the_calls(model):
+    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=3)
+    plain = generate(model, [PROMPTS[1], PROMPTS[1]], sampling=sampling)
+    mixed = generate(model, [PROMPTS[1], PROMPTS[0], PROMPTS[1]], sampling=sampling, seeds=[None, 8, None])
+    assert same(mixed[0], plain[0])
+    assert same(mixed[2], plain[1])
+    state = torch.random.get_rng_state()
+    generate(model, PROMPTS, sampling=SamplingParams(max_tokens=2), seeds=[1, 2, 3])
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_predicate_over_its_tokens_ends_a_completion_with_stop(model):
+    sampling = SamplingParams(max_tokens=12, num_samples=2, seed=0)
+    free = generate(model, PROMPTS, sampling=sampling)
+    seen = []
+
+    def after_four(tokens):
+        seen.append(list(tokens))
+        return len(tokens) == 4
+
+    pair = free[2][0].token_ids[4:6].tolist()
+    ended = generate(
+        model, PROMPTS, sampling=sampling, ends=[after_four, None, lambda tokens: list(tokens[-2:]) == pair]
+    )
+    assert first_tokens(ended[0], 12) == first_tokens(free[0], 4)
+    assert [c.finish_reason for c in ended[0]] == ["stop", "stop"]
+    assert sorted(seen) == sorted(ids[:n] for ids in first_tokens(free[0], 4) for n in (1, 2, 3, 4))
+    assert same(ended[1], free[1])
+    assert [c.finish_reason for c in ended[1]] == ["length", "length"]
+    assert (len(ended[2][0].token_ids), ended[2][0].finish_reason) == (6, "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"limits": [1, 2]}, "limits has 2 entries for 3 prompts"),
+        ({"seeds": [1]}, "seeds has 1 entries for 3 prompts"),
+        ({"ends": []}, "ends has 0 entries for 3 prompts"),
+        ({"limits": [1, 0, 2]}, r"limits\[1\]=0: must be 1 to 4, which is sampling.max_tokens"),
+        ({"limits": [1, 4, 5]}, r"limits\[2\]=5: must be 1 to 4, which is sampling.max_tokens"),
+    ],
+)
+def test_what_is_asked_of_single_prompts_is_checked(model, options, says):
+    with pytest.raises(ValueError, match=says):
+        generate(model, PROMPTS, sampling=SamplingParams(max_tokens=4), **options)

@@ -181,6 +181,38 @@ def test_with_chunks_peak_memory_does_not_grow_with_tokens_times_vocabulary():
     assert peak_bytes(1024) > 1024 * 2000 * 4
 
 
+def several_targets(given, k):
+    """The same inputs with K targets a token, of which the first two are the same."""
+    targets_TK = torch.randint(0, V, (T, k), generator=torch.Generator().manual_seed(k))
+    targets_TK[:, 1] = targets_TK[:, 0]
+    return given | {"targets_T": targets_TK}
+
+
+def plain_columns(hidden, weight, given):
+    logprobs_TV = (hidden @ weight.T / given["temperatures_T"][:, None]).log_softmax(-1)
+    return logprobs_TV.gather(1, given["targets_T"])
+
+
+def of_several(values):
+    """Something in which each logprob and each entropy has a part of its own."""
+    logprobs_TK, entropy_T = values
+    weights_TK = torch.linspace(-0.3, 1.0, logprobs_TK.numel()).view(logprobs_TK.shape)
+    return (logprobs_TK * weights_TK).sum() + (entropy_T * torch.linspace(1.0, -2.0, T)).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_several_targets_of_a_token_are_columns_of_one_distribution(chunk_tokens):
+    hidden, weight, given = inputs()
+    given = several_targets(given, 4)
+    values = token_logprobs(hidden, weight, **given, chunk_tokens=chunk_tokens, entropy_gradient=True)
+    expected = (plain_columns(hidden, weight, given), entropy_of(hidden, weight, given))
+    assert values[0].shape == (T, 4)
+    gradients = torch.autograd.grad(of_several(values), (hidden, weight))
+    by_autograd = torch.autograd.grad(of_several(expected), (hidden, weight))
+    for ours, theirs in zip((*values, *gradients), (*expected, *by_autograd), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_chunk_of_no_tokens_is_refused():
     hidden, weight, given = inputs()
     with pytest.raises(ValueError, match="chunk_tokens=0: must be at least 1"):
@@ -219,6 +251,20 @@ def sharded_rank(rank: int, folder: str) -> None:
         whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
         for a, b in zip((*values, *whole), (*expected, *expected_of_both), strict=True):
             torch.testing.assert_close(a, b, msg=f"with entropy: {case}")
+        columns = several_targets(given, 3)
+        for entropy_gradient in (False, True):
+            values = token_logprobs(ours, rows, **columns, **settings, entropy_gradient=entropy_gradient)
+            entropies = entropy_of(hidden, weight, given)
+            plain = (
+                plain_columns(hidden, weight, columns),
+                entropies if entropy_gradient else entropies.detach(),
+            )
+            expected_of_several = torch.autograd.grad(of_several(plain), (hidden, weight))
+            gradients = torch.autograd.grad(of_several(values), (ours, rows))
+            whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+            assert values[1].requires_grad == entropy_gradient
+            for a, b in zip((*values, *whole), (*plain, *expected_of_several), strict=True):
+                torch.testing.assert_close(a, b, msg=f"three targets: {case}")
         if chunk_tokens is None:
             # Of a token 9 logits; split they are 5 on a rank, and gathered 10, of which one is padding.
             is_split = weight_placement == Shard(0)

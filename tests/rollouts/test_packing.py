@@ -65,6 +65,43 @@ def test_logprobs_of_another_policy_are_packed_where_samples_bring_them(name):
         pack([samples[0], make_sample([4, 5])], max_tokens=9)
 
 
+def test_targets_of_their_own_are_packed_with_what_is_said_of_them():
+    def sample(ids):
+        columns = np.asarray([[10 * i, 10 * i + 1] for i in ids])
+        values = {name: (columns / 2).astype(np.float32) for name in ("advantages", "generator_logprobs")}
+        return replace(make_sample(ids), targets=columns, mask=columns % 4 == 0, **values)
+
+    (batch,) = pack([sample([1, 2]), sample([4, 5, 6])], max_tokens=9, pad_multiple=4)
+    assert batch.input_ids.tolist() == [4, 5, 1, 0]
+    assert batch.targets.tolist() == [[50, 51], [60, 61], [20, 21], [0, 0]]
+    assert batch.mask.tolist() == [[False, False], [True, False], [True, False], [False, False]]
+    assert batch.advantages.tolist() == [[25.0, 25.5], [30.0, 30.5], [10.0, 10.5], [0.0, 0.0]]
+    assert torch.isnan(batch.generator_logprobs[3]).all()
+    assert batch.sequence_ids.tolist() == [0, 0, 1, 2]
+    values = batch.scatter(batch.advantages.numpy())
+    assert values[0].tolist() == [[0.0, 0.0], [10.0, 10.5]]
+    assert values[1].tolist() == [[0.0, 0.0], [25.0, 25.5], [30.0, 30.5]]
+    (empty,) = pack([sample([1, 2])], max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)
+    assert empty.targets.tolist() == [[0, 0], [0, 0]]
+    assert not empty.mask.any()
+
+
+def test_a_ratio_mask_is_packed_without_the_padding():
+    samples = [
+        replace(make_sample(ids), ratio_mask=np.asarray([i % 2 == 0 for i in ids]))
+        for ids in ([1, 2], [4, 6, 7])
+    ]
+    (batch,) = pack(samples, max_tokens=9, pad_multiple=4)
+    assert batch.ratio_mask is not None
+    assert batch.ratio_mask.tolist() == [True, False, True, False]
+    (plain,) = pack([make_sample([1, 2])], max_tokens=9)
+    assert plain.ratio_mask is None
+    with pytest.raises(
+        ValueError, match="ratio_mask must be there in all samples or in none: sample 1 has none"
+    ):
+        pack([samples[0], make_sample([4, 5])], max_tokens=9)
+
+
 def test_rank_without_samples_gets_padding_alone():
     samples = [make_sample([1, 2, 3])]
     (batch,) = pack(samples, max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)

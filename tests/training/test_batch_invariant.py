@@ -12,6 +12,7 @@ from rl.models.batch_invariant.model import make_batch_invariant
 from rl.models.converters.float8 import Float8
 from rl.models.converters.lora import LoRA
 from rl.models.generate import generate
+from rl.models.prompt_logprobs import prompt_logprobs
 from rl.training.batch_invariant import check_batch_invariant
 from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
@@ -127,6 +128,25 @@ def test_two_tensor_parallel_ranks_of_trainer_and_generator_compute_the_same_bit
         assert not same_bits(ours, one_device)
         for some, whole in zip(ours, one_device, strict=True):
             np.testing.assert_allclose(some, whole, atol=1e-4)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_logprobs_of_prompts_have_the_trainers_bits_however_they_are_packed(assets, param_dtype):
+    config = engine_config(param_dtype=param_dtype)
+    made = config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
+    model = SPEC.model.build()
+    model.load_state_dict(made.policy.model.state_dict())
+    model = model.to(getattr(torch, param_dtype))
+    make_batch_invariant(model, spec=SPEC, device=torch.device("cpu"))
+    samples = [replace(sample, temperature=1.0) for sample in make_samples()]
+    trained = [logprobs[1:] for logprobs in made.compute_logprobs(samples)]
+    prompts = [sample.token_ids for sample in samples]
+    for max_tokens, chunk_tokens, top_k in ((1000, 512, 0), (1, 512, 0), (60, 32, 3)):
+        answers = prompt_logprobs(
+            model, prompts, max_tokens=max_tokens, chunk_tokens=chunk_tokens, top_k=top_k
+        )
+        assert same_bits([answer.logprobs[1:] for answer in answers], trained)
 
 
 @pytest.mark.medium

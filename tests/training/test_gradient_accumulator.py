@@ -1,0 +1,130 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from losses.cross_entropy import CrossEntropyLoss
+from losses.grpo import GRPOLoss
+from rl.training.errors import NonFiniteLossError
+from rl.training.failures import read_batch
+from rl.types import OptimParams
+from tests.training.parts import make_engine, make_samples, small_spec, write_assets
+
+SAMPLES = make_samples()
+PLAIN_SUM = CrossEntropyLoss(normalization="none")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+def gradients(engine):
+    return {name: p.grad.clone() for name, p in engine.policy.parameters.items()}
+
+
+def assert_near(actual, expected, *, relative=1e-5):
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
+
+
+def logprobs_of(result):
+    assert result.logprobs is not None
+    return result.logprobs
+
+
+def plain_model(engine):
+    model = small_spec().model.build()
+    model.load_state_dict({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
+    return model
+
+
+def test_forward_returns_what_forward_backward_does_and_leaves_the_gradient(assets):
+    engine, other = make_engine(assets), make_engine(assets)
+    for each in (engine, other):
+        each.forward_backward(SAMPLES[:4], loss=PLAIN_SUM)
+    before = gradients(engine)
+    loss = GRPOLoss(entropy_coef=0.1)  # another denominator than the gradient's
+    measured = engine.forward(SAMPLES, loss=loss)
+    assert_near(gradients(engine), before, relative=0.0)
+    reference = make_engine(assets).forward_backward(SAMPLES, loss=loss, return_logprobs=True)
+    assert replace(measured, time_s=0.0) == replace(reference, time_s=0.0)
+    for ours, theirs in zip(logprobs_of(measured), logprobs_of(reference), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert engine.optim_step().grad_norm == other.optim_step().grad_norm
+    assert (
+        make_engine(assets).forward(SAMPLES).loss_sum
+        == make_engine(assets).forward_backward(SAMPLES).loss_sum
+    )
+
+
+def test_forward_alone_leaves_nothing_to_step_with(assets):
+    engine = make_engine(assets)
+    engine.forward(SAMPLES)
+    assert all(p.grad is None for p in engine.policy.parameters.values())
+    with pytest.raises(ValueError, match="without an accumulated gradient"):
+        engine.optim_step()
+    with pytest.raises(ValueError, match="forward got no samples"):
+        engine.forward([])
+
+
+def test_a_forward_whose_loss_is_not_finite_says_so_and_keeps_the_gradient(assets, tmp_path):
+    engine = make_engine(assets, failure_folder=str(tmp_path))
+    engine.forward_backward(SAMPLES)
+    before = gradients(engine)
+    broken = replace(SAMPLES[3], advantages=np.full_like(SAMPLES[3].advantages, np.nan))
+    with pytest.raises(NonFiniteLossError, match="loss nan"):
+        engine.forward([broken])
+    assert len(read_batch(tmp_path / "nan_batch_version_0.npz")) == 1
+    assert_near(gradients(engine), before, relative=0.0)
+
+
+def test_dropping_the_gradient_forgets_what_was_accumulated(assets):
+    engine, other = make_engine(assets), make_engine(assets)
+    engine.forward_backward(SAMPLES[5:], loss=PLAIN_SUM)
+    engine.drop_gradient()
+    for each in (engine, other):
+        each.forward_backward(SAMPLES[:5], loss=GRPOLoss())
+    assert_near(gradients(engine), gradients(other), relative=0.0)
+    engine.drop_gradient()
+    with pytest.raises(ValueError, match="without an accumulated gradient"):
+        engine.optim_step()
+
+
+def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(assets):
+    engine = make_engine(assets)
+    engine.forward_backward(SAMPLES)
+    engine.optim_step()
+    model = plain_model(engine)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1)
+    states = engine.optimizer.state_tensors()
+    named = dict(model.named_parameters())
+    for name, parameter in engine.policy.parameters.items():
+        adam.state[named[name]] = {key: value.clone() for key, value in states[parameter].items()}
+        named[name].grad = torch.zeros_like(named[name])
+    adam.step()
+    result = engine.optim_step(allow_empty=True)
+    assert (result.grad_norm, result.policy_version) == (0.0, 2)
+    assert_near(dict(engine.policy.parameters), named, relative=1e-6)
+    assert all(p.grad is None for p in engine.policy.parameters.values())
+
+
+def test_a_step_of_samples_without_a_valid_token_may_be_one_of_zero(assets):
+    engine, other = make_engine(assets), make_engine(assets)
+    nothing = replace(SAMPLES[3], mask=np.zeros_like(SAMPLES[3].mask))
+    engine.forward_backward([nothing])
+    assert engine.optim_step(allow_empty=True).grad_norm == 0.0
+    other.optim_step(allow_empty=True)
+    assert_near(dict(engine.policy.parameters), dict(other.policy.parameters), relative=0.0)
+
+
+def test_a_step_that_may_be_empty_is_the_same_where_it_is_not(assets):
+    one, other = make_engine(assets), make_engine(assets)
+    for engine in (one, other):
+        engine.forward_backward(SAMPLES)
+    params = OptimParams(max_norm=math.inf)
+    assert one.optim_step(params, allow_empty=True).grad_norm == other.optim_step(params).grad_norm
+    assert_near(dict(one.policy.parameters), dict(other.policy.parameters), relative=0.0)
