@@ -105,8 +105,8 @@ def check_lora(lora: LoRASettings, *, spec: ModelSpec, max_rank: int) -> None:
     if not (lora.train_attn or lora.train_mlp or adapts_head(spec, lora)):
         why = " (this model's output head is its embedding, which has none)" if lora.train_unembed else ""
         raise InvalidRequestError(
-            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing would "
-            f"have an adapter{why}: one of the first two must be true"
+            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing "
+            f"would have an adapter{why}: one of the first two must be true"
         )
 
 

@@ -63,7 +63,6 @@ class End:
     tokenizer: Any
     stop_ids: frozenset[int]
     texts: tuple[str, ...]
-    max_tokens: int
     cancelled: threading.Event
 
     @classmethod
@@ -74,12 +73,11 @@ class End:
             tokenizer=base.tokenizer,
             stop_ids=frozenset(x for x in given if isinstance(x, int)),
             texts=tuple(x for x in given if isinstance(x, str)),
-            max_tokens=ask.max_tokens,
             cancelled=ask.cancelled,
         )
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        return len(tokens) >= self.max_tokens or self.cancelled.is_set() or self.stops(tokens)
+        return self.cancelled.is_set() or self.stops(tokens)
 
     def stops(self, tokens: Sequence[int]) -> bool:
         """Whether the last of these tokens is, or ends, what ends a completion.
@@ -123,13 +121,13 @@ def _draw(
     if not group:
         return []
     first = group[0].request
-    ends = [End.of(ask) for ask in group]
+    limits = [ask.max_tokens for ask in group]
     seeds = [ask.request.sampling.seed for ask in group]
     completions = generate(
         model,
         [ask.request.prompt for ask in group],
         sampling=SamplingParams(
-            max_tokens=max(ask.max_tokens for ask in group),
+            max_tokens=max(limits),
             num_samples=first.num_samples,
             temperature=first.sampling.temperature,
             top_p=first.sampling.top_p,
@@ -138,25 +136,24 @@ def _draw(
         max_sequences=max_sequences,
         # PyTorch's own generator starts anew with each model that is made.
         seeds=[secrets.randbits(62) if seed is None else seed for seed in seeds],
-        ends=ends,
+        limits=limits,
+        ends=[End.of(ask) for ask in group],
         is_cancelled=lambda: is_closed() or all(ask.cancelled.is_set() for ask in group),
     )
-    return [
-        tuple(_sequence(completion, end) for completion in of_prompt)
-        for of_prompt, end in zip(completions, ends, strict=True)
-    ]
+    return [tuple(map(_sequence, of_prompt)) for of_prompt in completions]
 
 
-def _sequence(completion: Completion, end: End) -> SampledSequence:
-    tokens = completion.token_ids
-    stopped = len(tokens) > 0 and end.stops(tokens.tolist())
+def _sequence(completion: Completion) -> SampledSequence:
+    stopped = completion.finish_reason == "stop"
     return SampledSequence(
-        tokens=tokens, logprobs=completion.logprobs, stop_reason="stop" if stopped else "length"
+        tokens=completion.token_ids,
+        logprobs=completion.logprobs,
+        stop_reason="stop" if stopped else "length",
     )
 
 
 def _of_prompts(model: Qwen3, group: Sequence[Ask]) -> dict[int, tuple[np.ndarray, TopLogprobs]]:
-    """By the id of each request that asks for them and is still waited for, or has no other answer."""
+    """By the id of each request that asks for them."""
     asking = [ask for ask in group if ask.wants_prompt]
     if not asking:
         return {}
