@@ -44,7 +44,8 @@ def check_sample(request: SampleRequest, limits: Limits) -> None:
         )
     if request.prompt.size > limits.tokens_per_request:
         raise InvalidRequestError(
-            f"prompt has {request.prompt.size} tokens; limit tokens_per_request is {limits.tokens_per_request}"
+            f"prompt has {request.prompt.size} tokens; limit tokens_per_request is "
+            f"{limits.tokens_per_request}"
         )
 
 

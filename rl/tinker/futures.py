@@ -24,8 +24,8 @@ class Request:
 
     request_id: str
     owner: str
-    group: str
-    """The model or sampling session whose work it is."""
+    model_id: str | None
+    """None of samples."""
     num_bytes: int
     """It holds while it waits."""
     result: Response | Failure | None = None
@@ -42,7 +42,7 @@ class _Held:
 
     num_waiting: int = 0
     waiting_bytes: int = 0
-    waiting_by_group: Counter[str] = field(default_factory=Counter)
+    waiting_by_model: Counter[str | None] = field(default_factory=Counter)
     results: dict[str, Request] = field(default_factory=dict)
     """Those that nobody retrieved yet, the oldest first."""
     retrieved: dict[str, Request] = field(default_factory=dict)
@@ -61,12 +61,14 @@ class Futures:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def num_waiting(self, group: str, owner: str) -> int:
-        held = self._held.get(owner)
-        return 0 if held is None else held.waiting_by_group[group]
-
     def begin(
-        self, request_id: str, *, owner: str, group: str, num_bytes: int = 0, unblocks: bool = False
+        self,
+        request_id: str,
+        *,
+        owner: str,
+        model_id: str | None = None,
+        num_bytes: int = 0,
+        unblocks: bool = False,
     ) -> Request:
         """Take a request on.
 
@@ -80,19 +82,23 @@ class Futures:
             raise GoneError(_CLOSED)
         held = self._held.setdefault(owner, _Held())
         if not unblocks:
-            self._check_room(held, group, num_bytes)
-        request = Request(request_id=request_id, owner=owner, group=group, num_bytes=num_bytes)
+            self._check_room(held, model_id, num_bytes)
+        request = Request(request_id=request_id, owner=owner, model_id=model_id, num_bytes=num_bytes)
         self._requests[request_id] = request
         held.num_waiting += 1
         held.waiting_bytes += num_bytes
-        held.waiting_by_group[group] += 1
+        held.waiting_by_model[model_id] += model_id is not None
         return request
 
-    def _check_room(self, held: _Held, group: str, num_bytes: int) -> None:
+    def _check_room(self, held: _Held, model_id: str | None, num_bytes: int) -> None:
         limits = self._limits
         for name, value, limit in (
             ("waiting", held.num_waiting + 1, limits.waiting),
-            ("waiting_per_model", held.waiting_by_group[group] + 1, limits.waiting_per_model),
+            (
+                "waiting_per_model",
+                held.waiting_by_model[model_id] + (model_id is not None),
+                limits.waiting_per_model,
+            ),
             ("waiting_bytes", held.waiting_bytes + num_bytes, limits.waiting_bytes),
         ):
             # One that is larger than the limit by itself has to be let through some time.
@@ -108,7 +114,7 @@ class Futures:
         except asyncio.CancelledError:
             self.finish(request, Failure(error="it was cancelled", category="user"))
             raise
-        except Exception:  # noqa: BLE001 - a request's failure must not end the others of its model
+        except Exception:
             log.exception("request %s failed", request.request_id)
             result = Failure(
                 error=f"the server failed; its log says why under request {request.request_id}",
@@ -126,9 +132,9 @@ class Futures:
         held = self._held[request.owner]
         held.num_waiting -= 1
         held.waiting_bytes -= request.num_bytes
-        held.waiting_by_group[request.group] -= 1
-        if not held.waiting_by_group[request.group]:
-            del held.waiting_by_group[request.group]
+        held.waiting_by_model[request.model_id] -= request.model_id is not None
+        if not held.waiting_by_model[request.model_id]:
+            del held.waiting_by_model[request.model_id]
         held.results[request.request_id] = request
         held.result_bytes += request.result_bytes
         request.done.set()

@@ -19,11 +19,11 @@ class Limits:
     sampling_sessions: int = 100_000
     """Of base models, snapshots and saved weights, in sessions that have not ended."""
     samplers_per_model: int = 8
-    """Snapshots without a name that one model keeps in memory. The next one closes the oldest; whoever samples
-    from that is told so."""
+    """Snapshots without a name that one model keeps in memory. The next one closes the oldest; whoever
+    samples from that is told so."""
     saved_samplers: int = 8
-    """Saved sampler weights open at once. The one that was used longest ago is closed for the next, and opened
-    again when it is asked for."""
+    """Saved sampler weights open at once. The one that was used longest ago is closed for the next, and
+    opened again when it is asked for."""
 
     waiting: int = 8192
     """Requests that have no result yet."""
@@ -48,8 +48,8 @@ class Limits:
     session_timeout_s: float | None = None
     """A session that nobody was heard of for so long ends. None: only when it is finished."""
     gap_timeout_s: float = 300.0
-    """Requests wait so long for an earlier one of their model that has not come. Clients repeat a request that
-    did not come through for five minutes."""
+    """Requests wait so long for an earlier one of their model that has not come. Clients repeat a request
+    that did not come through for five minutes."""
     result_kept_s: float = 900.0
     """After the first retrieval; one whose answer was lost can be repeated."""
     close_timeout_s: float = 10.0

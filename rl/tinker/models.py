@@ -122,14 +122,17 @@ class Models:
         """What waits fails, what runs is finished, then the memory is free. Only the first call counts."""
         if model.end is None:
             self._stop(model, why)
-            await model.stream.idle()
-            if model.model_id in self._models:
-                await self._delete(model)
+            await self._delete_when_idle(model)
 
     async def end_uncreated(self, model: Model, why: str) -> None:
         """As `end`, from the model's own work when it could not be created."""
         self._stop(model, why)
         await self._delete(model)
+
+    async def _delete_when_idle(self, model: Model) -> None:
+        await model.stream.idle()
+        if model.model_id in self._models:
+            await self._delete(model)
 
     def _stop(self, model: Model, why: str) -> None:
         model.end = model.end or why
@@ -146,9 +149,12 @@ class Models:
             if self._sessions.is_live(model.session):
                 assert model.end is not None
                 self._ended[model.model_id] = model.end
+            else:
+                self._futures.forget_session(model.session.session_id, model.session.owner)
 
     def _end_session(self, session: Session, why: str) -> None:
         for model_id in session.model_ids:
             self._ended.pop(model_id, None)
             if (model := self._models.get(model_id)) is not None and model.end is None:
-                self._background.start(self.end(model, why), f"end of {model_id}")
+                self._stop(model, why)
+                self._background.start(self._delete_when_idle(model), f"end of {model_id}")

@@ -6,9 +6,9 @@
     request      <model or sampler>:<seq_id>, or <model>:unload
     checkpoint   tinker://<model>/weights/<name>, tinker://<model>/sampler_weights/<name>
 
-A session's signature is of its owner, with a key that this process alone knows. So it can be told of any id, without
-keeping a list of all that ever were, whether it was given to the one who asks; ids of earlier processes are told by
-their first part.
+A session's signature is of its owner, with a key that this process alone knows. So it can be told of any id,
+without keeping a list of all that ever were, whether it was given to the one who asks; ids of earlier
+processes are told by their first part.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Ids:
             raise NotFoundError(f"there is no {shown(any_id)}")
         if parts["process"] != self._process:
             raise GoneError(
-                f"{any_id} ended with the process of the server that it was begun in; what was saved is still there"
+                f"{any_id} ended with the process of the server that it was begun in; what was saved is "
+                "still there"
             )
         if not hmac.compare_digest(parts["signature"], self._signature(parts["random"], owner)):
             raise NotFoundError(f"there is no {any_id}")

@@ -1,9 +1,10 @@
 """Which weights the backend holds to sample from, and when it may forget them.
 
-Snapshots without a name live as long as their session, at most `samplers_per_model` of one model: the next closes the
-oldest. Base models, once open, stay open. Saved weights are opened by the first sample and shared by all sampling
-sessions of the same version; above `saved_samplers` of one owner those that nobody samples from are closed, the one
-used longest ago first, and opened again with the next sample. Nothing is closed before its samples have ended.
+Snapshots without a name live as long as their session, at most `samplers_per_model` of one model: the next
+closes the oldest. Base models, once open, stay open. Saved weights are opened by the first sample and shared
+by all sampling sessions of the same version; above `saved_samplers` of one owner those that nobody samples
+from are closed, the one used longest ago first, and opened again with the next sample. Nothing is closed
+before its samples have ended.
 """
 
 from __future__ import annotations

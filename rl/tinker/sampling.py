@@ -72,8 +72,8 @@ class SamplingSessions:
     ) -> str:
         """Its id, `<session_id>:sample:<sampling_session_seq_id>`, the same for the same call.
 
-        Of saved sampler weights (`tinker://.../sampler_weights/<name>`), or of a base model. Weights are loaded
-        with the first sample; those that are then replaced or deleted are gone for it.
+        Of saved sampler weights (`tinker://.../sampler_weights/<name>`), or of a base model. Weights are
+        loaded with the first sample; those that are then replaced or deleted are gone for it.
 
         Raises:
             InvalidRequestError: neither or an unknown base model, a path of weights for training, or a base
@@ -102,7 +102,8 @@ class SamplingSessions:
         path = parse_path(model_path)
         if path.kind != "sampler":
             raise InvalidRequestError(
-                f"model_path is {model_path}, weights for training; save_weights_for_sampler saves those to sample from"
+                f"model_path is {model_path}, weights for training; save_weights_for_sampler saves "
+                "those to sample from"
             )
         stored = self._storage.find(path, owner)
         own = stored.record.settings.base_model
@@ -139,8 +140,8 @@ class SamplingSessions:
     def sample(
         self, sampling_session_id: str, seq_id: int, request: SampleRequest, *, owner: str
     ) -> SubmittedSample:
-        """-> SampleOutput. The same (sampling_session_id, seq_id) is the same request, as long as its result is
-        kept. Seq ids from 0, in any order.
+        """-> SampleOutput. The same (sampling_session_id, seq_id) is the same request, as long as its result
+        is kept. Seq ids from 0, in any order.
 
         Raises:
             InvalidRequestError, NotFoundError, BusyError
@@ -153,9 +154,7 @@ class SamplingSessions:
             check_sample(request, self._limits)
             self._backend.check_request(one.base_model, request)
             sampler = self._sampler(one)
-            future = self._futures.begin(
-                request_id, owner=owner, group=sampling_session_id, num_bytes=request.prompt.nbytes
-            )
+            future = self._futures.begin(request_id, owner=owner, num_bytes=request.prompt.nbytes)
             self._start(future, sampler, request)
         return SubmittedSample(
             request_id=request_id,

@@ -7,9 +7,9 @@
     catalogue                what can be asked about models, runs and checkpoints (storage.py)
     retrieve, cancel         results of what was submitted (futures.py)
 
-Everything runs in one event loop. What submits work is a plain function: it checks, queues and returns at once;
-what was wrong with the call is raised as one of errors.py, what goes wrong afterwards is a `Failure` from
-`retrieve`. Every call names its owner, and what belongs to another owner is not found.
+Everything runs in one event loop. What submits work is a plain function: it checks, queues and returns at
+once; what was wrong with the call is raised as one of errors.py, what goes wrong afterwards is a `Failure`
+from `retrieve`. Every call names its owner, and what belongs to another owner is not found.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Service:
         Raises:
             ValueError: the storage folder cannot be written.
         """
-        await in_thread(self._storage.prepare)
+        self._storage.prepare()
         await self._backend.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="sweep of the storage")
 
@@ -139,7 +139,8 @@ class Service:
             log.error("the backend did not close within %g s", self.limits.close_timeout_s)
 
     async def retrieve(self, request_id: str, *, owner: str, wait_s: float) -> Response | Failure | None:
-        """The result; None when there is none yet after `wait_s`. May be called again, and several times at once.
+        """The result; None when there is none yet after `wait_s`. May be called again, and several times at
+        once.
 
         Raises:
             NotFoundError: it was never given to this owner.
@@ -161,11 +162,12 @@ class Service:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
+            if not self._storage.has_expired():
+                continue
             try:
                 await in_thread(self._storage.sweep)
             except OSError:
                 log.exception("what has expired could not be removed; it is tried again")
 
     def _forget_results(self, session: Session, why: str) -> None:
-        """Models that end in the background may add some; those are few and bounded by the limits."""
         self._futures.forget_session(session.session_id, session.owner)

@@ -33,7 +33,8 @@ class Session:
 class Sessions:
     """All raise NotFoundError for another's or an unknown session, GoneError for one that has ended.
 
-    Every call about a session, its models, its sampling sessions or their results tells that somebody is there.
+    Every call about a session, its models, its sampling sessions or their results tells that somebody is
+    there.
     """
 
     def __init__(self, *, ids: Ids, limits: Limits, wall_time_s: Callable[[], float]) -> None:
@@ -65,7 +66,8 @@ class Sessions:
         check_metadata(about, max_bytes=self._limits.metadata_bytes)
         if len(self._of(owner)) >= self._limits.sessions:
             raise LimitReachedError(
-                f"limit sessions: {self._limits.sessions} have not ended; finish one, or wait until one ends unheard"
+                f"limit sessions: {self._limits.sessions} have not ended; finish one, or wait until one "
+                "ends unheard"
             )
         session = Session(
             session_id=self._ids.new_session(owner),
@@ -103,10 +105,6 @@ class Sessions:
             model_ids=tuple(session.model_ids),
             sampling_session_ids=tuple(session.sampling_session_ids),
         )
-
-    def list(self, *, owner: str, offset: int = 0, limit: int = 20) -> Page[str]:
-        """Ids of those that have not ended, the newest first."""
-        return page([session.session_id for session in reversed(self._of(owner))], offset=offset, limit=limit)
 
     def live(self, any_id: str, owner: str) -> Session:
         """The session of a model's, sampler's, request's or its own id; somebody is there."""
@@ -149,8 +147,8 @@ class Sessions:
         if loop.time() < ends_s:
             session.silence = loop.call_at(ends_s, self._check_silence, session)
         else:
-            self._end(session, f"nobody was heard of in session {session.session_id} for "
-                      f"{self._limits.session_timeout_s:g} s")  # fmt: skip
+            timeout_s = self._limits.session_timeout_s
+            self._end(session, f"nobody was heard of in session {session.session_id} for {timeout_s:g} s")
 
     def _end(self, session: Session, why: str) -> None:
         del self._sessions[session.session_id]
@@ -158,6 +156,10 @@ class Sessions:
             session.silence.cancel()
         for end in self.on_end:
             end(session, why)
+
+    def list(self, *, owner: str, offset: int = 0, limit: int = 20) -> Page[str]:
+        """Ids of those that have not ended, the newest first."""
+        return page([session.session_id for session in reversed(self._of(owner))], offset=offset, limit=limit)
 
 
 def check_metadata(metadata: object, *, max_bytes: int) -> None:

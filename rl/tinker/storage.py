@@ -4,18 +4,19 @@
     .../weights/<name>@<version>/checkpoint.json, data/             `data` is the backend's own
     .../sampler_weights/<name>@<version>/checkpoint.json, data/
 
-A checkpoint appears whole or not at all. One that replaces another has the next version: the newest is the one, and
-older ones, which a kill may have left, go with the next start. So at every moment the old one or the new one is
-there. What expired is not found any more, and removed by `sweep`. What somebody reads (`reading`) is removed when
-they have finished.
+A checkpoint appears whole or not at all. One that replaces another has the next version: the newest is the
+one, and older ones, which a kill may have left, go with the next start. So at every moment the old one or
+the new one is there. What expired is not found any more, and removed by `sweep`. What somebody reads
+(`reading`) is removed when they have finished.
 
-Nothing is kept in memory but who reads, so that several processes may share a folder; only that one of them removes
-what another reads is not prevented.
+Nothing is kept in memory but who reads, so that several processes may share a folder; only that one of them
+removes what another reads is not prevented.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -66,14 +67,15 @@ class Storage:
         self._limits = limits
         self._wall_time_s = wall_time_s
         self._readers: Counter[Path] = Counter()
+        self._expires_next_s = math.inf
         self._unwanted: set[Path] = set()
         """Read by somebody, to be removed afterwards."""
 
     def prepare(self) -> None:
-        """For a thread: make the folder, and remove what was left half written, replaced or has expired."""
+        """Make the folder, and remove what was left half written, replaced or has expired."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with temporary_folder(self._folder / "is-writable"):
+            with temporary_folder(self._folder / "test"):
                 pass
         except OSError as error:
             raise ValueError(
@@ -89,6 +91,7 @@ class Storage:
 
     def sweep(self) -> None:
         """For a thread: remove what has expired or was replaced."""
+        self._expires_next_s = math.inf
         for run in self._run_folders():
             for kind in FOLDERS:
                 newest: dict[str, Path] = {}
@@ -100,6 +103,16 @@ class Storage:
                     record = read_checkpoint(folder / _CHECKPOINT)
                     if record is not None and self._has_expired(record):
                         self._remove(folder)
+                    elif record is not None:
+                        self._expect(record)
+
+    def has_expired(self) -> bool:
+        """Something that this process knows of, so that it is worth a `sweep`."""
+        return self._expires_next_s <= self._wall_time_s()
+
+    def _expect(self, record: CheckpointRecord) -> None:
+        if record.expires_s is not None:
+            self._expires_next_s = min(self._expires_next_s, record.expires_s)
 
     # Reading
 
@@ -211,7 +224,8 @@ class Storage:
             raise LimitReachedError(f"limit checkpoints: there are {len(sizes)}; delete some")
         if self._limits.storage_bytes is not None and sum(sizes) >= self._limits.storage_bytes:
             raise LimitReachedError(
-                f"limit storage_bytes: checkpoints take {sum(sizes)} of {self._limits.storage_bytes}; delete some"
+                f"limit storage_bytes: checkpoints take {sum(sizes)} of {self._limits.storage_bytes}; "
+                "delete some"
             )
 
     def _make_run(self, run: RunRecord) -> None:
@@ -225,6 +239,7 @@ class Storage:
         record = replace(record, size_bytes=size_bytes)
         write_json(temporary / _CHECKPOINT, record)
         publish(temporary, folder)
+        self._expect(record)
         return record
 
     def delete(self, path: CheckpointPath, owner: str) -> None:
@@ -241,6 +256,7 @@ class Storage:
         expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
         record = replace(stored.record, expires_s=expires_s)
         write_json(stored.folder / _CHECKPOINT, record)
+        self._expect(record)
         return replace(stored, record=record)
 
     def remove_empty_run(self, model_id: str) -> None:

@@ -2,10 +2,10 @@
 
 Consumes requests as they come: the first chunk of a batch often last, some twice, some never.
 Produces their results, each request begun when the one before it has ended, well or badly.
-Waits for the next seq id, while later ones are held, at most `gap_timeout_s` from when they could first have run.
-Then the missing ones are lost. What is held fails as well: an `optim_step` among it would step with part of a batch.
-The gradient that the model has accumulated is of such a batch, so it is dropped, and the stream goes on after
-the last seq id that was held. A lost one that comes later fails.
+Waits for the next seq id, while later ones are held, at most `gap_timeout_s` from when they could first have
+run. Then the missing ones are lost. What is held fails as well: an `optim_step` among it would step with
+part of a batch. The gradient that the model has accumulated is of such a batch, so it is dropped, and the
+stream goes on after the last seq id that was held. A lost one that comes later fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Stream:
         elif seq_id < self._next:
             self._fail(
                 (request,),
-                f"seq_id {seq_id} came too late: later requests waited {self._gap_timeout_s:g} s for it and failed",
+                f"seq_id {seq_id} came too late: later requests waited {self._gap_timeout_s:g} s for it "
+                "and failed",
             )
         else:
             self._held[seq_id] = request, work
@@ -125,7 +126,8 @@ class Stream:
         self._lost += missing
         self._next = come[-1] + 1
         self._fail_held(
-            f"seq_id {_ranges(missing)} of {self._name} did not come within {self._gap_timeout_s:g} s, so what waited "
+            f"seq_id {_ranges(missing)} of {self._name} did not come within {self._gap_timeout_s:g} s, "
+            "so what waited "
             "for it failed, and the gradient that was accumulated is dropped; requests after these run again"
         )
         self._had_gap = True

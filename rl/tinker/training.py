@@ -8,7 +8,7 @@ from dataclasses import replace
 from rl.tinker.backend import Backend
 from rl.tinker.background import Background
 from rl.tinker.checks import check_adam, check_data, check_seq_id, check_ttl, find_base
-from rl.tinker.errors import InvalidRequestError
+from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.futures import Futures
 from rl.tinker.limits import Limits
 from rl.tinker.messages import AdamParams, Datum, LossCall, ModelSettings
@@ -24,9 +24,10 @@ from rl.tinker.streams import Work
 
 
 class Training:
-    """Every submission may be repeated: the same (model_id, seq_id) is the same request and done once, whatever
-    the repetition says. Seq ids count from 1. A request that is refused as invalid takes its turn too, so that
-    later ones do not wait for it; one that is refused with BusyError does not, and is expected again.
+    """Every submission may be repeated: the same (model_id, seq_id) is the same request and done once,
+    whatever the repetition says. Seq ids count from 1. A request that is refused as invalid takes its turn
+    too, so that later ones do not wait for it; one that is refused with BusyError does not, and is expected
+    again.
 
     Raises:
         InvalidRequestError: of any submission, whose text names what is wrong.
@@ -135,13 +136,14 @@ class Training:
             raise InvalidRequestError(f"base_model is {checked.base_model!r}, which cannot be trained")
         self._backend.check_settings(checked)
         self._models.check_room(owner)
-        request = self._futures.begin(submitted.request_id, owner=owner, group=model_id)
+        request = self._futures.begin(submitted.request_id, owner=owner, model_id=model_id)
         model = self._models.add(model_id, checked, session=session, user_metadata=user_metadata)
         model.stream.submit(0, request, lambda: work(model))
         return submitted
 
     def load_state(self, model_id: str, seq_id: int, path: str, *, optimizer: bool, owner: str) -> Submitted:
-        """-> LoadedState. Into a model that is there, whose settings are the checkpoint's but for the seed."""
+        """-> LoadedState. Into a model that is there, whose settings are the checkpoint's but for the
+        seed."""
 
         def work(model: Model) -> Work:
             stored = self._find_state(path, owner)
@@ -192,13 +194,18 @@ class Training:
         user_metadata: Metadata | None = None,
         owner: str,
     ) -> Submitted:
-        """-> SavedState. `name` None: made from the seq id. A name that is taken fails without `overwrite`."""
-        name = f"{seq_id:06d}" if name is None else name
+        """-> SavedState. `name` None: made from the seq id. A name that is taken fails without
+        `overwrite`."""
 
         def work(model: Model) -> Work:
-            self._check_save(name, ttl_seconds, user_metadata)
+            new_name = f"{seq_id:06d}" if name is None else name
+            self._check_save(new_name, ttl_seconds, user_metadata)
             return lambda: self._work.save_state(
-                model, name, overwrite=overwrite, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+                model,
+                new_name,
+                overwrite=overwrite,
+                ttl_seconds=ttl_seconds,
+                user_metadata=user_metadata,
             )
 
         return self._submit(model_id, seq_id, work, owner=owner)
@@ -223,7 +230,8 @@ class Training:
         def work(model: Model) -> Work:
             if (name is None) == (sampling_session_seq_id is None):
                 raise InvalidRequestError(
-                    f"name is {name!r} and sampling_session_seq_id {sampling_session_seq_id!r}; one of them is given"
+                    f"name is {name!r} and sampling_session_seq_id {sampling_session_seq_id!r}; one of "
+                    "them is given"
                 )
             if name is not None:
                 self._check_save(name, ttl_seconds, user_metadata)
@@ -243,7 +251,7 @@ class Training:
         if submitted.request_id in self._futures:
             return submitted
         model = self._models.live(model_id, owner)
-        request = self._futures.begin(submitted.request_id, owner=owner, group=model_id, unblocks=True)
+        request = self._futures.begin(submitted.request_id, owner=owner, model_id=model_id, unblocks=True)
 
         async def unloaded() -> UnloadedModel:
             await self._models.end(model, "it was unloaded")
@@ -274,14 +282,14 @@ class Training:
             return submitted
         try:
             checked = work(model)
-        except (InvalidRequestError, LookupError) as error:
-            request = self._futures.begin(submitted.request_id, owner=owner, group=model_id, unblocks=True)
+        except (InvalidRequestError, NotFoundError) as error:
+            request = self._futures.begin(submitted.request_id, owner=owner, model_id=model_id, unblocks=True)
             model.stream.refuse(seq_id, request, str(error))
             raise
         request = self._futures.begin(
             submitted.request_id,
             owner=owner,
-            group=model_id,
+            model_id=model_id,
             num_bytes=num_bytes,
             unblocks=model.stream.unblocks(seq_id),
         )
