@@ -19,7 +19,7 @@ from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import Limits
 from rl.tinker.responses import Failure, Response
 from rl.tinker.service import LOCAL_OWNER, Service
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,
