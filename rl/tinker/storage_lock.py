@@ -10,7 +10,7 @@ NAME = ".lock"
 
 
 class StorageLock:
-    """Held until `release`; however a process ends, the kernel lets go of it."""
+    """Held until `close`; however a process ends, the kernel lets go of it."""
 
     def __init__(self, folder: str | Path) -> None:
         """Makes the folder if it is missing.
@@ -34,6 +34,6 @@ class StorageLock:
                 f"storage_folder={str(self.folder)!r}: another process is using it; give one of its own"
             ) from None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Idempotent."""
         self._file.close()

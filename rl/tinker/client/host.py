@@ -149,7 +149,7 @@ class Host:
             if self._thread.is_alive():
                 logger.warning("the backend has not ended within %.0f s: it is left behind", CLOSE_TIMEOUT_S)
             else:
-                self._storage.release()
+                self._storage.close()
             for future in list(self._pending):
                 future.cancel()
 

@@ -96,11 +96,19 @@ def _folder(storage_folder: str | Path | None) -> Path:
 
 
 def make_backend(backend: Backend | Configurable.Config | str) -> Backend:
-    """Raises ValueError for what is none, and ConfigError with the known names for an unknown one."""
+    """Of a backend's config or a server's, or the name of one.
+
+    Raises:
+        ValueError: it is none.
+        ConfigError: an unknown name; the text lists the others.
+    """
     if isinstance(backend, str):
         registry = importlib.import_module("rl.config.registry")
-        backend = registry.resolve(CONFIGS, backend).config.backend
-    built: Any = backend.build() if isinstance(backend, Configurable.Config) else backend
+        backend = registry.resolve(CONFIGS, backend).config
+    built: Any = backend
+    if isinstance(backend, Configurable.Config):
+        of_server: Configurable.Config | None = getattr(backend, "backend", None)
+        built = (of_server or backend).build()
     missing = [
         name for name in ("base_models", "start", "forward_backward", "sample") if not hasattr(built, name)
     ]
