@@ -47,12 +47,25 @@ class ActorLearner:
         self.trainer = trainer
 
     async def forward_backward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
+    ) -> ForwardBackwardResult:
+        return await self._rank0("forward_backward", samples, loss, return_logprobs, limit="train_s")
+
+    async def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
     ) -> ForwardBackwardResult:
-        return await self._rank0("forward_backward", samples, loss, limit="train_s")
+        """What `forward_backward` with logprobs would return; the gradient stays as it is."""
+        return await self._rank0("forward", samples, loss, limit="train_s")
 
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        return await self._rank0("optim_step", params, limit="train_s")
+    async def drop_gradient(self) -> None:
+        """Forget what was accumulated since the last step."""
+        await self._rank0("drop_gradient", limit="train_s")
+
+    async def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
+        """As `Learner.optim_step`; `allow_empty`: with nothing accumulated the gradient is zero."""
+        return await self._rank0("optim_step", params, allow_empty, limit="train_s")
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return await self._rank0("compute_logprobs", samples, limit="train_s")

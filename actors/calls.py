@@ -31,7 +31,7 @@ class Timeouts:
     generate_s: float = 1800.0
     """All completions of a step or of an evaluation."""
     train_s: float = 1800.0
-    """One forward_backward, optim_step or compute_logprobs."""
+    """One forward_backward, forward, optim_step or compute_logprobs."""
     score_s: float = 600.0
     """Scoring what a reward process is asked for, beyond the time that reward.time_limit_s gives to the
     reward functions of these rollouts and of those that it was asked for before."""

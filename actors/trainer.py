@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -141,13 +141,34 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], loss: Loss | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        loss: Loss | None = None,
+        return_logprobs: bool = False,
     ) -> ForwardBackwardResult:
-        return await self._compute(partial(self.engine.forward_backward, loss=loss), samples)
+        """Logprobs are in the answer of rank 0."""
+        rank = current_rank().rank
+        add = partial(self.engine.forward_backward, loss=loss, return_logprobs=return_logprobs)
+        return _told_by(rank, await self._compute(add, samples))
 
     @concurrent_endpoint
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        return await self._change_weights(self.engine.optim_step, params)
+    async def forward(
+        self, samples: Sequence[TrainingSample], loss: Loss | None = None
+    ) -> ForwardBackwardResult:
+        """What `forward_backward` with logprobs would answer; the gradient stays as it is."""
+        rank = current_rank().rank
+        return _told_by(rank, await self._compute(partial(self.engine.forward, loss=loss), samples))
+
+    @concurrent_endpoint
+    async def drop_gradient(self) -> None:
+        """Forget what was accumulated since the last step."""
+        await self._compute(self.engine.drop_gradient)
+
+    @concurrent_endpoint
+    async def optim_step(
+        self, params: OptimParams | None = None, allow_empty: bool = False
+    ) -> OptimStepResult:
+        return await self._change_weights(partial(self.engine.optim_step, allow_empty=allow_empty), params)
 
     @concurrent_endpoint
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
@@ -286,3 +307,8 @@ class PolicyTrainer(Actor, Configurable):
         version, state_dict = engine.policy_version, engine.model_state_dict()
         push = self.store.push(version=version, state_dict=state_dict, buffer_names=engine.buffer_names())
         return version, asyncio.run(push)
+
+
+def _told_by(rank: int, result: ForwardBackwardResult) -> ForwardBackwardResult:
+    """All ranks have the same; one of them sends the logprobs."""
+    return result if rank == 0 else replace(result, logprobs=None)

@@ -45,7 +45,7 @@ class AnnealedClipTrainer(PolicyTrainer):
 
 
 class AnnealedClipEngine(TrainingEngine):
-    def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+    def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
         config = self.config
         assert isinstance(config, AnnealedClipTrainer.Config)
         progress = min(1.0, self.policy_version / config.anneal_steps)
@@ -53,7 +53,7 @@ class AnnealedClipEngine(TrainingEngine):
         params = params or OptimParams()
         if params.max_norm is None:
             params = replace(params, max_norm=max_norm)
-        return super().optim_step(params)
+        return super().optim_step(params, allow_empty=allow_empty)
 
 
 def tiny_annealed_clip() -> Controller.Config:

@@ -163,12 +163,28 @@ class LocalBackend:
     # Learner
 
     async def forward_backward(
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
+    ) -> ForwardBackwardResult:
+        """As `TrainingEngine.forward_backward`."""
+        return await self._learner.run(
+            lambda: self.engine.forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
+        )
+
+    async def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
     ) -> ForwardBackwardResult:
-        return await self._learner.run(lambda: self.engine.forward_backward(samples, loss=loss))
+        """As `TrainingEngine.forward`."""
+        return await self._learner.run(lambda: self.engine.forward(samples, loss=loss))
 
-    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
-        return await self._learner.run(lambda: self.engine.optim_step(params))
+    async def drop_gradient(self) -> None:
+        """As `TrainingEngine.drop_gradient`."""
+        await self._learner.run(self.engine.drop_gradient)
+
+    async def optim_step(
+        self, params: OptimParams | None = None, *, allow_empty: bool = False
+    ) -> OptimStepResult:
+        """As `TrainingEngine.optim_step`."""
+        return await self._learner.run(lambda: self.engine.optim_step(params, allow_empty=allow_empty))
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return await self._learner.run(lambda: self.engine.compute_logprobs(samples))

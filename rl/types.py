@@ -291,7 +291,7 @@ class ForwardBackwardResult:
     loss_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the loss itself reports, averaged over valid tokens."""
     expert_load: ExpertLoad | None = None
-    """None for a model without experts."""
+    """None for a model without experts, and of `forward`."""
     packing: Packing | None = None
     """None of a learner that does not pack."""
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)

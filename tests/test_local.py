@@ -292,6 +292,26 @@ def test_a_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(asset
     with_backend(use, assets=assets)
 
 
+def test_a_forward_returns_logprobs_and_leaves_no_gradient(assets):
+    async def use(local):
+        samples = make_samples()
+        measured = await local.forward(samples, loss=CrossEntropyLoss())
+        asked = await local.compute_logprobs(samples)
+        with pytest.raises(ValueError, match="without an accumulated gradient"):
+            await local.optim_step(STEP)
+        result = await local.forward_backward(samples, loss=CrossEntropyLoss(), return_logprobs=True)
+        await local.drop_gradient()
+        step = await local.optim_step(STEP, allow_empty=True)
+        return measured, result, asked, step
+
+    measured, result, asked, step = with_backend(use, assets=assets)
+    assert measured.loss_sum == result.loss_sum
+    for one, other, logprobs in zip(measured.logprobs, result.logprobs, asked, strict=True):
+        assert np.array_equal(one, logprobs)
+        assert np.array_equal(other, logprobs)
+    assert (step.grad_norm, step.policy_version) == (0.0, 1)
+
+
 def test_a_cancelled_call_of_the_learner_counts_if_it_had_begun_and_else_is_not_made(assets):
     first, second = WaitingLoss(), WaitingLoss()
 

@@ -142,14 +142,14 @@ class Futures:
 
     async def retrieve(self, request_id: str, *, wait_s: float) -> Response | Failure | None:
         request = self._find(request_id)
-        if request.result is None and wait_s > 0:
+        if request.result is None:
             try:
                 async with asyncio.timeout(wait_s):
                     await request.done.wait()
             except TimeoutError:
                 return None
-        if request.result is None and self._closed:
-            raise GoneError(_CLOSED)
+            if self._closed:
+                raise GoneError(_CLOSED)
         if request.result is not None:
             self._forget_later(request)
         return request.result
@@ -201,7 +201,7 @@ class Futures:
         return request
 
     def _forget_later(self, request: Request) -> None:
-        if request.forgetting is None:
+        if request.forgetting is None and self._requests.get(request.request_id) is request:
             held = self._held[request.owner]
             held.retrieved[request.request_id] = held.results.pop(request.request_id)
             loop = asyncio.get_running_loop()

@@ -195,6 +195,9 @@ class LocalBackend(Configurable):
         check_adam(params)
         return await self._learn(lambda: self._model(model_id).optim_step(params))
 
+    async def drop_gradient(self, model_id: str) -> None:
+        await self._learn(lambda: self._model(model_id).engine.drop_gradient())
+
     async def save_state(self, model_id: str, folder: Path) -> None:
         await self._learn(lambda: self._model(model_id).save_state(folder))
 

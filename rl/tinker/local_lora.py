@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.batch_invariant.model import make_batch_invariant
+from rl.models.batch_invariant.probe import MAX_PRODUCTS, check_rows, linear, row_counts
 from rl.models.batch_invariant.rows import ROW_MULTIPLE
 from rl.models.buffers import reset_buffers
 from rl.models.converters.converter import ModelConverter, ModelConverters
-from rl.models.converters.lora import LoRA
+from rl.models.converters.lora import HEAD, LoRA
+from rl.models.converters.low_rank import adapted_layers
 from rl.models.spec import ModelSpec
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.messages import LoRASettings
@@ -108,6 +111,36 @@ def check_lora(lora: LoRASettings, *, spec: ModelSpec, max_rank: int) -> None:
             f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing "
             f"would have an adapter{why}: one of the first two must be true"
         )
+
+
+def check_products(module: nn.Module, *, dtype: torch.dtype, max_rows: int) -> None:
+    """Try the products of a model's adapters at different numbers of tokens, as `probe.check_machine` does
+    the model's own.
+
+    Raises:
+        ValueError: the first whose rows depend on their number on this machine.
+    """
+    shapes = {
+        shape
+        for base, adapter in adapted_layers(module)
+        if base is not getattr(module, HEAD, None)  # its adapter is added to its weight
+        for shape in ((base.in_features, adapter.lora_a.size(0)), (adapter.lora_a.size(0), base.out_features))
+    }
+    for fan_in, fan_out in sorted(shapes):
+        _check_product(fan_in, fan_out, dtype, max_rows)
+
+
+@cache
+def _check_product(fan_in: int, fan_out: int, dtype: torch.dtype, max_rows: int) -> None:
+    """Once for all models of a size and rank."""
+    most = max(ROW_MULTIPLE, MAX_PRODUCTS / (fan_in * fan_out))
+    check_rows(
+        f"an adapter's product {fan_in} -> {fan_out}",
+        linear(fan_in, fan_out, dtype=dtype),
+        width=fan_in,
+        dtype=dtype,
+        counts=[count for count in row_counts(max_rows) if count <= most],
+    )
 
 
 def same_shape(one: LoRASettings | None, other: LoRASettings | None, *, spec: ModelSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from rl.distributed.seeds import random_states, restore_random_states
 from rl.tinker.data import WireSamples, wire_samples
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
-from rl.tinker.local_lora import ModelPlan, same_shape
+from rl.tinker.local_lora import ModelPlan, check_products, same_shape
 from rl.tinker.losses import HIGH, make_loss, wire_loss
 from rl.tinker.messages import (
     AdamParams,
@@ -32,6 +33,8 @@ from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.errors import NonFiniteLossError
 from rl.types import ForwardBackwardResult, OptimParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +66,8 @@ class LocalModel:
         for name, parameter in self.engine.policy.parameters.items():
             if not parameter.requires_grad:
                 parameter.data = base.weights[name]
+        if base.spec.batch_invariant and lora is not None and base.device.type == "cpu":
+            self._check_products(lora.rank)
 
     def forward_backward(
         self, data: Sequence[Datum], call: LossCall, *, backward: bool
@@ -159,6 +164,14 @@ class LocalModel:
 
     def close(self) -> None:
         self.engine.close()
+
+    def _check_products(self, rank: int) -> None:
+        """The bits of samples are promised of the base; with adapters only a warning is due."""
+        rows = self.engine.config.training.max_tokens_per_microbatch
+        try:
+            check_products(self.engine.policy.model, dtype=self.base.serve_dtype, max_rows=rows)
+        except ValueError as error:
+            logger.warning("%s, rank %d: %s", self.base.config.name, rank, error)
 
     def _trained(self) -> dict[str, Tensor]:
         """The very tensors."""

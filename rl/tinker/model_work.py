@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl.tinker.backend import Backend
-from rl.tinker.errors import GoneError, TinkerError
+from rl.tinker.errors import GoneError, InvalidRequestError, TinkerError
 from rl.tinker.models import Model, Models
 from rl.tinker.names import CheckpointPath, owner_hash
 from rl.tinker.responses import CheckpointKind, CreatedModel, LoadedState, Metadata, SavedSampler, SavedState
@@ -14,6 +15,7 @@ from rl.tinker.samplers import Samplers
 from rl.tinker.sampling import SamplingSessions, Snapshot
 from rl.tinker.sessions import Sessions
 from rl.tinker.storage import Storage, Stored
+from rl.tinker.types import AdamParams, Datum, ForwardBackwardOutput, LossCall, OptimStepOutput
 
 
 class ModelWork:
@@ -53,9 +55,32 @@ class ModelWork:
             await self._models.end_uncreated(model, f"it could not be created: {reason}")
             raise
 
-    async def load(self, model: Model, stored: Stored, *, optimizer: bool) -> LoadedState:
+    async def forward_backward(
+        self, model: Model, seq_id: int, data: Sequence[Datum], loss: LossCall, *, backward: bool
+    ) -> ForwardBackwardOutput:
+        with model.adding(seq_id, backward=backward):
+            return await self._backend.forward_backward(model.model_id, data, loss, backward=backward)
+
+    async def optim_step(self, model: Model, seq_id: int, params: AdamParams) -> OptimStepOutput:
+        """
+        Raises:
+            InvalidRequestError: part of the batch is missing, because a `forward_backward` failed since the
+                last step; the gradient is dropped.
+        """
+        failed = model.take_incomplete(seq_id)
+        if failed:
+            await self._backend.drop_gradient(model.model_id)
+            raise InvalidRequestError(
+                f"optim_step: forward_backward with seq_id {', '.join(map(str, failed))} failed, so the "
+                "gradient would be of part of a batch. It is dropped and the weights are as they were: "
+                "send the whole batch again, or without what failed"
+            )
+        return await self._backend.optim_step(model.model_id, params)
+
+    async def load(self, model: Model, stored: Stored, *, optimizer: bool, seq_id: int = 0) -> LoadedState:
         with self._storage.reading(stored) as folder:
             await self._backend.load_state(model.model_id, folder, optimizer=optimizer)
+        model.take_incomplete(seq_id)
         return LoadedState(path=str(stored.path), model_id=model.model_id)
 
     async def save_state(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rl.tinker.backend import Backend
 from rl.tinker.background import Background, in_thread
@@ -32,8 +33,27 @@ class Model:
     """The backend has it."""
     has_saved: bool = False
     """Or tried to."""
+    incomplete: set[int] = field(default_factory=set)
+    """Seq ids of what failed to add to the gradient of the next step."""
     end: str | None = None
     """Why it takes no requests any more."""
+
+    @contextmanager
+    def adding(self, seq_id: int, *, backward: bool) -> Iterator[None]:
+        """Remember if what was to add to the gradient fails."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if backward and not done:
+                self.incomplete.add(seq_id)
+
+    def take_incomplete(self, before: int) -> list[int]:
+        """What failed before this seq id, and forget it."""
+        failed = sorted(seq_id for seq_id in self.incomplete if seq_id < before)
+        self.incomplete -= set(failed)
+        return failed
 
 
 class Models:

@@ -33,6 +33,7 @@ from rl.tinker.samplers import Samplers
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Session, Sessions
 from rl.tinker.storage import Storage
+from rl.tinker.submission import Submission
 from rl.tinker.training import Training
 
 log = logging.getLogger(__name__)
@@ -59,11 +60,18 @@ class Service:
     ) -> None:
         self.limits = limits or Limits()
         self._backend = backend
-        self._ids = Ids()
-        self._background = background = Background()
-        self._futures = futures = Futures(self.limits)
-        self._storage = storage = Storage(storage_folder, limits=self.limits, wall_time_s=wall_time_s)
-        self.sessions = sessions = Sessions(ids=self._ids, limits=self.limits, wall_time_s=wall_time_s)
+        self._background = Background()
+        self._futures = Futures(self.limits)
+        self._storage = Storage(storage_folder, limits=self.limits, wall_time_s=wall_time_s)
+        self.sessions = Sessions(ids=Ids(), limits=self.limits, wall_time_s=wall_time_s)
+        self._build_rooms(wall_time_s)
+        self.sessions.on_end.append(self._forget_results)
+        self._sweeping: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    def _build_rooms(self, wall_time_s: Callable[[], float]) -> None:
+        backend, storage, sessions = self._backend, self._storage, self.sessions
+        futures, background = self._futures, self._background
         models = Models(
             backend=backend,
             storage=storage,
@@ -86,8 +94,15 @@ class Service:
         self.training = Training(
             backend=backend,
             storage=storage,
-            sessions=sessions,
             models=models,
+            submission=Submission(
+                backend=backend,
+                sessions=sessions,
+                models=models,
+                futures=futures,
+                background=background,
+                limits=self.limits,
+            ),
             sampling=self.sampling,
             work=ModelWork(
                 backend=backend,
@@ -97,14 +112,9 @@ class Service:
                 samplers=samplers,
                 sampling=self.sampling,
             ),
-            futures=futures,
-            background=background,
             limits=self.limits,
         )
         self.catalogue = Catalogue(backend=backend, storage=storage, models=models)
-        sessions.on_end.append(self._forget_results)
-        self._sweeping: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the backend, and remove what has expired or was left half written.

@@ -15,24 +15,21 @@ removes what another reads is not prevented.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rl.atomic_folder import appearing_folder, publish, remove, remove_leftovers, temporary_folder
+from rl.atomic_folder import appearing_folder, publish, temporary_folder
 from rl.tinker.background import in_thread
-from rl.tinker.errors import GoneError, InvalidRequestError, LimitReachedError, NotFoundError
+from rl.tinker.errors import InvalidRequestError, LimitReachedError, NotFoundError
 from rl.tinker.limits import Limits
 from rl.tinker.names import FOLDERS, CheckpointPath, is_model_id, owner_hash
 from rl.tinker.responses import Checkpoint, Metadata
 from rl.tinker.run_files import CheckpointRecord, RunRecord, read_checkpoint, read_run, write_json
-
-log = logging.getLogger(__name__)
+from rl.tinker.run_folders import RunFolders
 
 _RUN, _CHECKPOINT, _DATA = "run.json", "checkpoint.json", "data"
 
@@ -63,46 +60,36 @@ class Storage:
     """Everything but `save` is quick on a local disk, or says that it is for a thread."""
 
     def __init__(self, folder: str | Path, *, limits: Limits, wall_time_s: Callable[[], float]) -> None:
-        self._folder = Path(folder).absolute()
+        self._folders = RunFolders(Path(folder).absolute())
         self._limits = limits
         self._wall_time_s = wall_time_s
-        self._readers: Counter[Path] = Counter()
         self._expires_next_s = math.inf
-        self._unwanted: set[Path] = set()
-        """Read by somebody, to be removed afterwards."""
 
     def prepare(self) -> None:
-        """Make the folder, and remove what was left half written, replaced or has expired."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with temporary_folder(self._folder / "test"):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"storage_folder is {str(self._folder)!r}, which cannot be written: {error}"
-            ) from error
-        remove_leftovers(self._folder)
-        for run in self._run_folders():
-            for folder in FOLDERS.values():
-                remove_leftovers(run / folder)
+        """Make the folder, and remove what was left half written, replaced or has expired.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        self._folders.prepare()
         self.sweep()
-        for run in self._run_folders():
-            self._remove_if_empty(run)
+        for run in self._folders.runs():
+            self._folders.remove_if_empty(run)
 
     def sweep(self) -> None:
         """For a thread: remove what has expired or was replaced."""
         self._expires_next_s = math.inf
-        for run in self._run_folders():
+        for run in self._folders.runs():
             for kind in FOLDERS:
                 newest: dict[str, Path] = {}
-                for name, _, folder in sorted(self._versions(run / FOLDERS[kind])):
+                for name, _, folder in sorted(self._folders.versions(run / FOLDERS[kind])):
                     if (older := newest.get(name)) is not None:
-                        self._remove(older)
+                        self._folders.remove(older)
                     newest[name] = folder
                 for folder in newest.values():
                     record = read_checkpoint(folder / _CHECKPOINT)
                     if record is not None and self._has_expired(record):
-                        self._remove(folder)
+                        self._folders.remove(folder)
                     elif record is not None:
                         self._expect(record)
 
@@ -118,20 +105,20 @@ class Storage:
 
     def runs(self, owner: str) -> list[RunRecord]:
         """For a thread: the newest first."""
-        records = [read_run(run / _RUN) for run in self._run_folders()]
+        records = [read_run(run / _RUN) for run in self._folders.runs()]
         own = [record for record in records if record is not None and record.owner_hash == owner_hash(owner)]
         return sorted(own, key=lambda record: record.created_s, reverse=True)
 
     def run(self, model_id: str, owner: str) -> RunRecord | None:
-        record = read_run(self._run_folder(model_id) / _RUN) if is_model_id(model_id) else None
+        record = read_run(self._folders.run(model_id) / _RUN) if is_model_id(model_id) else None
         return record if record is not None and record.owner_hash == owner_hash(owner) else None
 
     def checkpoints(self, model_id: str) -> list[Stored]:
         """For a thread: of both kinds, the newest first."""
-        run = self._run_folder(model_id)
+        run = self._folders.run(model_id)
         found = []
         for kind, folder in FOLDERS.items():
-            for name in {name for name, _, _ in self._versions(run / folder)}:
+            for name in {name for name, _, _ in self._folders.versions(run / folder)}:
                 stored = self._newest(CheckpointPath(model_id=model_id, kind=kind, name=name))
                 if stored is not None:
                     found.append(stored)
@@ -150,18 +137,8 @@ class Storage:
         Raises:
             GoneError: it was deleted or replaced.
         """
-        folder = stored.folder
-        self._readers[folder] += 1  # before looking: `_remove` looks for readers after saying that it removes
-        try:
-            if folder in self._unwanted or not folder.is_dir():
-                raise GoneError(f"checkpoint {stored.path} was deleted or replaced in the meantime")
-            yield folder / _DATA
-        finally:
-            self._readers[folder] -= 1
-            if not self._readers[folder]:
-                del self._readers[folder]
-                if folder in self._unwanted:
-                    self._remove(folder)
+        with self._folders.reading(stored.folder):
+            yield stored.folder / _DATA
 
     # Writing
 
@@ -183,12 +160,10 @@ class Storage:
         """
         await in_thread(self._check_room, run, path, overwrite=overwrite)
         await in_thread(self._make_run, run)
-        parent = self._run_folder(path.model_id) / FOLDERS[path.kind]
-        parent.mkdir(exist_ok=True)
-        version = 1 + max(
-            (version for name, version, _ in self._versions(parent) if name == path.name), default=0
-        )
-        folder = parent / f"{path.name}@{version}"
+        older = self._folders.versions_of(path)
+        version = older[-1][0] + 1 if older else 1
+        folder = self._folders.run(path.model_id) / FOLDERS[path.kind] / f"{path.name}@{version}"
+        folder.parent.mkdir(exist_ok=True)
         with temporary_folder(folder) as temporary:
             data = temporary / _DATA
             data.mkdir()
@@ -202,9 +177,8 @@ class Storage:
                 user_metadata=user_metadata,
             )
             record = await in_thread(self._publish, temporary, folder, record)
-        for name, older, replaced in sorted(self._versions(parent)):
-            if name == path.name and older < version:
-                await in_thread(self._remove, replaced)
+        for _, replaced in older:
+            await in_thread(self._folders.remove, replaced)
         return Stored(path=path, folder=folder, record=record)
 
     def _check_room(self, run: RunRecord, path: CheckpointPath, *, overwrite: bool) -> None:
@@ -212,7 +186,7 @@ class Storage:
             raise InvalidRequestError(
                 f"name is {path.name!r}: {path} is there already; overwrite it, or take another name"
             )
-        own = [read_run(folder / _RUN) for folder in self._run_folders()]
+        own = [read_run(folder / _RUN) for folder in self._folders.runs()]
         sizes = [
             stored.record.size_bytes
             for record in own
@@ -229,7 +203,7 @@ class Storage:
             )
 
     def _make_run(self, run: RunRecord) -> None:
-        folder = self._run_folder(run.model_id)
+        folder = self._folders.run(run.model_id)
         if not (folder / _RUN).exists():
             with suppress(FileExistsError), appearing_folder(folder) as temporary:
                 write_json(temporary / _RUN, run)
@@ -245,10 +219,10 @@ class Storage:
     def delete(self, path: CheckpointPath, owner: str) -> None:
         """For a thread."""
         self.find(path, owner)
-        parent = self._run_folder(path.model_id) / FOLDERS[path.kind]
-        for name, _, folder in sorted(self._versions(parent)):
-            if name == path.name:  # the oldest first: killed on the way, none comes back
-                self._remove(folder)
+        for _, folder in self._folders.versions_of(
+            path
+        ):  # the oldest first: killed on the way, none comes back
+            self._folders.remove(folder)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> Stored:
         """For a thread."""
@@ -261,37 +235,13 @@ class Storage:
 
     def remove_empty_run(self, model_id: str) -> None:
         """For a thread: what a run that saved nothing has left."""
-        self._remove_if_empty(self._run_folder(model_id))
-
-    # Folders
-
-    def _run_folder(self, model_id: str) -> Path:
-        assert is_model_id(model_id)
-        return self._folder / model_id.replace(":", ".")
-
-    def _run_folders(self) -> list[Path]:
-        return [run for run in self._folder.iterdir() if is_model_id(run.name.replace(".", ":"))]
-
-    def _versions(self, parent: Path) -> Iterator[tuple[str, int, Path]]:
-        """Name, version, folder."""
-        for folder in parent.iterdir() if parent.is_dir() else ():
-            name, _, version = folder.name.rpartition("@")
-            if (
-                not name.startswith(".")
-                and version.isascii()
-                and version.isdigit()
-                and folder not in self._unwanted
-            ):
-                yield name, int(version), folder
+        self._folders.remove_if_empty(self._folders.run(model_id))
 
     def _newest(self, path: CheckpointPath) -> Stored | None:
-        parent = self._run_folder(path.model_id) / FOLDERS[path.kind]
-        versions = [
-            (version, folder) for name, version, folder in self._versions(parent) if name == path.name
-        ]
+        versions = self._folders.versions_of(path)
         if not versions:
             return None
-        folder = max(versions)[1]
+        folder = versions[-1][1]
         record = read_checkpoint(folder / _CHECKPOINT)
         if record is None or self._has_expired(record):
             return None
@@ -299,15 +249,3 @@ class Storage:
 
     def _has_expired(self, record: CheckpointRecord) -> bool:
         return record.expires_s is not None and record.expires_s <= self._wall_time_s()
-
-    def _remove(self, folder: Path) -> None:
-        self._unwanted.add(folder)
-        if not self._readers[folder]:
-            with suppress(FileNotFoundError):
-                remove(folder)
-            self._unwanted.discard(folder)
-
-    def _remove_if_empty(self, run: Path) -> None:
-        if not any(any((run / folder).iterdir()) for folder in FOLDERS.values() if (run / folder).is_dir()):
-            with suppress(FileNotFoundError):
-                remove(run)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rl.tinker.backend import Backend
-from rl.tinker.background import Background
-from rl.tinker.checks import check_adam, check_data, check_seq_id, check_ttl, find_base
-from rl.tinker.errors import InvalidRequestError, NotFoundError
-from rl.tinker.futures import Futures
+from rl.tinker.checks import check_adam, check_data, check_ttl, find_base
+from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import Limits
 from rl.tinker.messages import AdamParams, Datum, LossCall, ModelSettings
 from rl.tinker.model_work import ModelWork
 from rl.tinker.models import Model, Models
 from rl.tinker.names import check_name, parse_path
-from rl.tinker.responses import Metadata, ModelInfo, Response, Submitted, UnloadedModel
+from rl.tinker.responses import Metadata, ModelInfo, Submitted
 from rl.tinker.sampling import SamplingSessions
-from rl.tinker.sessions import Sessions, check_metadata
+from rl.tinker.sessions import check_metadata
 from rl.tinker.sizes import data_bytes
 from rl.tinker.storage import Storage, Stored
 from rl.tinker.streams import Work
+from rl.tinker.submission import Submission
+from rl.tinker.types import AdamParams, Datum, LossCall, ModelSettings
 
 
 class Training:
@@ -42,22 +42,18 @@ class Training:
         *,
         backend: Backend,
         storage: Storage,
-        sessions: Sessions,
         models: Models,
+        submission: Submission,
         sampling: SamplingSessions,
         work: ModelWork,
-        futures: Futures,
-        background: Background,
         limits: Limits,
     ) -> None:
         self._backend = backend
         self._storage = storage
-        self._sessions = sessions
         self._models = models
+        self._submission = submission
         self._sampling = sampling
         self._work = work
-        self._futures = futures
-        self._background = background
         self._limits = limits
 
     def create_model(
@@ -70,7 +66,7 @@ class Training:
         owner: str,
     ) -> Submitted:
         """-> CreatedModel. Its id is `<session_id>:train:<model_seq_id>`, and requests may follow at once."""
-        return self._create(
+        return self._submission.create(
             session_id,
             model_seq_id,
             lambda: settings,
@@ -105,7 +101,7 @@ class Training:
                 )
             return own
 
-        return self._create(
+        return self._submission.create(
             session_id,
             model_seq_id,
             settings,
@@ -113,33 +109,6 @@ class Training:
             user_metadata=user_metadata,
             owner=owner,
         )
-
-    def _create(
-        self,
-        session_id: str,
-        model_seq_id: int,
-        settings: Callable[[], ModelSettings],
-        work: Callable[[Model], Awaitable[Response]],
-        *,
-        user_metadata: Metadata | None,
-        owner: str,
-    ) -> Submitted:
-        session = self._sessions.live(session_id, owner)
-        check_seq_id("model_seq_id", model_seq_id, first=0)
-        model_id = f"{session.session_id}:train:{model_seq_id}"
-        submitted = Submitted(request_id=f"{model_id}:0", model_id=model_id)
-        if self._models.was_added(model_id):
-            return submitted
-        check_metadata(user_metadata, max_bytes=self._limits.metadata_bytes)
-        checked = settings()
-        if not find_base(self._backend, checked.base_model).trainable:
-            raise InvalidRequestError(f"base_model is {checked.base_model!r}, which cannot be trained")
-        self._backend.check_settings(checked)
-        self._models.check_room(owner)
-        request = self._futures.begin(submitted.request_id, owner=owner, model_id=model_id)
-        model = self._models.add(model_id, checked, session=session, user_metadata=user_metadata)
-        model.stream.submit(0, request, lambda: work(model))
-        return submitted
 
     def load_state(self, model_id: str, seq_id: int, path: str, *, optimizer: bool, owner: str) -> Submitted:
         """-> LoadedState. Into a model that is there, whose settings are the checkpoint's but for the
@@ -151,9 +120,9 @@ class Training:
                 raise InvalidRequestError(
                     f"{path} is of a model with {stored.record.settings}, and {model_id} has {model.settings}"
                 )
-            return lambda: self._work.load(model, stored, optimizer=optimizer)
+            return lambda: self._work.load(model, stored, optimizer=optimizer, seq_id=seq_id)
 
-        return self._submit(model_id, seq_id, work, owner=owner)
+        return self._submission.submit(model_id, seq_id, work, owner=owner)
 
     def forward_backward(
         self,
@@ -165,23 +134,25 @@ class Training:
         backward: bool = True,
         owner: str,
     ) -> Submitted:
-        """-> ForwardBackwardOutput."""
+        """-> ForwardBackwardOutput. Where one fails that was to add to the gradient, so does the next
+        `optim_step`, which would step with part of a batch."""
 
         def work(model: Model) -> Work:
-            check_data(data, self._limits)
-            self._backend.check_data(model.settings, data, loss)
-            return lambda: self._backend.forward_backward(model_id, data, loss, backward=backward)
+            with model.adding(seq_id, backward=backward):
+                check_data(data, self._limits)
+                self._backend.check_data(model.settings, data, loss)
+            return lambda: self._work.forward_backward(model, seq_id, data, loss, backward=backward)
 
-        return self._submit(model_id, seq_id, work, owner=owner, num_bytes=data_bytes(data))
+        return self._submission.submit(model_id, seq_id, work, owner=owner, num_bytes=data_bytes(data))
 
     def optim_step(self, model_id: str, seq_id: int, params: AdamParams, *, owner: str) -> Submitted:
         """-> OptimStepOutput."""
 
         def work(model: Model) -> Work:
             check_adam(params)
-            return lambda: self._backend.optim_step(model_id, params)
+            return lambda: self._work.optim_step(model, seq_id, params)
 
-        return self._submit(model_id, seq_id, work, owner=owner)
+        return self._submission.submit(model_id, seq_id, work, owner=owner)
 
     def save_state(
         self,
@@ -208,7 +179,7 @@ class Training:
                 user_metadata=user_metadata,
             )
 
-        return self._submit(model_id, seq_id, work, owner=owner)
+        return self._submission.submit(model_id, seq_id, work, owner=owner)
 
     def save_sampler(
         self,
@@ -242,59 +213,16 @@ class Training:
             new_id = self._sampling.id_of(model.session, sampling_session_seq_id)
             return lambda: self._work.snapshot(model, new_id)
 
-        return self._submit(model_id, seq_id, work, owner=owner)
+        return self._submission.submit(model_id, seq_id, work, owner=owner)
 
     def unload(self, model_id: str, *, owner: str) -> Submitted:
         """-> UnloadedModel. What waits fails; what runs is finished first. Checkpoints and samplers stay."""
-        submitted = Submitted(request_id=f"{model_id}:unload", model_id=model_id)
-        self._sessions.live(model_id, owner)
-        if submitted.request_id in self._futures:
-            return submitted
-        model = self._models.live(model_id, owner)
-        request = self._futures.begin(submitted.request_id, owner=owner, model_id=model_id, unblocks=True)
-
-        async def unloaded() -> UnloadedModel:
-            await self._models.end(model, "it was unloaded")
-            return UnloadedModel(model_id=model_id)
-
-        async def run() -> None:
-            await self._futures.run(request, unloaded)
-
-        self._background.start(run(), f"end of {model_id}")
-        return submitted
+        return self._submission.unload(model_id, owner=owner)
 
     def info(self, model_id: str, *, owner: str) -> ModelInfo:
         model = self._models.live(model_id, owner)
         base = find_base(self._backend, model.settings.base_model)
         return ModelInfo(model_id=model_id, settings=model.settings, base=base)
-
-    def _submit(
-        self, model_id: str, seq_id: int, work: Callable[[Model], Work], *, owner: str, num_bytes: int = 0
-    ) -> Submitted:
-        """`work` checks the request and says what to do in its turn."""
-        self._sessions.live(model_id, owner)
-        check_seq_id("seq_id", seq_id, first=1)
-        submitted = Submitted(request_id=f"{model_id}:{seq_id}", model_id=model_id)
-        if submitted.request_id in self._futures:
-            return submitted
-        model = self._models.live(model_id, owner)
-        if model.stream.has_passed(seq_id):
-            return submitted
-        try:
-            checked = work(model)
-        except (InvalidRequestError, NotFoundError) as error:
-            request = self._futures.begin(submitted.request_id, owner=owner, model_id=model_id, unblocks=True)
-            model.stream.refuse(seq_id, request, str(error))
-            raise
-        request = self._futures.begin(
-            submitted.request_id,
-            owner=owner,
-            model_id=model_id,
-            num_bytes=num_bytes,
-            unblocks=model.stream.unblocks(seq_id),
-        )
-        model.stream.submit(seq_id, request, checked)
-        return submitted
 
     def _find_state(self, path: str, owner: str) -> Stored:
         parsed = parse_path(path)

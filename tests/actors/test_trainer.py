@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,6 +117,33 @@ def test_through_files_where_ranks_meet_in_a_push_the_engines_thread_makes_it(me
     trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
     meshes.run(trainer.push_model_state_dict.call())
     assert all(are_old(meshes, store, before, version=0))
+    meshes.run(trainer.close.call())
+    meshes.run(store.stop())
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(180)
+def test_logprobs_come_with_the_loss_from_one_rank_and_a_step_may_be_empty(meshes, assets, tmp_path):
+    folder, _ = assets
+    store = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
+    mesh = meshes.spawn_mesh(2)
+    meshes.run(store.start(mesh))
+    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
+
+    def all_ranks(endpoint, *args):
+        return [result for _, result in meshes.run(endpoint.call(*args)).items()]
+
+    samples = [replace(SAMPLE, token_ids=np.roll(SAMPLE.token_ids, n)) for n in range(3)]
+    expected = all_ranks(trainer.compute_logprobs, samples)[0]
+    results = all_ranks(trainer.forward_backward, samples, CrossEntropyLoss(), True)
+    measured = all_ranks(trainer.forward, samples, CrossEntropyLoss())
+    assert [r.loss_sum for r in (*results, *measured)] == [results[0].loss_sum] * 4
+    for first, other in (results, measured):
+        assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, expected, strict=True))
+        assert other.logprobs is None
+    all_ranks(trainer.drop_gradient)
+    steps = all_ranks(trainer.optim_step, None, True)
+    assert [(step.grad_norm, step.policy_version) for step in steps] == [(0.0, 1)] * 2
     meshes.run(trainer.close.call())
     meshes.run(store.stop())
 

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def base_config(folder: Path, *, tie: bool = True, batch_invariant: bool = False) -> Base.Config:
-    """A model of width 36 with a context of 64 and 320 tokens of vocabulary, written where it is not there."""
+    """A model of width 36 with a context of 64 and 320 tokens of vocabulary; written unless it is there."""
     if not folder.exists():
         write_assets(folder, tie=tie)
     return Base.Config(name=NAME, folder=str(folder), batch_invariant=batch_invariant)
@@ -76,8 +76,13 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 def request(
-    prompt: list[int], *, num_samples: int = 1, topk: int = 0, prompt_logprobs: bool = False, **how: Any
-):
+    prompt: list[int],
+    *,
+    num_samples: int = 1,
+    topk: int = 0,
+    prompt_logprobs: bool = False,
+    **how: Any,
+) -> SampleRequest:
     return SampleRequest(
         prompt=np.array(prompt, np.int32),
         num_samples=num_samples,

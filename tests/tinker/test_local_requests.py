@@ -13,7 +13,7 @@ from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
 from rl.tinker.local_requests import Ask, answer, check_request
-from rl.tinker.messages import SampleOutput, SampleRequest, Sampling
+from rl.tinker.types import SampleOutput, SampleRequest, Sampling, TopLogprobs
 from tests.tinker.data_parts import datum, random_data
 from tests.tinker.local_parts import CROSS_ENTROPY, make_model, open_base, request, train
 
@@ -33,6 +33,16 @@ def weights(base: Base) -> SamplerWeights:
 def answers(weights: SamplerWeights, *requests: SampleRequest, max_sequences: int = 8) -> list[SampleOutput]:
     group = [Ask(weights=weights, request=one) for one in requests]
     return answer(group, max_sequences=max_sequences, is_closed=lambda: False)
+
+
+def of_prompt(output: SampleOutput) -> np.ndarray:
+    assert output.prompt_logprobs is not None
+    return output.prompt_logprobs
+
+
+def likeliest(output: SampleOutput) -> TopLogprobs:
+    assert output.topk_prompt_logprobs is not None
+    return output.topk_prompt_logprobs
 
 
 def tokens(weights: SamplerWeights, **how: Any) -> list[int]:
@@ -58,7 +68,7 @@ def test_without_a_limit_a_completion_goes_as_far_as_the_context(weights):
 
 
 def bytes_first(base: Base, said: bytes) -> SamplerWeights:
-    """A sampler whose greedy completions begin with these bytes after PROMPT: the base, overfitted to them."""
+    """A sampler whose greedy completions begin with these bytes after PROMPT: overfitted to them."""
     model = make_model(base, 0)
     continued = [*PROMPT, *said]
     data = [datum(continued[:-1], continued[1:])]
@@ -150,16 +160,16 @@ def test_a_prompts_logprobs_are_those_of_training(base):
     (logprobs,) = model.forward_backward(
         [datum([5, 6, 7], [6, 7, 300])], CROSS_ENTROPY, backward=False
     ).logprobs
-    assert math.isnan(long.prompt_logprobs[0])
-    np.testing.assert_allclose(long.prompt_logprobs[1:], logprobs, atol=1e-5)
+    assert math.isnan(of_prompt(long)[0])
+    np.testing.assert_allclose(of_prompt(long)[1:], logprobs, atol=1e-5)
     every = datum([5, 6, 7], [list(range(320))] * 3)
     (all_logprobs,) = model.forward_backward([every], CROSS_ENTROPY, backward=False).logprobs
-    top = long.topk_prompt_logprobs
+    top = likeliest(long)
     assert top.token_ids[0].tolist() == [-1, -1]
     assert np.isnan(top.logprobs[0]).all()
     assert top.token_ids[1:].tolist() == np.argsort(-all_logprobs, axis=1)[:, :2].tolist()
     np.testing.assert_allclose(top.logprobs[1:], -np.sort(-all_logprobs, axis=1)[:, :2], atol=1e-5)
-    assert short.prompt_logprobs.shape == (1,)
+    assert of_prompt(short).shape == (1,)
     assert plain.prompt_logprobs is None
     assert plain.topk_prompt_logprobs is None
 
@@ -168,9 +178,9 @@ def test_each_request_of_a_group_gets_as_many_likeliest_tokens_as_it_asked_for(w
     none, one, three = answers(weights, *(request(PROMPT, topk=k, prompt_logprobs=k < 3) for k in (0, 1, 3)))
     assert none.topk_prompt_logprobs is None
     assert three.prompt_logprobs is None
-    assert one.topk_prompt_logprobs.token_ids.shape == (3, 1)
-    assert three.topk_prompt_logprobs.token_ids.shape == (3, 3)
-    assert (three.topk_prompt_logprobs.token_ids[:, :1] == one.topk_prompt_logprobs.token_ids).all()
+    assert likeliest(one).token_ids.shape == (3, 1)
+    assert likeliest(three).token_ids.shape == (3, 3)
+    assert (likeliest(three).token_ids[:, :1] == likeliest(one).token_ids).all()
 
 
 def test_a_prompt_that_fills_the_context_has_logprobs_and_empty_completions(weights):
@@ -180,7 +190,7 @@ def test_a_prompt_that_fills_the_context_has_logprobs_and_empty_completions(weig
         request(full, prompt_logprobs=True, num_samples=2),
         request(PROMPT, num_samples=2, stop=()),
     )
-    assert np.isfinite(filled.prompt_logprobs[1:]).all()
+    assert np.isfinite(of_prompt(filled)[1:]).all()
     assert [(len(s.tokens), s.stop_reason) for s in filled.sequences] == [(0, "length")] * 2
     assert [len(s.tokens) for s in other.sequences] == [8, 8]
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def weights() -> SamplerWeights:
 X, Y = weights(), weights()
 
 
-def ask(of: SamplerWeights, number: int = 1, *, num_samples: int = 1, **how: object) -> Ask:
+def ask(of: SamplerWeights, number: int = 1, *, num_samples: int = 1, **how: Any) -> Ask:
     """Told apart by the prompt's first token."""
     return Ask(weights=of, request=request([number, 2, 3], num_samples=num_samples, **how))
 

@@ -143,7 +143,7 @@ def test_a_file_that_is_not_whole_is_named_and_the_model_stays(base, tmp_path, n
 )
 def test_a_description_of_anything_else_is_damaged(base, tmp_path, content):
     (tmp_path / "model.json").write_text(content)
-    with pytest.raises(InvalidRequestError, match="file model.json is damaged"):
+    with pytest.raises(InvalidRequestError, match=r"file model.json is damaged"):
         make_model(base).load_state(tmp_path, optimizer=False)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rl.tinker.errors import BusyError, InvalidRequestError
+from rl.tinker.errors import BusyError, GoneError, InvalidRequestError
 from rl.tinker.limits import Limits
 from rl.tinker.messages import ForwardBackwardOutput, OptimStepOutput
 from rl.tinker.responses import Failure
@@ -23,8 +24,8 @@ from tests.support.fake_tinker_backend import (
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
 
-def test_chunks_that_come_in_any_order_run_in_the_order_of_their_seq_ids(tmp_path: Path):
-    async def main():
+def test_chunks_that_come_in_any_order_run_in_the_order_of_their_seq_ids(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path) as (service, backend):
             model = new_model(service)
             requests = [optim_step(service, model, 4)]
@@ -43,8 +44,8 @@ def test_chunks_that_come_in_any_order_run_in_the_order_of_their_seq_ids(tmp_pat
     ]
 
 
-def test_a_repeated_request_is_the_same_one_and_done_once(tmp_path: Path):
-    async def main():
+def test_a_repeated_request_is_the_same_one_and_done_once(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path) as (service, backend):
             model = new_model(service)
             first = forward_backward(service, model, 1, 5)
@@ -60,14 +61,16 @@ def test_a_repeated_request_is_the_same_one_and_done_once(tmp_path: Path):
     assert names.count("forward_backward") == 1
 
 
-def test_a_repetition_whose_result_is_no_longer_kept_is_not_done_again(tmp_path: Path):
-    async def main():
+def test_a_repetition_whose_result_is_no_longer_kept_is_not_done_again(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(result_kept_s=5)) as (service, backend):
             model = new_model(service)
             first = forward_backward(service, model, 1, 5)
             await result_of(service, first)
             await asyncio.sleep(6)
             assert forward_backward(service, model, 1, 5) == first
+            with pytest.raises(GoneError):
+                await result_of(service, first)
             await result_of(service, optim_step(service, model, 2))
             return backend.names("delete_model")
 
@@ -75,8 +78,8 @@ def test_a_repetition_whose_result_is_no_longer_kept_is_not_done_again(tmp_path:
     assert names == ["create_model", "forward_backward", "optim_step"]
 
 
-def test_what_waits_behind_a_gap_fails_when_its_time_is_over_and_later_requests_run(tmp_path: Path):
-    async def main():
+def test_what_waits_behind_a_gap_fails_when_its_time_is_over_and_later_requests_run(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(gap_timeout_s=30)) as (service, backend):
             model = new_model(service)
             before = forward_backward(service, model, 1, 100)
@@ -105,8 +108,8 @@ def test_what_waits_behind_a_gap_fails_when_its_time_is_over_and_later_requests_
     assert names == ["create_model", "forward_backward", "drop_gradient", "forward_backward", "optim_step"]
 
 
-def test_a_gap_that_closes_in_time_loses_nothing(tmp_path: Path):
-    async def main():
+def test_a_gap_that_closes_in_time_loses_nothing(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(gap_timeout_s=30)) as (service, _):
             model = new_model(service)
             behind = forward_backward(service, model, 2, 2)
@@ -122,8 +125,8 @@ def test_a_gap_that_closes_in_time_loses_nothing(tmp_path: Path):
     assert step.metrics["weight"] == -6
 
 
-def test_time_in_which_an_earlier_request_runs_is_no_gap(tmp_path: Path):
-    async def main():
+def test_time_in_which_an_earlier_request_runs_is_no_gap(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(gap_timeout_s=30)) as (service, backend):
             gate = backend.hold("forward_backward")
             model = new_model(service)
@@ -139,8 +142,8 @@ def test_time_in_which_an_earlier_request_runs_is_no_gap(tmp_path: Path):
     assert behind.metrics["loss:sum"] == 3
 
 
-def test_a_request_that_fails_does_not_stop_later_ones(tmp_path: Path):
-    async def main():
+def test_a_request_that_fails_does_not_stop_later_ones(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path) as (service, backend):
             model = new_model(service)
             backend.fail("forward_backward", InvalidRequestError("data[0]: no"))
@@ -155,24 +158,24 @@ def test_a_request_that_fails_does_not_stop_later_ones(tmp_path: Path):
     assert third.metrics["loss:sum"] == 3
 
 
-def test_a_refused_request_takes_its_turn_so_that_later_ones_need_not_wait_for_it(tmp_path: Path):
-    async def main():
-        async with running_service(tmp_path) as (service, backend):
+def test_a_refused_request_takes_its_turn_so_that_later_ones_need_not_wait_for_it(tmp_path: Path) -> None:
+    async def main() -> Any:
+        async with running_service(tmp_path) as (service, _backend):
             model = new_model(service)
             with pytest.raises(InvalidRequestError, match=r"data\[0\].tokens has -1"):
                 forward_backward(service, model, 1, -1)
-            step = await result_of(service, optim_step(service, model, 2))
+            forward = await result_of(service, forward_backward(service, model, 2, 3))
             repeated = await failure_of(service, forward_backward(service, model, 1, -1))
-            return step, repeated, now_s()
+            return forward, repeated, now_s()
 
-    (step, repeated, time_s), _ = run_in_virtual_time(main())
-    assert step.metrics["weight"] == 0
+    (forward, repeated, time_s), _ = run_in_virtual_time(main())
+    assert forward.metrics["loss:sum"] == 3
     assert "data[0].tokens has -1" in repeated.error
     assert time_s == 0
 
 
-def test_models_run_at_once_and_each_in_its_order(tmp_path: Path):
-    async def main():
+def test_models_run_at_once_and_each_in_its_order(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path) as (service, backend):
             gate = backend.hold("forward_backward")
             session_id = service.sessions.create(owner="local")
@@ -191,13 +194,15 @@ def test_models_run_at_once_and_each_in_its_order(tmp_path: Path):
         assert own == [f"forward_backward {n} [1]", f"forward_backward {n} [2]"]
 
 
-def test_a_model_full_of_waiting_requests_still_takes_the_one_they_wait_for(tmp_path: Path):
-    async def main():
+def test_a_model_full_of_waiting_requests_still_takes_the_one_they_wait_for(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(waiting_per_model=3)) as (service, _):
             model = new_model(service)
             await result_of(service, f"{model}:0")
             behind = [forward_backward(service, model, seq_id, seq_id) for seq_id in (2, 3, 4)]
-            with pytest.raises(BusyError, match="limit waiting_per_model: with this request it would be 4, above 3"):
+            with pytest.raises(
+                BusyError, match="limit waiting_per_model: with this request it would be 4, above 3"
+            ):
                 forward_backward(service, model, 5, 5)
             first = forward_backward(service, model, 1, 1)
             sums = [(await result_of(service, request)).metrics["loss:sum"] for request in (first, *behind)]
@@ -209,8 +214,8 @@ def test_a_model_full_of_waiting_requests_still_takes_the_one_they_wait_for(tmp_
     assert again.metrics["loss:sum"] == 5
 
 
-def test_a_request_shows_the_weights_that_the_steps_before_it_made(tmp_path: Path):
-    async def main():
+def test_a_request_shows_the_weights_that_the_steps_before_it_made(tmp_path: Path) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path) as (service, _):
             model = new_model(service)
             forward_backward(service, model, 1, 2, 3)
@@ -219,12 +224,12 @@ def test_a_request_shows_the_weights_that_the_steps_before_it_made(tmp_path: Pat
             return await result_of(service, last)
 
     last, _ = run_in_virtual_time(main())
-    np.testing.assert_array_equal(last.logprobs[0], np.float32([-2.5, -2.5]))
+    np.testing.assert_array_equal(last.logprobs[0], np.full(2, -2.5, dtype=np.float32))
 
 
 @pytest.mark.parametrize("seq_id", [0, -1, 2**63, True])
-def test_seq_ids_count_from_1(tmp_path: Path, seq_id: int):
-    async def main():
+def test_seq_ids_count_from_1(tmp_path: Path, seq_id: int) -> None:
+    async def main() -> Any:
         async with running_service(tmp_path) as (service, _):
             model = new_model(service)
             with pytest.raises(InvalidRequestError, match=f"seq_id is {seq_id}; it is a whole number from 1"):
