@@ -20,7 +20,6 @@ from rl.tinker.sizes import data_bytes
 from rl.tinker.storage import Storage, Stored
 from rl.tinker.streams import Work
 from rl.tinker.submission import Submission
-from rl.tinker.types import AdamParams, Datum, LossCall, ModelSettings
 
 
 class Training:
