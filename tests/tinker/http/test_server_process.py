@@ -1,0 +1,142 @@
+"""A server's life: refused configs, its end by a signal, its death, and what is there afterwards."""
+
+import signal
+import socket
+import statistics
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+
+from tests.support.tinker_data import TEXTS, forward, learn, lora, text_datum
+from tests.support.tinker_server import END_TIMEOUT_S, RESULT_TIMEOUT_S, server_process, start
+
+pytestmark = pytest.mark.medium
+DATA = [text_datum(text) for text in TEXTS]
+KEY, OTHER = "tml-" + "k" * 20, "tml-" + "o" * 20
+
+
+def refusal(*options):
+    process = start(options, subprocess.PIPE)
+    _, stderr = process.communicate(timeout=END_TIMEOUT_S)
+    return process.returncode, stderr
+
+
+def test_configs_that_cannot_run_are_refused_before_anything_starts(tmp_path):
+    (tmp_path / "keys").write_text("tml-short")
+    (tmp_path / "keys").chmod(0o600)
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        storage = ("--storage_folder", str(tmp_path / "s"))
+        cases = {
+            ("--host", "0.0.0.0"): "API keys are needed",
+            ("--keys_file", str(tmp_path / "keys")): "API key 1: 9 characters, must be at least 20",
+            ("--port", port, *storage): f"port={port}: cannot listen there: Address already in use",
+            ("--storage_folder", str(tmp_path / "file"), "--port", "0"): "cannot be written",
+            ("--http.poll_s", "60"): "poll_s=60: must be at most 40",
+        }
+        for options, said in cases.items():
+            status, stderr = refusal(*options)
+            assert status == 2, stderr
+            assert stderr.startswith("error: ")
+            assert said in stderr
+            assert "Traceback" not in stderr
+
+
+def test_a_killed_server_finds_its_checkpoints_again_and_says_what_became_of_the_rest(tmp_path):
+    storage = tmp_path / "storage"
+    options = ("--keys_env", "RELAY_TEST_KEYS")
+    environment = {"RELAY_TEST_KEYS": f"{KEY},{OTHER}"}
+    with server_process(storage, *options, environment=environment) as server:
+        client = server.client(KEY)
+        model = lora(client)
+        learn(model, DATA, steps=2)
+        saved = model.save_state("kept").result(RESULT_TIMEOUT_S).path
+        expected = forward(model, DATA)
+        headers = {"x-api-key": KEY}
+        status, stderr = refusal("--port", "0", "--storage_folder", str(storage))
+        in_flight = httpx.post(
+            f"{server.url}/api/v1/optim_step",
+            json={"model_id": model.model_id, "seq_id": 1000},
+            headers=headers,
+        ).json()["request_id"]
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        assert (status, "another server is using it" in stderr) == (2, True)
+
+    with server_process(storage, *options, environment=environment) as server:
+        lost = httpx.post(
+            f"{server.url}/api/v1/retrieve_future", json={"request_id": in_flight}, headers=headers
+        )
+        step = httpx.post(
+            f"{server.url}/api/v1/optim_step", json={"model_id": model.model_id, "seq_id": 1}, headers=headers
+        )
+        resumed = server.client(KEY).create_training_client_from_state_with_optimizer(saved)
+        logprobs = forward(resumed.result(RESULT_TIMEOUT_S), DATA)
+        stranger = tinker.RestClient(base_url=server.url, api_key=OTHER)
+
+        assert [lost.status_code, step.status_code] == [410, 410]
+        assert "earlier process" in lost.json()["detail"]
+        for one, other in zip(logprobs, expected, strict=True):
+            assert one.tolist() == other.tolist()
+        with pytest.raises(tinker.NotFoundError):
+            stranger.get_training_run(model.model_id).result(RESULT_TIMEOUT_S)
+        with pytest.raises(tinker.AuthenticationError):
+            server.client("tml-unknown-key-of-nobody").create_rest_client()
+
+
+def test_many_data_in_one_request_or_in_several_train_the_same(server, tmp_path):
+    """The shared server takes a few at once, this one all."""
+    trained = []
+    with server_process(tmp_path / "storage") as whole:
+        for process in (server, whole):
+            client = process.client()
+            model = lora(client)
+            done = model.forward_backward(DATA * 3, "cross_entropy")
+            step = model.optim_step(types.AdamParams(learning_rate=1e-2)).result(RESULT_TIMEOUT_S)
+            loss = done.result(RESULT_TIMEOUT_S).metrics["loss:sum"]
+            trained.append((loss, step.metrics["grad_norm:mean"], forward(model, DATA)))
+            client.close("success").result(RESULT_TIMEOUT_S)
+        ends = [whole.end(), whole.process.poll()]
+
+    (loss, norm, logprobs), (loss_2, norm_2, logprobs_2) = trained
+    assert loss == pytest.approx(loss_2, rel=1e-6)
+    assert norm == pytest.approx(norm_2, rel=1e-5)
+    for one, other in zip(logprobs, logprobs_2, strict=True):
+        assert one == pytest.approx(other, abs=2e-5)
+    assert ends == [0, 0]
+    assert whole.log == ""
+
+
+def test_small_answers_are_not_held_back_by_the_kernel(server):
+    """For want of one option each took 45 ms."""
+    times_s = []
+    with httpx.Client(base_url=server.url) as http:
+        for _ in range(31):
+            begin = time.perf_counter()
+            assert http.get("/api/v1/healthz").status_code == 200
+            times_s.append(time.perf_counter() - begin)
+
+    assert statistics.median(times_s) < 0.02
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_with_work_and_polls_under_way(tmp_path, number):
+    with server_process(tmp_path / "storage") as server, ThreadPoolExecutor(1) as thread:
+        model = lora(server.client())
+        with httpx.Client(
+            base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-test"}, timeout=60
+        ) as http:
+            # Its predecessors never come, so its result is waited for until the server ends.
+            step = http.post("optim_step", json={"model_id": model.model_id, "seq_id": 7}).json()
+            poll = thread.submit(http.post, "retrieve_future", json={"request_id": step["request_id"]})
+            status = server.end(number)
+            answer = poll.result(30)
+
+    assert status == 0
+    assert answer.status_code in (408, 410)
+    assert server.log == ""
