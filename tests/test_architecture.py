@@ -32,6 +32,9 @@ ROOMS = {
     "vllm": ("actors/vllm/",),
     "tyro": ("rl/config/cli.py",),
     "torchao": ("rl/models/converters", "rl/models/float8"),
+    "fastapi": ("rl/tinker/http/",),
+    "starlette": ("rl/tinker/http/",),
+    "uvicorn": ("rl/tinker/http/",),
 }
 """Heavy packages, and the only paths (beginnings of) that may import them."""
 

@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import tinker
 
@@ -53,7 +52,20 @@ def server_process(
     os.environ["TINKER_TELEMETRY"] = "0"
     log = storage.with_name(f"{storage.name}.log")
     with log.open("a") as stderr:
-        process = start(["--port", "0", "--storage_folder", str(storage), *options], stderr, environment)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "rl.tinker.server",
+                *("--port", "0", "--storage_folder", str(storage)),
+                *options,
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     try:
         yield ServerProcess(process, url=_url(process, log), log=log)
     finally:
@@ -66,19 +78,6 @@ def server_process(
             process.wait(END_TIMEOUT_S)
         assert process.stdout is not None
         process.stdout.close()
-
-
-def start(
-    options: Sequence[str], stderr: IO[str] | int, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rl.tinker.server", *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-    )
 
 
 def _url(process: subprocess.Popen[str], log: Path) -> str:

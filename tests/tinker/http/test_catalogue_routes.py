@@ -93,8 +93,8 @@ def test_names_cannot_leave_the_storage(tmp_path):
             )
         ]
         saves = [
-            (await server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": name})).status_code
-            for name in ("../x", "a/b", "..", ".", "", "a\0b", "x" * 300)
+            (await server.post("save_weights", {"model_id": model_id, "seq_id": i, "path": name})).status_code
+            for i, name in enumerate(("../x", "a/b", "..", ".", "", "a\0b", "x" * 300), start=1)
         ]
 
         assert set(statuses) <= {400, 404}

@@ -5,7 +5,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.tinker_data import forward, learn, lora, sampled_datum, text_datum
+from tests.support.tinker_data import forward, ints, learn, lora, sampled_datum, text_datum
 from tests.support.tinker_server import RESULT_TIMEOUT_S
 
 pytestmark = pytest.mark.medium
@@ -23,6 +23,10 @@ def sample(sampler, *, num_samples=1, prompt=PROMPT, **params):
 
 def snapshot(model):
     return model.save_weights_and_get_sampling_client().result(RESULT_TIMEOUT_S)
+
+
+def rest_client(server, key):
+    return tinker.RestClient(base_url=server.url, api_key=key)
 
 
 def group(sampler, seed):
@@ -60,16 +64,15 @@ def test_logprobs_of_samples_and_of_prompts_are_the_learners(client):
     sampler = snapshot(model)
     (sequence,) = sample(sampler, seed=1, max_tokens=6).sequences
     whole = PROMPT + list(sequence.tokens)
-
-    (by_learner,) = (
-        forward(model, [text_datum(bytes(whole).decode("latin-1"))]) if max(whole) < 128 else (None,)
-    )
     of_prompt = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result(RESULT_TIMEOUT_S)
+    learned = types.Datum(
+        model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs={"target_tokens": ints(whole[1:])}
+    )
+    (by_learner,) = forward(model, [learned])
 
     assert of_prompt[0] is None
     np.testing.assert_allclose(of_prompt[len(PROMPT) :], sequence.logprobs, atol=1e-5)
-    if by_learner is not None:
-        np.testing.assert_allclose(of_prompt[1:], by_learner, atol=1e-5)
+    np.testing.assert_allclose(of_prompt[1:], by_learner, atol=1e-5)
 
 
 def test_top_logprobs_of_a_prompt_are_in_their_order_and_have_the_prompts_own(client):
@@ -134,7 +137,7 @@ def test_one_key_sees_nothing_of_another(server, client):
     model = lora(client)
     path = model.save_state("mine").result(RESULT_TIMEOUT_S).path
     other = server.client("tml-somebody-else")
-    rest, others_rest = client.create_rest_client(), other.create_rest_client()
+    rest, others_rest = rest_client(server, "tml-test"), rest_client(server, "tml-somebody-else")
     own = [item.tinker_path for item in rest.list_user_checkpoints().result(RESULT_TIMEOUT_S).checkpoints]
 
     assert path in own
@@ -151,10 +154,10 @@ def test_one_key_sees_nothing_of_another(server, client):
     other.close("success").result(RESULT_TIMEOUT_S)
 
 
-def test_runs_and_checkpoints_are_managed_through_the_rest_client(client):
+def test_runs_and_checkpoints_are_managed_through_the_rest_client(server, client):
     model = lora(client, rank=4)
     path = model.save_state("managed", ttl_seconds=3600).result(RESULT_TIMEOUT_S).path
-    rest = client.create_rest_client()
+    rest = rest_client(server, "tml-test")
     run = rest.get_training_run_by_tinker_path(path).result(RESULT_TIMEOUT_S)
     (listed,) = rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result(RESULT_TIMEOUT_S)

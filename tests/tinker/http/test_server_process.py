@@ -3,7 +3,6 @@
 import signal
 import socket
 import statistics
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,43 +11,50 @@ import pytest
 import tinker
 from tinker import types
 
+from rl.config.entry import main
 from tests.support.tinker_data import TEXTS, forward, learn, lora, text_datum
-from tests.support.tinker_server import END_TIMEOUT_S, RESULT_TIMEOUT_S, server_process, start
+from tests.support.tinker_server import RESULT_TIMEOUT_S, server_process
 
 pytestmark = pytest.mark.medium
 DATA = [text_datum(text) for text in TEXTS]
 KEY, OTHER = "tml-" + "k" * 20, "tml-" + "o" * 20
 
 
-def refusal(*options):
-    process = start(options, subprocess.PIPE)
-    _, stderr = process.communicate(timeout=END_TIMEOUT_S)
-    return process.returncode, stderr
+def refused(argv, capsys):
+    """What the entry says of options that it refuses, in this process."""
+    status: object = None
+    try:
+        status = main(argv, default_module="tinker", default_config="tiny", prog="server")
+    except SystemExit as exit_:
+        status = exit_.code
+    printed = capsys.readouterr()
+    assert status == 2, argv
+    assert printed.err.startswith("error: ")
+    assert printed.out == ""
+    return printed.err
 
 
-def test_configs_that_cannot_run_are_refused_before_anything_starts(tmp_path):
+def test_configs_that_cannot_run_are_refused_before_anything_starts(tmp_path, capsys):
     (tmp_path / "keys").write_text("tml-short")
     (tmp_path / "keys").chmod(0o600)
     (tmp_path / "file").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        storage = ("--storage_folder", str(tmp_path / "s"))
         cases = {
             ("--host", "0.0.0.0"): "API keys are needed",
             ("--keys_file", str(tmp_path / "keys")): "API key 1: 9 characters, must be at least 20",
-            ("--port", port, *storage): f"port={port}: cannot listen there: Address already in use",
-            ("--storage_folder", str(tmp_path / "file"), "--port", "0"): "cannot be written",
+            ("--keys_env", "NO_SUCH_VARIABLE"): "no such environment variable",
+            ("--port", port): f"port={port}: cannot listen there: Address already in use",
+            ("--port", "65536"): "port=65536: must be from 0 to 65535",
+            ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be written",
             ("--http.poll_s", "60"): "poll_s=60: must be at most 40",
+            ("--limits.models", "0"): "models is 0",
         }
         for options, said in cases.items():
-            status, stderr = refusal(*options)
-            assert status == 2, stderr
-            assert stderr.startswith("error: ")
-            assert said in stderr
-            assert "Traceback" not in stderr
+            assert said in refused(["--storage_folder", str(tmp_path / "storage"), *options], capsys)
 
 
-def test_a_killed_server_finds_its_checkpoints_again_and_says_what_became_of_the_rest(tmp_path):
+def test_a_killed_server_finds_its_checkpoints_again_and_says_what_became_of_the_rest(tmp_path, capsys):
     storage = tmp_path / "storage"
     options = ("--keys_env", "RELAY_TEST_KEYS")
     environment = {"RELAY_TEST_KEYS": f"{KEY},{OTHER}"}
@@ -59,14 +65,14 @@ def test_a_killed_server_finds_its_checkpoints_again_and_says_what_became_of_the
         saved = model.save_state("kept").result(RESULT_TIMEOUT_S).path
         expected = forward(model, DATA)
         headers = {"x-api-key": KEY}
-        status, stderr = refusal("--port", "0", "--storage_folder", str(storage))
+        second = refused(["--port", "0", "--storage_folder", str(storage)], capsys)
         in_flight = httpx.post(
             f"{server.url}/api/v1/optim_step",
             json={"model_id": model.model_id, "seq_id": 1000},
             headers=headers,
         ).json()["request_id"]
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
-        assert (status, "another server is using it" in stderr) == (2, True)
+        assert "another server is using it" in second
 
     with server_process(storage, *options, environment=environment) as server:
         lost = httpx.post(
@@ -80,13 +86,13 @@ def test_a_killed_server_finds_its_checkpoints_again_and_says_what_became_of_the
         stranger = tinker.RestClient(base_url=server.url, api_key=OTHER)
 
         assert [lost.status_code, step.status_code] == [410, 410]
-        assert "earlier process" in lost.json()["detail"]
+        assert "ended with the process of the server" in lost.json()["detail"]
         for one, other in zip(logprobs, expected, strict=True):
             assert one.tolist() == other.tolist()
         with pytest.raises(tinker.NotFoundError):
             stranger.get_training_run(model.model_id).result(RESULT_TIMEOUT_S)
         with pytest.raises(tinker.AuthenticationError):
-            server.client("tml-unknown-key-of-nobody").create_rest_client()
+            server.client("tml-unknown-key-of-nobody").create_lora_training_client("tiny")
 
 
 def test_many_data_in_one_request_or_in_several_train_the_same(server, tmp_path):
@@ -122,6 +128,21 @@ def test_small_answers_are_not_held_back_by_the_kernel(server):
             times_s.append(time.perf_counter() - begin)
 
     assert statistics.median(times_s) < 0.02
+
+
+def test_a_body_without_a_length_is_cut_off_and_the_server_goes_on(server):
+    def endless():
+        for _ in range(200):
+            yield bytes(2**20)
+
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-x"}) as http:
+        try:
+            status = http.post("forward_backward", content=endless()).status_code
+        except httpx.WriteError:  # the connection was closed before the answer was looked at
+            status = 413
+
+        assert status == 413
+        assert http.get("healthz").status_code == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
