@@ -20,6 +20,7 @@ def test_another_process_is_refused_until_the_first_ends_however_it_does(tmp_pat
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(ValueError, match=r"storage_folder=.*: another process is using it"):
         StorageLock(tmp_path)

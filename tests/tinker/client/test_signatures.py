@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tinker as official
@@ -132,3 +133,11 @@ def test_the_import_alone_loads_nothing():
 def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         ours.Nonsense  # noqa: B018
+
+
+def test_only_users_speak_in_official_types():
+    """Service, backends and servers have messages of their own, in `rl.tinker.messages`."""
+    root = Path(ours.__file__).parents[2]
+    files = [path for top in ("rl", "actors", "configs") for path in (root / top).rglob("*.py")]
+    users = [path for path in files if "rl.tinker.types" in path.read_text()]
+    assert [path.relative_to(root).as_posix() for path in users] == ["rl/tinker/__init__.py"]
