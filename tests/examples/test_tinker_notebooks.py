@@ -23,6 +23,7 @@ def execute(name, folder, monkeypatch):
         "PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own puts plots into the notebook
     notebook = read(name)
     client = NotebookClient(
         notebook, timeout=MOST_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
