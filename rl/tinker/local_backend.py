@@ -138,6 +138,7 @@ class LocalBackend(Configurable):
                 training=config.training, cache=config.cache, device=self._device
             )
             opened = await self._learn(build)
+            await self._learn(opened.load)
             self._bases[base.name] = opened
             self._plain[base.name] = SamplerWeights(base=opened, lora=None, trained={})
 
