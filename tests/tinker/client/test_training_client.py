@@ -28,7 +28,7 @@ def table(backend, training):
 
 def step(training, data=DATA):
     gradient = training.forward_backward(data, "cross_entropy")
-    training.optim_step(ADAM)
+    training.optim_step(ADAM).result(TIMEOUT_S)
     return gradient.result(TIMEOUT_S).metrics["loss:sum"]
 
 
