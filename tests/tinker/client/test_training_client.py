@@ -146,7 +146,7 @@ def test_custom_losses_need_targets(training):
         )
 
 
-def test_a_refused_call_is_a_bad_request_and_the_next_one_goes_on(training):
+def test_a_refused_call_is_a_bad_request_and_no_step_is_made_without_it(training):
     refused = training.forward_backward([datum([1, 2]), datum([9, 1])], "cross_entropy")
     unknown = training.forward_backward(DATA, "no_such_loss")
     with pytest.raises(tinker.BadRequestError, match=r"^data\[1\]: token 9 is above 7$") as error:
@@ -154,6 +154,8 @@ def test_a_refused_call_is_a_bad_request_and_the_next_one_goes_on(training):
     assert error.value.status_code == 400
     with pytest.raises(tinker.BadRequestError, match="loss_fn='no_such_loss': must be one of"):
         unknown.result(TIMEOUT_S)
+    with pytest.raises(tinker.RequestFailedError, match="the gradient would be of part of a batch"):
+        training.optim_step(ADAM).result(TIMEOUT_S)
     assert step(training) == pytest.approx(4 * np.log(VOCABULARY))
 
 
