@@ -5,7 +5,7 @@
 
 PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
 ARGS ?=
-BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step
+BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step tinker_overhead
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow

@@ -40,7 +40,7 @@ from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import check_lora
 from rl.tinker.local_models import check_adam
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,

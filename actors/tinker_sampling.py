@@ -16,7 +16,7 @@ from actors.vllm.requests import SMALLEST_TEMPERATURE
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_requests import EMPTY, check_request, max_tokens, sampled_sequence, stops
-from rl.tinker.types import SampledSequence, SampleOutput, SampleRequest
+from rl.tinker.messages import SampledSequence, SampleOutput, SampleRequest
 from rl.types import SamplingParams
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from actors.tinker_calls import TrainerCalls
 from actors.tinker_samplers import Snapshot
 from rl.tinker.errors import InvalidRequestError, LimitReachedError, TinkerError
-from rl.tinker.types import ModelSettings
+from rl.tinker.messages import ModelSettings
 from rl.weights.errors import SharedMemoryError, WeightStoreError
 from rl.weights.store import WeightStore
 

@@ -29,7 +29,7 @@ from rl.tinker.errors import InvalidRequestError, TinkerError
 from rl.tinker.layout import Layout
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import LocalModel
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,

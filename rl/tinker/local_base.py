@@ -20,7 +20,7 @@ from rl.models.spec import ModelSpec
 from rl.starting_point import given_folder, random_model
 from rl.tinker.data import DataRules
 from rl.tinker.local_lora import ModelPlan, put_tensors
-from rl.tinker.types import BaseModel, LoRASettings
+from rl.tinker.messages import BaseModel, LoRASettings
 from rl.training.config import TrainingConfig
 from rl.training.policy import num_positions
 

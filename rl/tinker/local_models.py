@@ -26,8 +26,7 @@ from rl.tinker.layout import Layout, gathered, share_frozen
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import ModelPlan, check_products, same_shape
 from rl.tinker.losses import HIGH, make_loss, wire_loss
-from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
@@ -36,6 +35,7 @@ from rl.tinker.types import (
     ModelSettings,
     OptimStepOutput,
 )
+from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.errors import NonFiniteLossError

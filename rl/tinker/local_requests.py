@@ -21,7 +21,7 @@ from rl.models.stop_texts import spells_any
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
-from rl.tinker.types import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
+from rl.tinker.messages import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
 from rl.types import Completion, SamplingParams
 
 EMPTY = SampledSequence(tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), stop_reason="length")

@@ -8,7 +8,7 @@ import pytest
 
 from actors.tinker_backend import ActorBackend
 from rl.tinker.errors import InvalidRequestError, LimitReachedError, NotFoundError
-from rl.tinker.types import AdamParams
+from rl.tinker.messages import AdamParams
 from tests.support.tinker_backends import (
     CROSS_ENTROPY,
     actor_config,

@@ -10,7 +10,7 @@ from actors.client import RUN, RUN_VARIABLE
 from actors.processes import carrying_environment
 from actors.tinker_calls import BackendLostError
 from rl.distributed.mesh import ParallelismConfig
-from rl.tinker.types import AdamParams
+from rl.tinker.messages import AdamParams
 from tests.support.tinker_backends import (
     CROSS_ENTROPY,
     actor_config,

@@ -20,7 +20,7 @@ from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import Limits
 from rl.tinker.responses import Failure
 from rl.tinker.service import LOCAL_OWNER, Service
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,

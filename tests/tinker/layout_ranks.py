@@ -14,7 +14,7 @@ from rl.distributed.shards import local_tensor
 from rl.tinker.layout import Layout
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import LocalModel
-from rl.tinker.types import LossCall
+from rl.tinker.messages import LossCall
 from rl.training.engine import TrainingEngine
 from rl.training.place import Place
 from tests.tinker.data_parts import random_data

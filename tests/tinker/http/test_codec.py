@@ -12,7 +12,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.http.codec import decode_forward_backward, encode_forward_backward, encode_sample
-from rl.tinker.types import ForwardBackwardOutput, SampledSequence, SampleOutput, TopLogprobs
+from rl.tinker.messages import ForwardBackwardOutput, SampledSequence, SampleOutput, TopLogprobs
 
 
 def datum(tokens, **inputs):
