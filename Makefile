@@ -5,7 +5,7 @@
 
 PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
 ARGS ?=
-BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step
+BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step tinker_overhead
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow
@@ -15,7 +15,7 @@ FAST := not medium and not slow
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort curves test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort curves tinker-cookbook test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -38,6 +38,10 @@ alphabet-sort: ## the same on keeping a list sorted, three turns each
 curves: ## both of these for two seeds and a control with a reward of noise: what was learnt, in a table
 	@$(SETUP)
 	$(RUN) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
+
+tinker-cookbook: ## the Tinker cookbook's own recipes, unmodified, against this project's server: what each shows, in a table
+	@$(SETUP) tinker
+	$(RUN) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
 test: setup ## all tests but the slow ones: at most 15 minutes on 2 cores
 	$(RUN) -m pytest -m "not slow" $(ARGS) $(NO_INPUT)
@@ -75,5 +79,5 @@ clean: ## caches and build leftovers; runs in outputs/ and .venv stay
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
-clean-venv: ## the environment; the next target makes it anew
-	rm -rf .venv .venv.lock
+clean-venv: ## the environments; the next target makes them anew
+	rm -rf .venv .venv.lock .venv-cookbook .venv-cookbook.lock

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from actors.fleet import FleetConfig, place_fleet, trains_on_gpu
-from actors.trainer import PolicyTrainer
+from actors.fleet import FleetConfig, place_fleet
+from actors.roles import trains_on_gpu
+from rl.config.configurable import Configurable
 from rl.loop import Loop
 from rl.models.converters.converter import ModelConverters
 from rl.models.converters.lora import LoRA
@@ -42,7 +43,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
     """
     trainer, on_gpu = fleet.trainer, trains_on_gpu(fleet.launch, num_gpus=num_gpus)
     trainer.parallelism.__post_init__()  # A field may have been edited since.
-    with _named_as_options(trainer):
+    with named_as_options(trainer):
         # First what no number of processes could mend.
         check_divisible(trainer.parallelism.tensor_parallel_degree, model_spec=model_spec)
         model_spec.check_layout(model_spec.model, trainer.parallelism)
@@ -75,7 +76,7 @@ def check_layout(fleet: FleetConfig, *, model_spec: ModelSpec, loop: Loop.Config
             f"loop.kl_reward.coef={loop.kl_reward.coef} needs the reference policy: must be 0, or "
             "trainer.reference.enable True"
         )
-    with _named_as_options(trainer):
+    with named_as_options(trainer):
         check_reference(trainer.reference, loss=trainer.loss, kl_in_reward=loop.kl_reward.coef > 0)
     _check_overlong(loop)
     check_sequence_length(model_spec, fleet.trainer.training)
@@ -99,7 +100,7 @@ def _check_overlong(loop: Loop.Config) -> None:
 
 
 @contextmanager
-def _named_as_options(trainer: PolicyTrainer.Config) -> Iterator[None]:
+def named_as_options(trainer: Configurable.Config) -> Iterator[None]:
     """The engine calls its fields by their names in its config: here they are those of `trainer`."""
     try:
         yield
@@ -248,7 +249,7 @@ def _converted(
     degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
-    with _named_as_options(fleet.trainer):
+    with named_as_options(fleet.trainer):
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
         )

@@ -21,9 +21,10 @@ from actors.calls import ActorCallError
 from actors.checks import (
     has_lora,
 )
-from actors.fleet import Fleet, LogSettings, close_fleet, num_gpus, place_fleet, start_fleet
+from actors.fleet import Fleet, close_fleet, place_fleet, start_fleet
 from actors.hosts import describe
 from actors.plan import Plan, make_plan
+from actors.roles import LogSettings, num_gpus
 from actors.router import Router
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from monarch.actor import HostMesh, ProcMesh
 
 from actors import launch
 from actors.calls import ActorGroup, Group, Timeouts
-from actors.generator import VLLMGenerator, generator_env
+from actors.generator import VLLMGenerator
 from actors.launch_config import LaunchConfig
 from actors.placement import Place, Placement, Processes, place, too_many_threads
 from actors.reward import RewardActor
+from actors.roles import LogSettings, Roles, num_gpus
 from actors.sync_check import SyncCheck
 from actors.trainer import PolicyTrainer
 from actors.turns import Turns
 from rl.models.spec import ModelSpec
-from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
 from rl.weights.store import WeightStore
 
@@ -38,14 +35,6 @@ class FleetConfig:
     reward: RewardActor.Config
     timeouts: Timeouts
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogSettings:
-    """Where the actors' log records go."""
-
-    folder: Path
-    console_level: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +67,17 @@ async def start_fleet(
     """
     placement = place_fleet(config, num_gpus=num_gpus())
     _warn_of_threads(config, placement)
-    start = _Start(
-        config=config,
+    roles = Roles(
+        launch=config.launch,
+        timeouts=config.timeouts,
         hosts=await launch.start_hosts(config.launch, placement),
         logs=logs,
         store=store,
         model_spec=model_spec,
+    )
+    start = _Start(
+        config=config,
+        roles=roles,
         # Who shares a device is set up by turns, when all processes are there.
         set_up_with=None if config.launch.share_gpus else hf_assets_path,
     )
@@ -99,81 +93,36 @@ async def start_fleet(
     return fleet
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Start:
-    """The start of each role, from its processes to an actor that is set up. Made within the event loop."""
+    """The start of each role, from its processes to an actor that is set up."""
 
     config: FleetConfig
-    hosts: Mapping[str, HostMesh]
-    logs: LogSettings
-    store: WeightStore
-    model_spec: ModelSpec
+    roles: Roles
     set_up_with: str | None
     """The folder that trainer and generators are set up with; None: not here."""
-    store_started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def trainer(self, at: Place, *, failure_folder: Path) -> ActorGroup:
-        mesh = await self._mesh(at, imports=("actors.trainer",))
-        await launch.setup_process_group_env(mesh)
-        await self.store.start(mesh)
-        self.store_started.set()
-        actors = mesh.spawn(
-            at.role,
-            self.config.trainer.owner,
-            config=self.config.trainer,
-            model_spec=self.model_spec,
-            store=self.store,
+        config = self.config.trainer
+        group = await self.roles.trainer(
+            at,
+            config.owner,
+            imports=("actors.trainer",),
+            config=config,
+            model_spec=self.roles.model_spec,
             failure_folder=str(failure_folder),
         )
-        return await self._set_up(self._group(at, mesh, actors))
+        return await self._set_up(group)
 
     async def generator(self, at: Place) -> ActorGroup:
-        config = self.config.generator
-        mesh = await self._mesh(at, imports=self._engine_imports(), env=generator_env(config))
-        await launch.setup_process_group_env(mesh)
-        # An actor gets the store as it is when the actor is spawned. Where the trainer fails, so does
-        # the whole start, and nothing waits here any more.
-        await self.store_started.wait()
-        actors = mesh.spawn(
-            at.role, config.owner, config=config, model_spec=self.model_spec, store=self.store
-        )
-        return await self._set_up(self._group(at, mesh, actors))
+        return await self._set_up(await self.roles.generator(at, self.config.generator))
 
     async def reward(self, at: Place, *, rubric: Rubric) -> ActorGroup:
-        mesh = await self._mesh(at, imports=("actors.reward",))
+        mesh = await self.roles.mesh(at, imports=("actors.reward",))
         config = self.config.reward
-        group = self._group(at, mesh, mesh.spawn(at.role, config.owner, config=config, rubric=rubric))
+        group = self.roles.group(at, mesh, mesh.spawn(at.role, config.owner, config=config, rubric=rubric))
         await group.call("setup", limit="setup_s")
         return group
-
-    async def _mesh(
-        self, at: Place, *, imports: Sequence[str], env: Mapping[str, str] | None = None
-    ) -> ProcMesh:
-        """The processes of one role, with their environment and their logs settled."""
-        mesh = await launch.spawn_role(
-            at.role,
-            num_procs=at.procs_per_host,
-            threads=at.threads,
-            gpus=at.gpus,
-            env=QUIET_ENVIRONMENT | dict(env or {}),
-            host=None if at.hosts is None else self.hosts[at.hosts],
-            python=None if at.hosts is None else self.config.launch.python,
-        )
-        await launch.setup_logs(mesh, folder=self.logs.folder, console_level=self.logs.console_level)
-        await launch.import_modules(mesh, imports, timeout_s=self.config.timeouts.setup_s)
-        return mesh
-
-    def _engine_imports(self) -> tuple[str, ...]:
-        """What a generator's processes import at once: it takes longer than all else of a start."""
-        gpu = trains_on_gpu(self.config.launch, num_gpus=num_gpus())
-        if gpu and self.model_spec.batch_invariant:
-            # The engine makes a setting of its own before it imports vllm.
-            return ("actors.generator",)
-        return ("actors.generator", "actors.vllm.core")
-
-    def _group(self, at: Place, mesh: ProcMesh, actors: Any) -> ActorGroup:
-        processes = launch.local_processes(mesh)
-        return ActorGroup(name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=processes)
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         if self.set_up_with is not None:
@@ -222,18 +171,6 @@ def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:
         reward=config.reward.num_procs,
     )
     return place(config.launch, processes, num_gpus=num_gpus)
-
-
-def num_gpus() -> int:
-    """GPUs of this machine."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def trains_on_gpu(launch_config: LaunchConfig, *, num_gpus: int) -> bool:
-    """Whether the trainer's hosts have GPUs; `num_gpus` of this machine."""
-    return launch_config.gpus_per_host != 0 if launch_config.on_cluster else num_gpus > 0
 
 
 def _warn_of_threads(config: FleetConfig, placement: Placement) -> None:

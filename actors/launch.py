@@ -194,6 +194,11 @@ async def import_modules(
     await _within(timeout_s, imported, f"importing {', '.join(modules)} in role {role.name!r}")
 
 
+def is_running() -> bool:
+    """Whether this process has roles that were not stopped."""
+    return bool(_roles)
+
+
 async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """End every process of the role, what they started, and their shared memory; idempotent.
 

@@ -19,7 +19,7 @@ from actors.checks import (
     check_replicas,
     check_waits,
 )
-from actors.fleet import num_gpus
+from actors.roles import num_gpus
 from actors.run_config import STARTING_POINTS, RunConfig
 from actors.task_checks import check_demonstrations, check_sample_limit, check_task
 from actors.trainer import PolicyTrainer

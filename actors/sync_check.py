@@ -62,14 +62,7 @@ class SyncCheck:
 
     async def _pull(self, version: int, pushed: _Pushed, generators: Sequence[Group]) -> None:
         """By every generator, whose checksums are compared."""
-        pulls = await asyncio.gather(
-            *(g.call("pull_model_state_dict", version, limit=self._pull_limit) for g in generators)
-        )
-        pulled = {
-            generator.name: [s for rank in ranks for s in rank.sums]
-            for generator, ranks in zip(generators, pulls, strict=True)
-        }
-        check_sums(version=version, pushed=pushed.sums, pulled=pulled)
+        await pull_checked(version, sums=pushed.sums, generators=generators, limit=self._pull_limit)
 
     async def _compare(self, version: int, pushed: _Pushed, generators: Sequence[Group]) -> float | None:
         if self.canary is None or pushed.expected is None:
@@ -89,6 +82,22 @@ class _Pushed:
 
     sums: Sequence[BoxSum]
     expected: asyncio.Future[list[Any]] | None
+
+
+async def pull_checked(
+    version: int, *, sums: Sequence[BoxSum], generators: Sequence[Group], limit: str
+) -> None:
+    """Every generator pulls, and what it then holds is compared with the sums of what was pushed.
+
+    Raises:
+        WeightCanaryError: names generator, tensor and version.
+    """
+    pulls = await asyncio.gather(*(g.call("pull_model_state_dict", version, limit=limit) for g in generators))
+    pulled = {
+        generator.name: [s for rank in ranks for s in rank.sums]
+        for generator, ranks in zip(generators, pulls, strict=True)
+    }
+    check_sums(version=version, pushed=sums, pulled=pulled)
 
 
 async def give_up(answer: asyncio.Future[list[Any]]) -> None:

@@ -37,6 +37,9 @@ class SamplingParams:
     """0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends after one of these; the stop token is part of the completion."""
+    stop_texts: tuple[str, ...] = ()
+    """A completion ends after the token with which it spells one of these, which is part of it. For engines
+    with a tokenizer: `rl.models.generate` has none."""
     seed: int | None = None
     """Of the whole call; each request derives its own. None draws from the engine's state."""
 

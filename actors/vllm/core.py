@@ -91,7 +91,9 @@ class VLLMCore:
         self._scheduler: Any = self._client.engine_core.scheduler
         self._running: dict[int, Request] = {}
         self._num_updates = 0
-        self._memory = LentMemory([*self.model.parameters(), *runner.kv_caches])
+        self._caches: list[Tensor] = list(runner.kv_caches)
+        self._cache_is_tainted = False
+        self._memory = LentMemory([*self.model.parameters(), *self._caches])
         self.asleep = False
 
     @property
@@ -122,11 +124,7 @@ class VLLMCore:
         self.abort(list(self._running))
 
     def step(self) -> Drawn:
-        """One forward of every running request, as far as they fit; some may get no token.
-
-        Raises:
-            RuntimeError: a logprob is not a number: the weights or the hidden states are not finite.
-        """
+        """One forward of every running request, as far as they fit; some may get no token."""
         drawn = Drawn(request_ids=[], token_ids=[], logprobs=[], finished={})
         outputs = self._client.get_output().outputs
         logprobs = self._sampler.drawn_logprobs() if outputs else {}
@@ -141,10 +139,11 @@ class VLLMCore:
                 drawn.request_ids.append(request_id)
                 drawn.token_ids.append(output.new_token_ids[0])
                 drawn.logprobs.append(logprobs[output.request_id])
-        if any(map(math.isnan, drawn.logprobs)) or any(
-            np.isnan(logprobs).any() for logprobs in drawn.prompt_logprobs.values()
-        ):
-            raise RuntimeError("the model's logprobs are NaN: its weights or activations are not finite")
+        own = zip(drawn.request_ids, drawn.logprobs, strict=True)
+        drawn.diverged.update(request_id for request_id, logprob in own if math.isnan(logprob))
+        scored = drawn.prompt_logprobs.items()
+        drawn.diverged.update(request_id for request_id, logprobs in scored if np.isnan(logprobs).any())
+        self._cache_is_tainted |= bool(drawn.diverged)
         return drawn
 
     def weights_changed(self) -> None:
@@ -159,6 +158,11 @@ class VLLMCore:
             self._client.reset_prefix_cache(reset_running_requests=True)
         elif not self._running and not self._client.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset: some of its blocks are still in use")
+        if self._cache_is_tainted and not self._running:
+            # A kernel may multiply what a block held before by 0, which of NaN is NaN.
+            for cache in self._caches:
+                cache.zero_()
+            self._cache_is_tainted = False
         # Those that are still at their prompt begin it again: nothing of them is drawn yet.
         at_prompt = [r.request_id for r in self._scheduler.running if r.num_output_tokens == 0]
         for request_id in at_prompt:

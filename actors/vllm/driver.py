@@ -16,9 +16,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from actors.vllm.delivery import Samples, deliver
+from actors.vllm.errors import GeneratorError
 from actors.vllm.lockstep import Drawn, Lockstep, Request, Turn
 from actors.vllm.requests import Sample, Scored
-from rl.errors import RunError
 from rl.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE = "nothing to do: an empty turn tells the other ranks that this one lives"
-
-
-class GeneratorError(RunError):
-    """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
 
 
 def _future() -> asyncio.Future[bool]:
@@ -66,7 +63,7 @@ class Driver:
         self._wake = asyncio.Event()
         self._waiting: list[Request] = []
         self._aborted: list[int] = []
-        self._samples: dict[int, Sample | Scored] = {}
+        self._samples: Samples = {}
         self._updates: list[_Update] = []
         self._rests: list[tuple[bool, asyncio.Future[bool]]] = []
         self._closing = False
@@ -219,19 +216,10 @@ class Driver:
         return Turn(stop=True)
 
     def _deliver(self, drawn: Drawn) -> None:
-        samples, version = self._samples, self.policy_version
-        assert version is not None
-        for request_id, token_id, logprob in zip(
-            drawn.request_ids, drawn.token_ids, drawn.logprobs, strict=True
-        ):
-            if (sample := samples.get(request_id)) is not None:
-                sample.add(token_id, logprob, version)
-        for request_id, logprobs in drawn.prompt_logprobs.items():
-            if isinstance(scored := samples.get(request_id), Scored):
-                scored.prompt_logprobs = logprobs
-        for request_id, reason in drawn.finished.items():
-            if (sample := samples.pop(request_id, None)) is not None:
-                sample.finish(reason)
+        assert self.policy_version is not None
+        unwanted = deliver(drawn, self._samples, policy_version=self.policy_version)
+        if unwanted:
+            self._drop(unwanted)
 
     def _rested(self, asleep: bool) -> None:
         self.policy_version = None

@@ -24,6 +24,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +48,10 @@ from actors.vllm.requests import (
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.models.hf import HFFolder
+from rl.models.prompt_requests import End
 from rl.models.spec import ModelSpec
+from rl.models.stop_texts import spells_any
+from rl.rollouts.tokenizer import open_tokenizer
 from rl.types import Completion, SamplingParams
 from rl.worker_thread import WorkerThread
 
@@ -99,6 +103,7 @@ class GeneratorEngine(Configurable):
         self._hf_assets_path = hf_assets_path
         self._rng = random.Random(config.seed)
         self._next_id = 0
+        self._tokenizer: Any = None
         self._thread: WorkerThread | None = None
         self._core: VLLMCore
         self._driver: Driver
@@ -167,6 +172,7 @@ class GeneratorEngine(Configurable):
         check_call(prompts, sampling, begun, **limits)
         if self.world.rank != 0 or not prompts:
             return []
+        end = await self._end_of(sampling.stop_texts)
         self._driver.check_weights()
         call, requests, samples = completion_call(
             prompts,
@@ -175,6 +181,7 @@ class GeneratorEngine(Configurable):
             first_id=self._next_id,
             call_id=call_id,
             begun=begun,
+            end=end,
         )
         return await self._answer(call, requests, samples)
 
@@ -261,6 +268,14 @@ class GeneratorEngine(Configurable):
         except asyncio.CancelledError:
             self._driver.withdraw(requests)
             raise
+
+    async def _end_of(self, texts: Sequence[str]) -> End | None:
+        """What ends completions that spell one of these; the folder's tokenizer is opened at first need."""
+        if not texts:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, Path(self._hf_assets_path))
+        return partial(spells_any, texts, tokenizer=self._tokenizer)
 
     def _check_assets(self) -> None:
         spec = self._model_spec

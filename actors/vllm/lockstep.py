@@ -60,6 +60,8 @@ class Drawn:
     """Requests for which this was the last token."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     """Of scored requests that end here: [T - 1] float32, nats, of their prompts' tokens but the first."""
+    diverged: set[int] = field(default_factory=set)
+    """Requests with a logprob that is not a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

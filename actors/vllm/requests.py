@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from actors.vllm.lockstep import Request
+from rl.models.prompt_requests import End
 from rl.models.sampling import check_sampling, request_seeds
 from rl.types import Completion, FinishReason, SamplingParams
 
@@ -55,6 +56,8 @@ class Sample:
 
     call: Call[Completion]
     place: int
+    end: End | None = None
+    """Asked after each token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -63,6 +66,11 @@ class Sample:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.policy_versions.append(policy_version)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last token ends it, which the engine itself does not see."""
+        return self.end is not None and self.end(self.token_ids)
 
     def finish(self, reason: FinishReason) -> None:
         completion = Completion(
@@ -100,10 +108,12 @@ def completion_call(
     first_id: int,
     call_id: str,
     begun: Begun | None,
+    end: End | None = None,
 ) -> tuple[Call[Completion], list[Request], list[Sample]]:
     """A request and a sample for each completion that is still to be made, in order.
 
-    The others are in the call already. `seed` is of the call.
+    The others are in the call already. `seed` is of the call; `end` says of a completion's tokens whether
+    they end it.
     """
     call: Call[Completion] = Call(num_prompts=len(prompts), num_samples=sampling.num_samples, call_id=call_id)
     requests: list[Request] = []
@@ -114,7 +124,7 @@ def completion_call(
         if old is not None and old.finish_reason != "abort":
             call.put(place, old)
             continue
-        sample = Sample(call=call, place=place)
+        sample = Sample(call=call, place=place, end=end)
         parts = [prompt]
         if old is not None:
             parts.append(old.token_ids)

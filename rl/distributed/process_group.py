@@ -148,6 +148,17 @@ def barrier() -> None:
         dist.barrier()
 
 
+def everywhere(is_true: bool) -> bool:
+    """Whether it is true on all ranks; collective."""
+    if not dist.is_initialized():
+        return is_true
+    found = torch.tensor(int(is_true))
+    if dist.get_backend() == "nccl":
+        found = found.cuda()
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found.item())
+
+
 def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
     """Deadline of every later collective, in the default group and those of the mesh's axes."""
     if mesh is None:

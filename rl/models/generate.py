@@ -64,6 +64,8 @@ def generate(
     """
     context = model.config.rope.max_positions
     check_sampling(sampling)
+    if sampling.stop_texts:
+        raise ValueError(f"sampling.stop_texts={sampling.stop_texts}: must be (), give `ends` instead")
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")

@@ -29,6 +29,7 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("temperature", sampling.temperature >= 0, "0 (greedy) or more"),
         ("top_p", 0 < sampling.top_p <= 1, "above 0, at most 1"),
         ("top_k", sampling.top_k >= 0, "0 (off) or more"),
+        ("stop_texts", "" not in sampling.stop_texts, "texts that are not empty"),
     ):
         if not valid:
             raise ValueError(f"sampling.{name}={getattr(sampling, name)}: must be {rule}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,

@@ -9,6 +9,7 @@ from rl.tinker.backend import Backend
 from rl.tinker.background import in_thread
 from rl.tinker.checks import check_ttl
 from rl.tinker.errors import NotFoundError
+from rl.tinker.messages import BaseModel
 from rl.tinker.model_work import run_record
 from rl.tinker.models import Models
 from rl.tinker.names import parse_path, shown
@@ -16,7 +17,6 @@ from rl.tinker.responses import Checkpoint, Page, TrainingRun
 from rl.tinker.run_files import RunRecord
 from rl.tinker.sessions import page
 from rl.tinker.storage import Storage, Stored
-from rl.tinker.types import BaseModel
 
 
 class Catalogue:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rl.tinker.backend import Backend
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import MAX_SEQ_ID, MAX_TTL_S, MIN_EPS, Limits
+from rl.tinker.messages import AdamParams, BaseModel, Datum, SampleRequest
 from rl.tinker.names import shown
-from rl.tinker.types import AdamParams, BaseModel, Datum, SampleRequest
 
 
 def check_seq_id(name: str, value: int, *, first: int) -> None:

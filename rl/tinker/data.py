@@ -24,7 +24,7 @@ from rl.tinker.losses import (
     make_loss,
     wire_loss,
 )
-from rl.tinker.types import Datum, LossCall
+from rl.tinker.messages import Datum, LossCall
 from rl.types import TrainingSample
 
 

@@ -30,7 +30,7 @@ from rl.tinker.local_lora import check_lora
 from rl.tinker.local_models import LocalModel, SamplerWeights, check_adam, open_saved
 from rl.tinker.local_requests import Ask, answer, check_request
 from rl.tinker.local_sampling import GroupLimits, SampleQueue
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,
@@ -138,6 +138,7 @@ class LocalBackend(Configurable):
                 training=config.training, cache=config.cache, device=self._device
             )
             opened = await self._learn(build)
+            await self._learn(opened.load)
             self._bases[base.name] = opened
             self._plain[base.name] = SamplerWeights(base=opened, lora=None, trained={})
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from rl.models.spec import ModelSpec
 from rl.starting_point import given_folder, random_model
 from rl.tinker.data import DataRules
 from rl.tinker.local_lora import ModelPlan, put_tensors
-from rl.tinker.types import BaseModel, LoRASettings
+from rl.tinker.messages import BaseModel, LoRASettings
 from rl.training.config import TrainingConfig
 from rl.training.policy import num_positions
 
@@ -51,12 +52,20 @@ class Base(Configurable):
                 raise ValueError(f"name={self.name!r}: must be printable, not empty and without outer spaces")
 
     def __init__(
-        self, *, config: Config, training: TrainingConfig, cache: str | Path, device: torch.device
+        self,
+        *,
+        config: Config,
+        training: TrainingConfig,
+        cache: str | Path,
+        device: torch.device,
+        context: int | None = None,
     ) -> None:
-        """
+        """The weights are read when they are first asked for.
+
         Args:
             training: in which dtypes weights are kept and used.
             cache: folder of the models that are drawn.
+            context: most tokens of a prompt with its completion; None: what the model has positions for.
 
         Raises:
             ValueError: a folder that is incomplete or no dense Qwen3, or a context longer than a micro-batch.
@@ -72,18 +81,29 @@ class Base(Configurable):
         self.folder = start.folder.expanduser().absolute()
         self.spec: ModelSpec = start.spec
         self.tokenizer, self.stop_token_ids = start.tokenizer()
-        self.context: int = num_positions(self.spec)
+        self.context: int = num_positions(self.spec) if context is None else context
         """Most tokens of a prompt with its completion."""
         _check_room(config.name, self.context, training)
-        opened = HFFolder(self.folder)
-        self.fingerprint = _fingerprint(opened)
+        self.fingerprint = _fingerprint(HFFolder(self.folder))
         """Of the weights, so that what was saved with others is found out."""
-        self.weights = _read(opened, self.spec, device=device, dtype=getattr(torch, training.dtype))
-        """By our names: the one copy that LoRA models on it have in common."""
+        self.dtype: torch.dtype = getattr(torch, training.dtype)
+        """That weights are kept in."""
         self.serve_dtype: torch.dtype = getattr(torch, training.param_dtype)
         """Of forwards."""
-        self._served = {name: tensor.to(self.serve_dtype) for name, tensor in self.weights.items()}
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """By our names: the one copy that LoRA models on it have in common."""
+        return _read(HFFolder(self.folder), self.spec, device=self.device, dtype=self.dtype)
+
+    @cached_property
+    def _served(self) -> dict[str, Tensor]:
         """The same tensors, unless forwards have another dtype."""
+        return {name: tensor.to(self.serve_dtype) for name, tensor in self.weights.items()}
+
+    def load(self) -> None:
+        """Read the weights now."""
+        _ = self._served
 
     @property
     def vocab_size(self) -> int:

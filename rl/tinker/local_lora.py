@@ -23,7 +23,7 @@ from rl.models.converters.lora import HEAD, LoRA
 from rl.models.converters.low_rank import adapted_layers
 from rl.models.spec import ModelSpec
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.types import LoRASettings
+from rl.tinker.messages import LoRASettings
 
 ALPHA = 32.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -1,4 +1,7 @@
-"""One model in training behind the local backend: an engine, with the wire's settings and data."""
+"""One model in training: an engine, with the wire's settings and data.
+
+The local backend has it in one process, the actors' one on every rank of its trainer.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl.distributed.process_group import World
+from rl.distributed.process_group import World, everywhere
 from rl.distributed.seeds import random_states, restore_random_states
+from rl.distributed.shards import local_shard_of, local_tensor
+from rl.rollouts.samples import demonstration_sample
 from rl.tinker.data import WireSamples, wire_samples
 from rl.tinker.errors import InvalidRequestError
+from rl.tinker.layout import Layout, gathered, share_frozen
 from rl.tinker.limits import MIN_EPS
 from rl.tinker.local_base import Base
 from rl.tinker.local_lora import ModelPlan, check_products, same_shape
 from rl.tinker.losses import HIGH, make_loss, wire_loss
-from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
@@ -30,6 +36,7 @@ from rl.tinker.types import (
     ModelSettings,
     OptimStepOutput,
 )
+from rl.tinker.saved import OPTIMIZER, WEIGHTS, SavedModel, read_saved, write_saved
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.errors import NonFiniteLossError
@@ -48,26 +55,40 @@ class SamplerWeights:
     """By our names: LoRA's factors, or all parameters; none of a base model itself."""
 
 
-class LocalModel:
-    """All calls come from one thread."""
+PROBED_TOKENS = 16
+"""Of what a model is asked about before others sample from it."""
 
-    def __init__(self, base: Base, settings: ModelSettings, *, training: TrainingConfig) -> None:
+
+class LocalModel:
+    """All calls come from one thread; where there are several ranks, all make the same calls."""
+
+    def __init__(
+        self, base: Base, settings: ModelSettings, *, training: TrainingConfig, layout: Layout | None = None
+    ) -> None:
+        """`layout` None is this process alone; with one, the settings say the seed of the adapters."""
         self.base = base
         self.settings = settings
         lora = settings.lora
+        assert layout is None or lora is None or lora.seed is not None, "ranks would draw each their own"
         seed = secrets.randbits(62) if lora is None or lora.seed is None else lora.seed
         plan = ModelPlan.of(base.spec, lora, seed=seed)
-        config = TrainingEngine.Config(training=replace(training), converters=plan.converters)
+        template = TrainingEngine.Config() if layout is None else layout.config
+        config = replace(template, training=replace(training), converters=plan.converters)
+        world = World() if layout is None else layout.world
         # An engine seeds the process's generators, which are the notebook's too.
         states = random_states()
         self.engine: TrainingEngine = config.build(
-            model_spec=plan.spec, hf_assets_path=str(base.folder), device=base.device, world=World()
+            model_spec=plan.spec,
+            hf_assets_path=str(base.folder),
+            device=base.device,
+            world=world,
+            place=None if layout is None else layout.place,
         )
         restore_random_states(states)
-        for name, parameter in self.engine.policy.parameters.items():
-            if not parameter.requires_grad:
-                parameter.data = base.weights[name]
-        if base.spec.batch_invariant and lora is not None and base.device.type == "cpu":
+        self._writes = world.rank == 0
+        if lora is not None:
+            share_frozen(self.engine.policy.parameters, base.weights if layout is None else layout.frozen)
+        if base.spec.batch_invariant and lora is not None and layout is None and base.device.type == "cpu":
             self._check_products(lora.rank)
 
     def forward_backward(
@@ -138,30 +159,56 @@ class LocalModel:
             trained={name: tensor.to(dtype, copy=True) for name, tensor in self._trained().items()},
         )
 
+    def check_finite(self) -> None:
+        """Raise InvalidRequestError where the weights are such that nothing could be sampled."""
+        tokens = np.arange(min(PROBED_TOKENS, self.base.context), dtype=np.int32)
+        (logprobs,) = self.engine.compute_logprobs([demonstration_sample(tokens[:1], tokens[1:])])
+        if not np.isfinite(logprobs).all():
+            raise InvalidRequestError(
+                "the model's logprobs are not finite: its weights have diverged, and cannot be sampled from"
+            )
+
     def save_state(self, folder: Path) -> None:
         """Weights and optimizer state."""
-        tensors = {WEIGHTS: self._trained(), OPTIMIZER: self._optimizer_state()}
-        write_saved(folder, self._description(), tensors)
+        self._write(folder, {WEIGHTS: self._trained(), OPTIMIZER: self._optimizer_state()})
 
     def save_sampler(self, folder: Path) -> None:
         """Weights alone."""
-        write_saved(folder, self._description(), {WEIGHTS: self._trained()})
+        self._write(folder, {WEIGHTS: self._trained()})
+
+    def _write(self, folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """By the first rank, what all have."""
+        whole = {file: gathered(content, keep=self._writes) for file, content in tensors.items()}
+        if self._writes:
+            write_saved(folder, self._description(), whole)
 
     def load_state(self, folder: Path, *, optimizer: bool) -> None:
         """As `Backend.load_state`; where it raises InvalidRequestError everything is as it was."""
         names = (WEIGHTS, OPTIMIZER) if optimizer else (WEIGHTS,)
-        saved, found = read_saved(folder, *names)
-        check_saved(saved, self.base, self.settings)
         into = [self._trained(), self._optimizer_state()][: len(names)]
-        for name, present, read in zip(names, into, found, strict=True):
-            check_tensors(name, read, {key: tuple(tensor.shape) for key, tensor in present.items()})
+        found = self._read(folder, dict(zip(names, into, strict=True)))
         self.engine.drop_gradient()
         with torch.no_grad():
             for present, read in zip(into, found, strict=True):
                 for key, tensor in present.items():
-                    tensor.copy_(read[key])
+                    local_tensor(tensor).copy_(local_shard_of(read[key], tensor))
         if not optimizer:
             self.engine.optimizer.reset()
+
+    def _read(self, folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """What the files have of these tensors; on all ranks, or none."""
+        failure: Exception | None = None
+        found: list[dict[str, Tensor]] = []
+        try:
+            saved, found = read_saved(folder, *files)
+            check_saved(saved, self.base, self.settings)
+            for (name, present), read in zip(files.items(), found, strict=True):
+                check_tensors(name, read, {key: tuple(tensor.shape) for key, tensor in present.items()})
+        except (InvalidRequestError, OSError) as error:
+            failure = error
+        if not everywhere(failure is None):
+            raise failure or InvalidRequestError("the saved model cannot be read on every rank")
+        return found
 
     def close(self) -> None:
         self.engine.close()

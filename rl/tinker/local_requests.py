@@ -17,14 +17,15 @@ import numpy as np
 from rl.models.generate import generate
 from rl.models.prompt_logprobs import prompt_logprobs
 from rl.models.qwen3.model import Qwen3
+from rl.models.stop_texts import spells_any
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
-from rl.tinker.types import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
+from rl.tinker.messages import SampledSequence, SampleOutput, SampleRequest, TopLogprobs
 from rl.types import Completion, SamplingParams
 
-MARGIN_TOKENS = 8
-"""Decoded before the longest text that could end a completion, so that it is spelled as in the whole."""
+EMPTY = SampledSequence(tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), stop_reason="length")
+"""Where the prompt leaves no room."""
 
 MIN_TEMPERATURE = 1e-30
 """Logits that are divided by less are no numbers of float32 any more."""
@@ -49,10 +50,7 @@ class Ask:
 
     @property
     def max_tokens(self) -> int:
-        """Of each completion; 0 where the prompt fills the context."""
-        room = self.weights.base.context - len(self.request.prompt)
-        most = self.request.sampling.max_tokens
-        return room if most is None else min(most, room)
+        return max_tokens(self.weights.base, self.request)
 
     @property
     def wants_prompt(self) -> bool:
@@ -70,30 +68,33 @@ class End:
 
     @classmethod
     def of(cls, ask: Ask) -> End:
-        base, stop = ask.weights.base, ask.request.sampling.stop
-        given = base.stop_token_ids if stop is None else stop
-        return cls(
-            tokenizer=base.tokenizer,
-            stop_ids=frozenset(x for x in given if isinstance(x, int)),
-            texts=tuple(x for x in given if isinstance(x, str)),
-            cancelled=ask.cancelled,
-        )
+        base = ask.weights.base
+        ids, texts = stops(base, ask.request)
+        return cls(tokenizer=base.tokenizer, stop_ids=frozenset(ids), texts=texts, cancelled=ask.cancelled)
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         return self.cancelled.is_set() or self.stops(tokens)
 
     def stops(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of these tokens is, or ends, what ends a completion.
+        """Whether the last of these tokens is, or ends, what ends a completion."""
+        return tokens[-1] in self.stop_ids or spells_any(self.texts, tokens, tokenizer=self.tokenizer)
 
-        A token is a byte at least, so that a text of n bytes lies within the last n tokens.
-        """
-        if tokens[-1] in self.stop_ids:
-            return True
-        if not self.texts:
-            return False
-        num_tokens = max(len(text.encode()) for text in self.texts) + MARGIN_TOKENS
-        said = self.tokenizer.decode(list(tokens[-num_tokens:]), clean_up_tokenization_spaces=False)
-        return any(text in said for text in self.texts)
+
+def max_tokens(base: Base, request: SampleRequest) -> int:
+    """Of each completion; 0 where the prompt fills the context."""
+    room = base.context - len(request.prompt)
+    most = request.sampling.max_tokens
+    return room if most is None else min(most, room)
+
+
+def stops(base: Base, request: SampleRequest) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Token ids, and texts, that end its completions."""
+    stop = request.sampling.stop
+    given = base.stop_token_ids if stop is None else stop
+    return (
+        tuple(entry for entry in given if isinstance(entry, int)),
+        tuple(entry for entry in given if isinstance(entry, str)),
+    )
 
 
 def answer(group: Sequence[Ask], *, max_sequences: int, is_closed: Callable[[], bool]) -> list[SampleOutput]:
@@ -104,13 +105,10 @@ def answer(group: Sequence[Ask], *, max_sequences: int, is_closed: Callable[[], 
     drawing = [ask for ask in group if ask.max_tokens]
     drawn = _draw(model, drawing, max_sequences=max_sequences, is_closed=is_closed)
     sequences = dict(zip(map(id, drawing), drawn, strict=True))
-    empty = SampledSequence(
-        tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), stop_reason="length"
-    )
     of_prompts = _of_prompts(model, group)
     return [
         SampleOutput(
-            sequences=sequences.get(id(ask), (empty,) * ask.request.num_samples),
+            sequences=sequences.get(id(ask), (EMPTY,) * ask.request.num_samples),
             prompt_logprobs=of_prompts[id(ask)][0] if ask.request.prompt_logprobs else None,
             topk_prompt_logprobs=of_prompts[id(ask)][1] if ask.request.topk_prompt_logprobs else None,
         )
@@ -143,10 +141,10 @@ def _draw(
         ends=[End.of(ask) for ask in group],
         is_cancelled=lambda: is_closed() or all(ask.cancelled.is_set() for ask in group),
     )
-    return [tuple(map(_sequence, of_prompt)) for of_prompt in completions]
+    return [tuple(map(sampled_sequence, of_prompt)) for of_prompt in completions]
 
 
-def _sequence(completion: Completion) -> SampledSequence:
+def sampled_sequence(completion: Completion) -> SampledSequence:
     stopped = completion.finish_reason == "stop"
     return SampledSequence(
         tokens=completion.token_ids,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl.tinker.local_requests import Ask
-from rl.tinker.types import SampleOutput
+from rl.tinker.messages import SampleOutput
 from rl.worker_thread import WorkerThread
 
 Answer = Callable[[Sequence[Ask]], list[SampleOutput]]

@@ -30,7 +30,7 @@ from losses.importance_sampling import ImportanceSamplingLoss
 from losses.ppo import PPOLoss
 from losses.types import Loss
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.types import LossCall
+from rl.tinker.messages import LossCall
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK = "sequence_ratio_mask"

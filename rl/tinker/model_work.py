@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl.tinker.backend import Backend
 from rl.tinker.errors import GoneError, InvalidRequestError, TinkerError
+from rl.tinker.messages import AdamParams, Datum, ForwardBackwardOutput, LossCall, OptimStepOutput
 from rl.tinker.models import Model, Models
 from rl.tinker.names import CheckpointPath, owner_hash
 from rl.tinker.responses import CheckpointKind, CreatedModel, LoadedState, Metadata, SavedSampler, SavedState
@@ -15,7 +16,6 @@ from rl.tinker.samplers import Samplers
 from rl.tinker.sampling import SamplingSessions, Snapshot
 from rl.tinker.sessions import Sessions
 from rl.tinker.storage import Storage, Stored
-from rl.tinker.types import AdamParams, Datum, ForwardBackwardOutput, LossCall, OptimStepOutput
 
 
 class ModelWork:

@@ -11,11 +11,11 @@ from rl.tinker.background import Background, in_thread
 from rl.tinker.errors import GoneError, LimitReachedError, NotFoundError
 from rl.tinker.futures import Futures
 from rl.tinker.limits import Limits
+from rl.tinker.messages import ModelSettings
 from rl.tinker.responses import Metadata
 from rl.tinker.sessions import Session, Sessions
 from rl.tinker.storage import Storage
 from rl.tinker.streams import Stream
-from rl.tinker.types import ModelSettings
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from rl.tinker.types import BaseModel, ForwardBackwardOutput, ModelSettings, OptimStepOutput, SampleOutput
+from rl.tinker.messages import BaseModel, ForwardBackwardOutput, ModelSettings, OptimStepOutput, SampleOutput
 
 ItemT = TypeVar("ItemT")
 Metadata: TypeAlias = Mapping[str, Any]

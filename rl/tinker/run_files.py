@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.tinker.messages import LoRASettings, ModelSettings
 from rl.tinker.responses import Metadata
-from rl.tinker.types import LoRASettings, ModelSettings
 
 log = logging.getLogger(__name__)
 

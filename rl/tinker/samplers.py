@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from rl.tinker.backend import Backend
 from rl.tinker.background import Background
 from rl.tinker.limits import Limits
+from rl.tinker.messages import ModelSettings
 from rl.tinker.storage import Storage, Stored
-from rl.tinker.types import ModelSettings
 
 
 @dataclass(slots=True, eq=False)

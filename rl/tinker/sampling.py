@@ -12,12 +12,12 @@ from rl.tinker.checks import check_sample, check_seq_id, find_base
 from rl.tinker.errors import GoneError, InvalidRequestError, LimitReachedError, NotFoundError
 from rl.tinker.futures import Futures, Request
 from rl.tinker.limits import Limits
+from rl.tinker.messages import SampleOutput, SampleRequest
 from rl.tinker.names import parse_path
 from rl.tinker.responses import SamplerInfo, SubmittedSample
 from rl.tinker.samplers import Sampler, Samplers
 from rl.tinker.sessions import Session, Sessions
 from rl.tinker.storage import Storage, Stored
-from rl.tinker.types import SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.types import LoRASettings
+from rl.tinker.messages import LoRASettings
 from rl.training.checkpoint_files import FileSum, sum_of_file
 
 FORMAT = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl.tinker.messages import Datum, ForwardBackwardOutput, SampleOutput
 from rl.tinker.responses import Failure, Response
-from rl.tinker.types import Datum, ForwardBackwardOutput, SampleOutput
 
 
 def data_bytes(data: Sequence[Datum]) -> int:

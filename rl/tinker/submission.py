@@ -10,11 +10,11 @@ from rl.tinker.checks import check_seq_id, find_base
 from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.futures import Futures
 from rl.tinker.limits import Limits
+from rl.tinker.messages import ModelSettings
 from rl.tinker.models import Model, Models
 from rl.tinker.responses import Metadata, Response, Submitted, UnloadedModel
 from rl.tinker.sessions import Sessions, check_metadata
 from rl.tinker.streams import Work
-from rl.tinker.types import ModelSettings
 
 
 class Submission:

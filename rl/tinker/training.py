@@ -9,6 +9,7 @@ from rl.tinker.backend import Backend
 from rl.tinker.checks import check_adam, check_data, check_ttl, find_base
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import Limits
+from rl.tinker.messages import AdamParams, Datum, LossCall, ModelSettings
 from rl.tinker.model_work import ModelWork
 from rl.tinker.models import Model, Models
 from rl.tinker.names import check_name, parse_path
@@ -19,7 +20,6 @@ from rl.tinker.sizes import data_bytes
 from rl.tinker.storage import Storage, Stored
 from rl.tinker.streams import Work
 from rl.tinker.submission import Submission
-from rl.tinker.types import AdamParams, Datum, LossCall, ModelSettings
 
 
 class Training:

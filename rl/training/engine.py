@@ -65,14 +65,15 @@ class TrainingEngine(Configurable):
         device: torch.device | str | None = None,
         world: World | None = None,
         failure_folder: str | None = None,
+        place: Place | None = None,
     ) -> None:
         """
         Args:
             hf_assets_path: Hugging Face folder of sizes, weights and tokenizer; None draws a random model.
             device: None takes this process's GPU, or the CPU where there is none.
             world: None reads it from the environment.
-            failure_folder: receives the batch on which a loss was not finite, and the latest
-                collectives when one failed.
+            failure_folder: receives the batch of a loss that is not finite, and collectives of a failure.
+            place: of several engines, taken and left by their owner; None takes one for this engine.
 
         Raises:
             ValueError: degrees that do not multiply to the world size or do not divide the
@@ -87,7 +88,7 @@ class TrainingEngine(Configurable):
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
         self._place = Place.take(
-            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder
+            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder, shared=place
         )
         self.mesh = self._place.mesh
         make_policy = partial(self._place.make_policy, model_spec)

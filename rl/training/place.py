@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,15 +45,19 @@ class Place:
         world: World,
         device: torch.device,
         record_in: str | None,
+        shared: Place | None = None,
     ) -> Place:
         """Meet the other ranks.
 
         Args:
             record_in: folder that receives the latest collectives of a rank that hangs.
+            shared: a place whose groups are taken, and not left, in place of new ones.
 
         Raises:
             TimeoutError: not all of them appeared in time.
         """
+        if shared is not None:
+            return replace(shared, config=config, joined=False)
         if record_in is not None:
             flight_recorder.name_file_of_watchdog(record_in)
         # What lives on the host is copied by FSDP, which wants a mesh, of one process too.

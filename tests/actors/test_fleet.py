@@ -10,8 +10,9 @@ import pytest
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
 from actors.canary import CanaryError, LogprobCanary
-from actors.fleet import FleetConfig, LogSettings, close_fleet, start_fleet
+from actors.fleet import FleetConfig, close_fleet, start_fleet
 from actors.reward import RewardActor
+from actors.roles import LogSettings
 from actors.router import Router
 from actors.sync_check import SyncCheck
 from actors.turns import Turns

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.vllm.driver import GeneratorError
+from actors.vllm.errors import GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.vllm.driver import GeneratorError
 from actors.vllm.engine import GeneratorEngine
+from actors.vllm.errors import DivergedError, GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (
@@ -120,29 +120,54 @@ def test_requests_that_lack_of_cache_interrupts_get_the_same_tokens(tmp_path):
 def test_a_failed_step_fails_every_call_with_its_cause(tmp_path):
     spec = small_spec()
     engine = engine_of(spec, config_folder(tmp_path / "assets", spec), dtype="bfloat16")
-    broken = random_model(spec, seed=0)
-    with torch.no_grad():
-        broken.norm.weight[0] = torch.nan
+    model = random_model(spec, seed=0)
 
     async def life():
         await engine.start()
-        await engine.update_weights(writer(broken), version=1)
+        await engine.update_weights(writer(model), version=1)
+        engine._core.model.norm.weight.data = torch.ones(3, dtype=torch.bfloat16)
         calls = [engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5)) for _ in range(2)]
         failed = await asyncio.gather(*calls, return_exceptions=True)
-        with pytest.raises(GeneratorError, match="logprobs are NaN"):
+        with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
             await engine.generate(PROMPTS, sampling=SamplingParams(max_tokens=5))
-        with pytest.raises(GeneratorError, match="logprobs are NaN"):
-            await engine.update_weights(writer(broken), version=2)
+        with pytest.raises(GeneratorError, match="of generator rank 0 failed"):
+            await engine.update_weights(writer(model), version=2)
         await engine.close()
         return failed
 
     for error in asyncio.run(life()):
         assert isinstance(error, GeneratorError)
-        assert str(error).startswith(
-            "the engine of generator rank 0 failed: RuntimeError: the model's logprobs"
-        )
+        assert str(error).startswith("the engine of generator rank 0 failed: RuntimeError: ")
         assert isinstance(error.__cause__, RuntimeError)
     assert engine_threads() == []
+
+
+def test_weights_that_are_not_finite_fail_their_calls_and_with_others_the_engine_goes_on(tmp_path):
+    spec = small_spec()
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec))
+    model, broken = random_model(spec, seed=0), random_model(spec, seed=0)
+    with torch.no_grad():
+        broken.norm.weight[0] = torch.nan
+        for name, parameter in broken.named_parameters():
+            if name.endswith("qkv_proj.weight"):
+                parameter.fill_(torch.nan)  # and so what is cached
+    sampling = SamplingParams(max_tokens=5, temperature=0.0)
+
+    async def life():
+        await engine.start()
+        await engine.update_weights(writer(broken), version=1)
+        calls = [engine.generate(PROMPTS, sampling=sampling) for _ in range(2)]
+        failed = await asyncio.gather(*calls, engine.compute_logprobs(PROMPTS), return_exceptions=True)
+        await engine.update_weights(writer(model), version=2)
+        completions = await engine.generate(PROMPTS, sampling=sampling)
+        await engine.close()
+        return failed, completions
+
+    failed, completions = asyncio.run(life())
+    for error in failed:
+        assert isinstance(error, DivergedError)
+        assert "logprobs are NaN" in str(error)
+    assert tokens_of(completions) == tokens_of(generate(model, PROMPTS, sampling=sampling))
 
 
 def test_an_engine_that_cannot_start_leaves_nothing(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.vllm.driver import GeneratorError
+from actors.vllm.errors import GeneratorError
 from rl.models.generate import generate
 from rl.types import Completion, SamplingParams
 from tests.support.policies import (

@@ -28,10 +28,10 @@ def test_a_config_survives_its_json_and_is_made_anew_by_each_call(name, tmp_path
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_makes_a_backend_of_what_the_command_line_says(name):
-    argv = ["--config", name, "--port", "0", "--backend.num_threads", "2", "--limits.models", "3"]
+    argv = ["--config", name, "--port", "0", "--backend.cache", "elsewhere", "--limits.models", "3"]
     run = parse_cli(argv, default_module="tinker")
     backend: Backend = run.config.backend.build()
 
     assert (run.config.port, run.config.limits.models) == (0, 3)
-    assert backend.config.num_threads == 2  # type: ignore[attr-defined]
+    assert backend.config.cache == "elsewhere"  # type: ignore[attr-defined]
     assert list(backend.base_models) == []  # nothing is loaded before it starts

@@ -18,9 +18,7 @@ import numpy as np
 
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import Limits
-from rl.tinker.responses import Failure
-from rl.tinker.service import LOCAL_OWNER, Service
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,
@@ -34,6 +32,8 @@ from rl.tinker.types import (
     SampleRequest,
     Sampling,
 )
+from rl.tinker.responses import Failure
+from rl.tinker.service import LOCAL_OWNER, Service
 
 BASE = BaseModel(name="tiny", architecture="number", max_context_length=100, tokenizer_folder="none")
 UNTRAINABLE = BaseModel(

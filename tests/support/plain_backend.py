@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     BaseModel,
     Datum,

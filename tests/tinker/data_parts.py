@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.tinker.types import Datum
+from rl.tinker.messages import Datum
 
 
 def datum(tokens: list[int], targets: Any = None, **inputs: Any) -> Datum:

@@ -10,7 +10,7 @@ import torch
 
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import LocalModel
-from rl.tinker.types import (
+from rl.tinker.messages import (
     AdamParams,
     Datum,
     LoRASettings,

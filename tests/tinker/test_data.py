@@ -9,7 +9,7 @@ import pytest
 
 from rl.tinker.data import DataRules, check_data, wire_samples
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.types import Datum, LossCall
+from rl.tinker.messages import Datum, LossCall
 from tests.tinker.data_parts import datum
 
 RULES = DataRules(vocab_size=100, max_tokens=8)

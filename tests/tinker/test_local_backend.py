@@ -16,7 +16,7 @@ from rl.tinker.backend import Backend
 from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.local_backend import LocalBackend
 from rl.tinker.local_base import Base
-from rl.tinker.types import AdamParams, LoRASettings, LossCall, ModelSettings, SampleOutput
+from rl.tinker.messages import AdamParams, LoRASettings, LossCall, ModelSettings, SampleOutput
 from rl.training.config import TrainingConfig
 from tests.tinker.data_parts import datum, random_data
 from tests.tinker.local_parts import CROSS_ENTROPY, NAME, TRAINING, base_config, request, settings

@@ -12,7 +12,7 @@ from rl.tinker.errors import InvalidRequestError
 from rl.tinker.limits import MIN_EPS
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import LocalModel
-from rl.tinker.types import AdamParams, LossCall
+from rl.tinker.messages import AdamParams, LossCall
 from tests.tinker.data_parts import datum, random_data
 from tests.tinker.local_parts import CROSS_ENTROPY, equal, make_model, open_base, same, train, weights
 

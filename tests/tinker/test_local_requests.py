@@ -13,7 +13,7 @@ from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
 from rl.tinker.local_requests import Ask, answer, check_request
-from rl.tinker.types import SampleOutput, SampleRequest, Sampling, TopLogprobs
+from rl.tinker.messages import SampleOutput, SampleRequest, Sampling, TopLogprobs
 from tests.tinker.data_parts import datum, random_data
 from tests.tinker.local_parts import CROSS_ENTROPY, make_model, open_base, request, train
 

@@ -15,7 +15,7 @@ from rl.tinker.local_base import Base
 from rl.tinker.local_models import SamplerWeights
 from rl.tinker.local_requests import Ask
 from rl.tinker.local_sampling import Answer, GroupLimits, SampleQueue, next_group
-from rl.tinker.types import SampledSequence, SampleOutput
+from rl.tinker.messages import SampledSequence, SampleOutput
 from rl.worker_thread import WorkerThread
 from tests.tinker.local_parts import request
 

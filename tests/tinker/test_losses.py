@@ -10,7 +10,7 @@ import torch
 from losses.types import LossInputs
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.losses import LOSSES, make_loss
-from rl.tinker.types import LossCall
+from rl.tinker.messages import LossCall
 
 P = [-1.0, -2.0, -0.5, -3.0]
 Q = [-1.5, -1.0, -0.5, -2.0]

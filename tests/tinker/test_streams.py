@@ -11,8 +11,8 @@ import pytest
 
 from rl.tinker.errors import BusyError, GoneError, InvalidRequestError
 from rl.tinker.limits import Limits
+from rl.tinker.messages import ForwardBackwardOutput, OptimStepOutput
 from rl.tinker.responses import Failure
-from rl.tinker.types import ForwardBackwardOutput, OptimStepOutput
 from tests.support.fake_tinker_backend import (
     failure_of,
     forward_backward,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rl.tinker.errors import GoneError, InvalidRequestError, NotFoundError
+from rl.tinker.messages import AdamParams, LoRASettings, ModelSettings
 from rl.tinker.responses import CreatedModel, LoadedState
 from rl.tinker.service import Service
-from rl.tinker.types import AdamParams, LoRASettings, ModelSettings
 from tests.support.fake_tinker_backend import (
     BASE,
     LORA,

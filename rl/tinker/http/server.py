@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import ipaddress
 import os
 import signal
@@ -13,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -25,6 +23,7 @@ from rl.tinker.http.auth import Keys, read_keys
 from rl.tinker.http.context import Context, HttpLimits
 from rl.tinker.limits import Limits
 from rl.tinker.service import Service
+from rl.tinker.storage_lock import StorageLock
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 DRAIN_TIMEOUT_S = 5.0
@@ -91,10 +90,12 @@ class TinkerServer(Configurable):
         """
         config = self._config
         with (
-            _storage(Path(config.storage_folder).expanduser()) as folder,
+            contextlib.closing(StorageLock(config.storage_folder)) as storage,
             _listening(config.host, config.port) as listener,
         ):
-            service = Service(backend=config.backend.build(), storage_folder=folder, limits=config.limits)
+            service = Service(
+                backend=config.backend.build(), storage_folder=storage.folder, limits=config.limits
+            )
             if not is_loopback(config.host):
                 print(f"warning: {config.host} speaks plain HTTP: put TLS in front of it", file=sys.stderr)
             asyncio.run(self._serve(service, listener))
@@ -210,20 +211,3 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.contextmanager
-def _storage(folder: Path) -> Iterator[Path]:
-    """The folder, for this process alone: a second server would take the first one's half-written files for
-    leftovers. The kernel lets go of the lock however a process ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ValueError(f"storage_folder={str(folder)!r}: cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"storage_folder={str(folder)!r}: another server is using it") from None
-        yield folder

@@ -17,7 +17,7 @@ from rl.tinker.http.codec import (
     encode_sample,
     parse_forward_backward,
 )
-from rl.tinker.types import ForwardBackwardOutput, SampledSequence, SampleOutput, TopLogprobs
+from rl.tinker.messages import ForwardBackwardOutput, SampledSequence, SampleOutput, TopLogprobs
 
 
 def datum(tokens, **inputs):

@@ -72,7 +72,7 @@ def test_a_killed_server_finds_its_checkpoints_again_and_says_what_became_of_the
             headers=headers,
         ).json()["request_id"]
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
-        assert "another server is using it" in second
+        assert "another process is using it" in second
 
     with server_process(storage, *options, environment=environment) as server:
         lost = httpx.post(

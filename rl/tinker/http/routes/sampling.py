@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path
 from rl.tinker.errors import InvalidRequestError
 from rl.tinker.http import answers, messages
 from rl.tinker.http.context import ContextOf, Owner
-from rl.tinker.types import SampleRequest, Sampling
+from rl.tinker.messages import SampleRequest, Sampling
 
 router = APIRouter(tags=["sampling"])
 SamplerId = Annotated[str, Path(min_length=1, max_length=512)]

@@ -12,8 +12,8 @@ from rl.tinker.http import answers, messages
 from rl.tinker.http.codec import MEDIA_TYPE, decode_forward_backward, parse_forward_backward
 from rl.tinker.http.context import Context, ContextOf, Owner
 from rl.tinker.http.guard import media_type
+from rl.tinker.messages import AdamParams, LoRASettings, ModelSettings
 from rl.tinker.responses import Submitted
-from rl.tinker.types import AdamParams, LoRASettings, ModelSettings
 
 router = APIRouter(tags=["training"])
 
