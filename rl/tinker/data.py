@@ -113,7 +113,8 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
         missing = [(1, 0)] if width is None else [(1, 0), (0, width - values.shape[1])]
         return np.pad(values, missing).astype(dtype)
 
-    counted = np.ones(targets.shape, np.bool_) if RATIO_MASK in loss.optional else None
+    # A prompt's tokens come with advantages and logprobs of 0: in the mean they would drown the completion's.
+    counted = mask if RATIO_MASK in loss.optional else None
     ratio_mask = inputs.get(RATIO_MASK, counted)
     logprobs = inputs.get(LOGPROBS, np.full(targets.shape, np.nan, np.float32))
     return TrainingSample(

@@ -9,8 +9,8 @@ that came with it, A its advantage, w its weight and r = exp(p - q):
     cispo                  - sum sg(clamp(r, lo, hi)) p A                          sg: without gradient
     dro                    - sum [p A - beta / 2 (p - q)^2]
     gspo                   - sum min(s A, clamp(s, lo, hi) A), s = exp(mean of p - q) exp(p - sg(p)), where
-                           the mean is over the tokens of sequence_ratio_mask, all of them where a datum
-                           brings none, and without gradient
+                           the mean is over the tokens of sequence_ratio_mask, where a datum brings none over
+                           those with an advantage, and without gradient
 
 In all of them p - q is clamped to +-20 nats before it becomes a ratio (`losses.ops`).
 """

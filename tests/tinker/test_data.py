@@ -79,9 +79,9 @@ def test_dro_counts_every_token_because_its_square_does():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, [1, 1, 1]), ({"sequence_ratio_mask": [0, 1, 1]}, [0, 1, 1])]
+    ("given", "expected"), [({}, [0, 1, 0]), ({"sequence_ratio_mask": [0, 1, 1]}, [0, 1, 1])]
 )
-def test_gspo_takes_the_ratio_over_the_mask_and_else_over_all(given, expected):
+def test_gspo_takes_the_ratio_over_the_mask_and_else_where_there_are_advantages(given, expected):
     one = datum([3, 4, 5], logprobs=[0, -1, -2], advantages=[0, 1, 0], **given)
     (sample,) = wire_samples([one], LossCall(name="gspo"), RULES).samples
     assert sample.ratio_mask is not None
