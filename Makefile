@@ -9,6 +9,9 @@ BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step bat
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow
+# Tests are shared by so many processes; 0, with which a debugger works, is this one alone.
+WORKERS ?= 2
+SHARED := -n $(WORKERS) --dist loadgroup
 
 # No program here asks anything. A terminal as stdin would stop actors, which are background process
 # groups, when a library of theirs initialises readline.
@@ -44,10 +47,10 @@ tinker-cookbook: ## the Tinker cookbook's own recipes, unmodified, against this 
 	$(RUN) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
 test: setup ## all tests but the slow ones: at most 15 minutes on 2 cores
-	$(RUN) -m pytest -m "not slow" $(ARGS) $(NO_INPUT)
+	$(RUN) -m pytest $(SHARED) -m "not slow" $(ARGS) $(NO_INPUT)
 
 test-fast: setup ## the tests that start no engine and no actor: at most 2 minutes
-	$(RUN) -m pytest -m "$(FAST)" $(ARGS) $(NO_INPUT)
+	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
 
 test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
 	$(RUN) -m pytest -m slow $(ARGS) $(NO_INPUT)

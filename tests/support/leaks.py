@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,14 @@ _shared_memory_before = pytest.StashKey[set[str]]()
 _mark = pytest.StashKey[str]()
 
 
+def is_worker(session: pytest.Session) -> bool:
+    """Of pytest-xdist: the session that started it looks at the end, and its mark is inherited."""
+    return hasattr(session.config, "workerinput")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_worker(session):
+        return
     mark = uuid.uuid4().hex
     # A session inside a test has its own mark; what it leaves is then found by its own check.
     os.environ[MARK] = mark
@@ -121,9 +128,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_shared_memory_before] = list_shared_memory()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After the teardown of the session's fixtures."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """After the teardown of the session's fixtures, and the end of its workers."""
+    yield
+    if is_worker(session):
+        return
     stash = session.config.stash
     before = stash[_shared_memory_before]
     try:

@@ -97,6 +97,7 @@ def check_test(_: str) -> None:
     for name in (
         "pytest",
         "pytest_timeout",
+        "xdist",
         "mypy",
         "ruff",
         "torchao.float8",
