@@ -35,11 +35,11 @@ from actors.tinker_sampling import answer, check_served
 from actors.tinker_snapshots import SnapshotMaker, create_model
 from actors.tinker_trainer import TinkerTrainer
 from rl.config.configurable import Configurable
-from rl.tinker.data import check_data
+from rl.tinker.adam import check_adam
 from rl.tinker.errors import InvalidRequestError, NotFoundError
-from rl.tinker.local_base import Base
-from rl.tinker.local_lora import check_lora
-from rl.tinker.local_models import check_adam
+from rl.tinker.local.base import Base
+from rl.tinker.local.data import check_data
+from rl.tinker.local.lora import check_lora
 from rl.tinker.messages import (
     AdamParams,
     BaseModel,

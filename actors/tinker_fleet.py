@@ -16,7 +16,7 @@ from actors.placement import Placement, Processes, place
 from actors.roles import LogSettings, Roles, num_gpus, trains_on_gpu
 from actors.tinker_trainer import TinkerTrainer
 from rl.config.tree import check_fields
-from rl.tinker.local_base import Base
+from rl.tinker.local.base import Base
 from rl.training import layout
 from rl.weights.store import WeightStore
 

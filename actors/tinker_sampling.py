@@ -14,8 +14,8 @@ import numpy as np
 from actors.tinker_samplers import Replica
 from actors.vllm.requests import SMALLEST_TEMPERATURE
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.local_base import Base
-from rl.tinker.local_requests import EMPTY, check_request, max_tokens, sampled_sequence, stops
+from rl.tinker.local.base import Base
+from rl.tinker.local.requests import EMPTY, check_request, max_tokens, sampled_sequence, stops
 from rl.tinker.messages import SampledSequence, SampleOutput, SampleRequest
 from rl.types import SamplingParams
 

@@ -26,9 +26,9 @@ from rl.distributed.process_group import CommConfig, World
 from rl.distributed.threads import use_threads
 from rl.errors import RunError
 from rl.tinker.errors import InvalidRequestError, TinkerError
-from rl.tinker.layout import Layout
-from rl.tinker.local_base import Base
-from rl.tinker.local_models import LocalModel
+from rl.tinker.local.base import Base
+from rl.tinker.local.layout import Layout
+from rl.tinker.local.models import LocalModel
 from rl.tinker.messages import (
     AdamParams,
     Datum,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rl.tinker.http.server import TinkerServer
-from rl.tinker.local_backend import LocalBackend
-from rl.tinker.local_base import Base
+from rl.tinker.local.backend import LocalBackend
+from rl.tinker.local.base import Base
 
 
 def tiny() -> TinkerServer.Config:

@@ -1,4 +1,4 @@
-"""What computes behind the Tinker calls: this process (`local_backend.py`) or actors (`actors/`).
+"""What computes behind the Tinker calls: this process (`local/`) or actors (`actors/tinker_backend.py`).
 
 The service above it checks names, owners and order; a backend is told what to do with models and samplers
 whose ids are never used twice.

@@ -20,8 +20,8 @@ from tests.support.tinker_backends import (
     tokens_of,
     train,
 )
-from tests.tinker.data_parts import datum, random_data
-from tests.tinker.local_parts import request, settings
+from tests.tinker.local.data_parts import datum, random_data
+from tests.tinker.local.local_parts import request, settings
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
 

@@ -22,8 +22,8 @@ from tests.support.tinker_backends import (
     tokens_of,
     train,
 )
-from tests.tinker.data_parts import random_data
-from tests.tinker.local_parts import settings
+from tests.tinker.local.data_parts import random_data
+from tests.tinker.local.local_parts import settings
 
 
 @pytest.mark.medium

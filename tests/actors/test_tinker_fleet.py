@@ -12,11 +12,11 @@ from actors.launch_config import LaunchConfig
 from actors.tinker_backend import ActorBackend
 from actors.tinker_trainer import TinkerTrainer
 from rl.distributed.mesh import ParallelismConfig
-from rl.tinker.local_base import Base
+from rl.tinker.local.base import Base
 from rl.training.config import TrainingConfig
 from rl.weights.store import WeightStore
 from tests.support.tinker_backends import actor_config
-from tests.tinker.local_parts import TRAINING
+from tests.tinker.local.local_parts import TRAINING
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from rl.tinker.errors import InvalidRequestError
-from rl.tinker.limits import Limits
 from rl.tinker.messages import (
     AdamParams,
     BaseModel,
@@ -32,8 +31,9 @@ from rl.tinker.messages import (
     SampleRequest,
     Sampling,
 )
-from rl.tinker.responses import Failure
-from rl.tinker.service import LOCAL_OWNER, Service
+from rl.tinker.service.limits import Limits
+from rl.tinker.service.responses import Failure
+from rl.tinker.service.service import LOCAL_OWNER, Service
 
 BASE = BaseModel(name="tiny", architecture="number", max_context_length=100, tokenizer_folder="none")
 UNTRAINABLE = BaseModel(

@@ -16,8 +16,8 @@ from rl.tinker.http.app import make_app
 from rl.tinker.http.auth import Keys
 from rl.tinker.http.codec import MEDIA_TYPE
 from rl.tinker.http.context import Context, HttpLimits
-from rl.tinker.limits import Limits
-from rl.tinker.service import Service
+from rl.tinker.service.limits import Limits
+from rl.tinker.service.service import Service
 from tests.support.plain_backend import PlainBackend
 
 ALICE, BOB = "tml-alice", "tml-bob"

@@ -17,11 +17,11 @@ from actors.tinker_backend import ActorBackend
 from actors.tinker_trainer import TinkerTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.backend import Backend
-from rl.tinker.local_backend import LocalBackend
+from rl.tinker.local.backend import LocalBackend
 from rl.tinker.messages import AdamParams, ForwardBackwardOutput, LossCall, SampleOutput
 from rl.weights.store import WeightStore
-from tests.tinker.data_parts import random_data
-from tests.tinker.local_parts import TRAINING, base_config, request, settings
+from tests.tinker.local.data_parts import random_data
+from tests.tinker.local.local_parts import TRAINING, base_config, request, settings
 
 T = TypeVar("T")
 

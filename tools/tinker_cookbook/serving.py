@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.tinker.http.server import TinkerServer
-from rl.tinker.local_backend import LocalBackend
-from rl.tinker.local_base import Base
+from rl.tinker.local.backend import LocalBackend
+from rl.tinker.local.base import Base
 from tools.tinker_cookbook.model import WarmStart, base_folder
 from tools.tinker_cookbook.processes import ProcessError, running, wait_until
 

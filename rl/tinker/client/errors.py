@@ -10,7 +10,7 @@ import httpx
 import tinker
 
 from rl.tinker import errors
-from rl.tinker.responses import Failure
+from rl.tinker.service.responses import Failure
 
 URL = "http://in-process.invalid/api/v1"
 """Of no server: a response names a request, and a request a URL."""

@@ -22,10 +22,10 @@ from rl.tinker.backend import Backend
 from rl.tinker.client.errors import failed, official_error
 from rl.tinker.client.futures import THREAD_NAME, ClientFuture
 from rl.tinker.client.progress import Progress
-from rl.tinker.limits import Limits
-from rl.tinker.responses import Failure
-from rl.tinker.service import LOCAL_OWNER, Service
-from rl.tinker.storage_lock import StorageLock
+from rl.tinker.service.limits import Limits
+from rl.tinker.service.responses import Failure
+from rl.tinker.service.service import LOCAL_OWNER, Service
+from rl.tinker.service.storage_lock import StorageLock
 from rl.worker_thread import WorkerThread
 
 T = TypeVar("T")

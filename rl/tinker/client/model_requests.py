@@ -14,8 +14,8 @@ from rl.tinker.client.stream import Stream, Submit
 from rl.tinker.client.tokenizers import tokenizer_of
 from rl.tinker.client.unsupported import refuse
 from rl.tinker.messages import Datum, LossCall
-from rl.tinker.responses import ModelInfo
-from rl.tinker.service import LOCAL_OWNER
+from rl.tinker.service.responses import ModelInfo
+from rl.tinker.service.service import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from tinker.lib.telemetry import Telemetry

@@ -13,8 +13,8 @@ from rl.tinker.client.deprecated import awaited_variant
 from rl.tinker.client.host import Host
 from rl.tinker.client.hosts import running_host
 from rl.tinker.client.unsupported import refuse
-from rl.tinker.responses import Checkpoint, Page, TrainingRun
-from rl.tinker.service import LOCAL_OWNER
+from rl.tinker.service.responses import Checkpoint, Page, TrainingRun
+from rl.tinker.service.service import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from tinker.lib.telemetry import Telemetry

@@ -16,7 +16,7 @@ from rl.tinker.client.session import Session
 from rl.tinker.client.tokenizers import tokenizer_of
 from rl.tinker.client.unsupported import refuse
 from rl.tinker.messages import BaseModel, SampleRequest
-from rl.tinker.service import LOCAL_OWNER
+from rl.tinker.service.service import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from tinker.lib.telemetry import Telemetry

@@ -26,8 +26,8 @@ from rl.tinker.client.session import Session
 from rl.tinker.client.training_client import BackcompatTrainingClientFuture, TrainingClient, training_client
 from rl.tinker.client.unsupported import refuse
 from rl.tinker.messages import LoRASettings, ModelSettings
-from rl.tinker.responses import Submitted
-from rl.tinker.service import LOCAL_OWNER
+from rl.tinker.service.responses import Submitted
+from rl.tinker.service.service import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from tinker.lib.retry_handler import RetryConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.tinker.client.host import Host
 from rl.tinker.client.hosts import release
-from rl.tinker.service import LOCAL_OWNER
+from rl.tinker.service.service import LOCAL_OWNER
 
 
 class Session:

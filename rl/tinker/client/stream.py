@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.tinker.client.host import Host
 from rl.tinker.errors import TinkerError
-from rl.tinker.responses import Submitted
+from rl.tinker.service.responses import Submitted
 
 Submit = Callable[[int], Submitted]
 """Submits a request with this seq id; a function of the host's loop."""

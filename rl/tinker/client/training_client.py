@@ -31,7 +31,7 @@ from rl.tinker.client.sampling_client import (
 from rl.tinker.client.session import Session
 from rl.tinker.client.stream import Submit
 from rl.tinker.client.unsupported import refuse
-from rl.tinker.service import LOCAL_OWNER
+from rl.tinker.service.service import LOCAL_OWNER
 
 if TYPE_CHECKING:
     from tinker.lib.retry_handler import RetryConfig

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from rl.tinker import responses, types
+from rl.tinker import types
+from rl.tinker.service import responses
 
 
 class Answer(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from rl.tinker.http.guard import owner_of
-from rl.tinker.service import Service
+from rl.tinker.service.service import Service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

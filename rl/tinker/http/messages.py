@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl.tinker.limits import MAX_SEQ_ID, MAX_TTL_S
+from rl.tinker.service.limits import MAX_SEQ_ID, MAX_TTL_S
 
 Id = Annotated[str, Field(min_length=1, max_length=512)]
 """Of a session, model, request or sampling session."""

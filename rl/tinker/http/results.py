@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rl.tinker import responses as r
 from rl.tinker.http.codec import MEDIA_TYPE, encode_forward_backward, encode_sample
 from rl.tinker.messages import ForwardBackwardOutput, OptimStepOutput, SampleOutput
+from rl.tinker.service import responses as r
 
 JSON = "application/json"
 Body: TypeAlias = tuple[bytes, str]

@@ -21,9 +21,9 @@ from rl.config.registry import ResolvedRun
 from rl.tinker.http.app import make_app
 from rl.tinker.http.auth import Keys, read_keys
 from rl.tinker.http.context import Context, HttpLimits
-from rl.tinker.limits import Limits
-from rl.tinker.service import Service
-from rl.tinker.storage_lock import StorageLock
+from rl.tinker.service.limits import Limits
+from rl.tinker.service.service import Service
+from rl.tinker.service.storage_lock import StorageLock
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 DRAIN_TIMEOUT_S = 5.0

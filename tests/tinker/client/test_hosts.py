@@ -5,7 +5,7 @@ import pytest
 from configs import tinker as configs
 from rl.config.tree import ConfigError
 from rl.tinker.client.hosts import make_backend
-from rl.tinker.local_backend import LocalBackend
+from rl.tinker.local.backend import LocalBackend
 from tests.support.bigram_backend import BigramBackend
 
 

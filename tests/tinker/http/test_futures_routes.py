@@ -6,7 +6,7 @@ import json
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.tinker.limits import Limits
+from rl.tinker.service.limits import Limits
 from tests.support.tinker_app import ALICE, run
 from tests.tinker.http.test_training_routes import fwdbwd
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from rl.tinker.http import answers, messages, results
 from rl.tinker.http.codec import MEDIA_TYPE
 from rl.tinker.http.context import Context, ContextOf, Owner
-from rl.tinker.responses import Failure
-from rl.tinker.responses import Response as Result
+from rl.tinker.service.responses import Failure
+from rl.tinker.service.responses import Response as Result
 
 router = APIRouter(tags=["results"])
 

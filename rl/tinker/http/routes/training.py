@@ -13,7 +13,7 @@ from rl.tinker.http.codec import MEDIA_TYPE, decode_forward_backward, parse_forw
 from rl.tinker.http.context import Context, ContextOf, Owner
 from rl.tinker.http.guard import media_type
 from rl.tinker.messages import AdamParams, LoRASettings, ModelSettings
-from rl.tinker.responses import Submitted
+from rl.tinker.service.responses import Submitted
 
 router = APIRouter(tags=["training"])
 
