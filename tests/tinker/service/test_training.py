@@ -172,8 +172,8 @@ def test_weights_load_into_a_model_of_the_same_settings_in_its_turn(tmp_path: Pa
         (AdamParams(learning_rate=float("nan")), "adam_params.learning_rate=nan: must be a finite number of at least 0"),
         (AdamParams(eps=0.0), "adam_params.eps=0.0: must be a finite number of at least 1e-30"),
         (AdamParams(beta1=1.0), "adam_params.beta1=1.0: must be at least 0 and below 1"),
-        (AdamParams(grad_clip_norm=float("inf")), "grad_clip_norm is inf"),
-        (AdamParams(weight_decay=-0.1), "weight_decay is -0.1"),
+        (AdamParams(grad_clip_norm=float("inf")), "adam_params.grad_clip_norm=inf"),
+        (AdamParams(weight_decay=-0.1), "adam_params.weight_decay=-0.1"),
     ],
 )
 def test_steps_that_make_no_sense_are_refused(tmp_path: Path, params: AdamParams, said: str) -> None:
