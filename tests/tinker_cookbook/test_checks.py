@@ -85,21 +85,6 @@ def test_highest_kl_is_said():
     assert found.seen == "at most 3.0e-06 and 4.0e-11"
 
 
-@pytest.mark.parametrize(
-    ("found", "holds"),
-    [
-        (kl_rows((1.5e-3, 2e-4), (-1.1e-3, 9e-4)), True),
-        (kl_rows((1.5e-3, 2e-4), (0.6e-3, 2e-4)), False),
-        (kl_rows((0.0, 2e-4), (0.0, 1.1e-3)), False),
-        ((*kl_rows((1e-7, 1e-12)), {checks.REWARD: 0.5}), False),
-        ((), False),
-    ],
-    ids=["low", "high on average", "one step high", "a step without", "none"],
-)
-def test_off_policy_the_noisy_estimate_is_averaged(found, holds):
-    assert checks.kl_stays_low_off_policy(evidence(*found)).holds is holds
-
-
 def test_reward_rises_by_means_of_three_steps_at_each_end():
     risen = evidence(*rows(checks.REWARD, 0.1, 0.3, 0.2, 9.0, 0.3, 0.4, 0.2))
     finding = checks.reward_rises(by=0.1)(risen)

@@ -49,7 +49,7 @@ def test_recipes_are_run_by_their_own_modules_and_offline(tmp_path):
     commands = {recipe.name: command(recipe, place(tmp_path)) for recipe in all_recipes(Path("c.jsonl"))}
     argv = commands["math_rl_one_step_off"]
     assert argv[:3] == ["py", "-m", "tinker_cookbook.recipes.math_rl.train"]
-    assert {"model_name=/m", "env=arithmetic", "max_steps_off_policy=1", "groups_per_batch=48"} <= set(argv)
+    assert {"model_name=/m", "env=arithmetic", "max_steps_off_policy=1", "groups_per_batch=64"} <= set(argv)
     assert all("renderer_name=qwen3_instruct" in argv for argv in commands.values())
 
 

@@ -102,18 +102,6 @@ def kl_stays_low(evidence: Evidence) -> Finding:
     )
 
 
-def kl_stays_low_off_policy(evidence: Evidence) -> Finding:
-    """The second estimate in every step, the first one on average: the weights have moved on since the tokens
-    were drawn, so that its terms are of both signs and large, and one step's mean is mostly their noise."""
-    first, second = _kls(evidence)
-    mean = statistics.fmean(first) if first else math.nan
-    return Finding(
-        promise=f"KL, the policy's own step in it, below {MAX_KL:g}",
-        holds=_are_low([mean]) and _are_low(second),
-        seen=f"{mean:.1e} on average and at most {_highest(second):.1e}",
-    )
-
-
 def _kls(evidence: Evidence) -> tuple[list[float], list[float]]:
     """Of each step, by both estimates; nan where a step has none."""
     names = (KL_FIRST_ORDER, KL_SECOND_ORDER)
