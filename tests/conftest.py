@@ -52,6 +52,7 @@ ACTORS = ("actors", "runs", "weights", "examples", "benchmarks", "docs")
 """Folders whose medium and slow tests start actors and engines, which they share."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # With several workers, tests that share what takes long to start stay in one (`--dist loadgroup`).
