@@ -11,7 +11,7 @@ RUN := .venv/bin/python
 FAST := not medium and not slow
 # Tests are shared by so many processes; 0, with which a debugger works, is this one alone.
 WORKERS ?= 2
-SHARED := -n $(WORKERS) --dist loadgroup
+SHARED := -n $(WORKERS)
 
 # No program here asks anything. A terminal as stdin would stop actors, which are background process
 # groups, when a library of theirs initialises readline.

@@ -6,22 +6,21 @@ import atexit
 import gc
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 import rl.weights.monarch_env  # noqa: F401  (before any test module loads Monarch)
 from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart
+from tests.support.sharing import pytest_xdist_make_scheduler
 
 __all__ = [
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",
+    "pytest_xdist_make_scheduler",
     "pytest_sessionfinish",
     "pytest_sessionstart",
 ]
-
-ROOT = Path(__file__).parent
 
 # Before anything imports them, and inherited by the actors.
 os.environ.update(
@@ -48,26 +47,11 @@ TIME_LIMITS_S = {"slow": 1200, "medium": 300}
 """By marker, for tests that name none; the others have the limit of pyproject.toml."""
 
 
-ACTORS = ("actors", "runs", "weights", "examples", "benchmarks", "docs")
-"""Folders whose medium and slow tests start actors and engines, which they share."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # With several workers, tests that share what takes long to start stay in one (`--dist loadgroup`).
-        item.add_marker(pytest.mark.xdist_group(_worker_of(item)))
         if item.get_closest_marker("timeout"):
             continue
         for marker, limit_s in TIME_LIMITS_S.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.timeout(limit_s))
                 break
-
-
-def _worker_of(item: pytest.Item) -> str:
-    folder = item.path.relative_to(ROOT).parts[0]
-    starts_something = any(map(item.get_closest_marker, TIME_LIMITS_S))
-    if not starts_something:
-        return str(item.path)
-    return "actors" if folder in ACTORS else "engines"
