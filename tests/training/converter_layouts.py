@@ -21,7 +21,7 @@ from rl.models.converters.peft_folder import PeftSettings, write_peft_folder
 from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
 from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
-from rl.types import ForwardBackwardResult, OptimStepResult, TrainingSample
+from rl.types import ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
 from tests.training.layouts import LAYOUTS, Tensors, to_numpy, whole_gradients, whole_parameters
 from tests.training.parts import VOCAB, engine_config, make_sample, make_samples, small_spec
 
@@ -178,6 +178,9 @@ def float8_samples() -> list[TrainingSample]:
 def measure_float8(layout: str, converters: Sequence[ModelConverter.Config], folder: str) -> MeasuredFloat8:
     """Three steps; after the second a checkpoint is written and read."""
     engine = make(layout, even_spec(), None, converters, max_tokens_per_microbatch=20)
+    # A gradient that is nothing but rounding, as that of a product with a factor 0, shall make no whole step;
+    # of weights in float8 whole steps are just what has the same bits in every layout.
+    params = OptimParams(eps=1e-3) if len(converters) > 1 else None
     samples = float8_samples()
     num_tokens: set[int] = set()
     layer = engine.policy.model.get_submodule("layers.0.feed_forward.down_proj")
@@ -185,17 +188,17 @@ def measure_float8(layout: str, converters: Sequence[ModelConverter.Config], fol
     whole = engine.forward_backward(samples)
     handle.remove()
     gradients = whole_gradients(engine)
-    steps = [engine.optim_step()]
+    steps = [engine.optim_step(params)]
     engine.forward_backward(samples)
-    steps.append(engine.optim_step())
+    steps.append(engine.optim_step(params))
     engine.save_checkpoint(folder)
     engine.forward_backward(samples)
-    engine.optim_step()
+    engine.optim_step(params)
     scales = {"stepped": weight_scales(engine)}
     engine.load_checkpoint(folder)
     scales["loaded"] = weight_scales(engine)
     engine.forward_backward(samples)
-    steps.append(engine.optim_step())
+    steps.append(engine.optim_step(params))
     parameters = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
     losses = [engine.forward_backward(samples).loss_sum]
     for parameter in engine.policy.parameters.values():
