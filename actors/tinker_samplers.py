@@ -140,8 +140,9 @@ class SnapshotServer:
             self._swap = asyncio.create_task(self._take(self._waiting[0].snapshot))
 
     def _admit(self, waiting: _Waiting) -> None:
-        self._num_running += 1
-        waiting.admitted.set_result(None)
+        if not waiting.admitted.done():  # Or it was cancelled, and has not had its turn to say so.
+            self._num_running += 1
+            waiting.admitted.set_result(None)
 
     async def _take(self, snapshot: Snapshot) -> None:
         """Let the generators have these weights, and then all that wait for them."""

@@ -166,6 +166,26 @@ async def test_one_that_gives_up_stands_in_nobodys_way():
 
 
 @in_loop
+async def test_several_that_give_up_at_once_stand_in_nobodys_way():
+    """As those of a session that ends; one of them would be let in by the end of the other."""
+    room, a, b, c = Room(), snapshot(1), snapshot(2), snapshot(3)
+    room.ask("a1", a)
+    await settled()
+    room.ask("b1", b)
+    room.ask("a2", a)
+    await settled()
+    assert room.seen() == ["g0 pulls 1", "a1 on g0"]
+    for name in ("b1", "a2"):
+        room.tasks[name].cancel()
+    await settled()
+    assert [room.tasks[name].cancelled() for name in ("b1", "a2")] == [True, True]
+    room.ask("c1", c)
+    await room.end("a1")
+    assert room.seen() == ["a1 ends", "g0 pulls 3", "c1 on g0"]
+    await room.end("c1")
+
+
+@in_loop
 async def test_a_closed_snapshot_is_forgotten_after_its_last_request():
     room, a, b = Room(), snapshot(1), snapshot(2)
     room.ask("a1", a)
