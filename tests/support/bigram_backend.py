@@ -61,7 +61,9 @@ class BigramBackend:
         self.num_started = self.num_closed = 0
         self.go_on: asyncio.Event | None = None
         """What computes waits for it."""
-        self.sampling, self.cancelled, self.deleted, self.closed = (threading.Event() for _ in range(4))
+        self.computing, self.sampling, self.cancelled, self.deleted, self.closed = (
+            threading.Event() for _ in range(5)
+        )
 
     async def start(self) -> None:
         self.num_started += 1
@@ -94,6 +96,7 @@ class BigramBackend:
         self, model_id: str, data: Sequence[Datum], loss: LossCall, *, backward: bool
     ) -> ForwardBackwardOutput:
         self.calls.append("forward_backward" if backward else "forward")
+        self.computing.set()
         assert self.go_on is not None
         await self.go_on.wait()
         model, total, all_logprobs = self.models[model_id], 0.0, []

@@ -162,6 +162,7 @@ def test_closing_fails_what_waits_and_later_calls(backend, tmp_path):
     closing.result(TIMEOUT_S)
     with pytest.raises(RuntimeError, match="is closed"):
         training.forward(DATA, "cross_entropy")
+    assert backend.computing.wait(TIMEOUT_S)  # else all would be refused, with nothing to wait for
     with pytest.raises(RuntimeError, match="is closed"):
         client.create_lora_training_client(NAME)
     assert client.close("success").result(TIMEOUT_S) is None
