@@ -19,7 +19,7 @@ from rl.config.configurable import Configurable
 from rl.tinker.backend import Backend
 from rl.tinker.client.deprecated import async_variant, awaited_variant, warn_of
 from rl.tinker.client.futures import ClientFuture, finished
-from rl.tinker.client.hosts import acquire
+from rl.tinker.client.hosts import acquire, release
 from rl.tinker.client.rest_client import RestClient
 from rl.tinker.client.sampling_client import BackcompatSamplingClientFuture, create_sampling_client
 from rl.tinker.client.session import Session
@@ -70,6 +70,7 @@ class ServiceClient:
 
         Raises:
             ValueError: a `base_url` (that is for the official client), or no such backend.
+            tinker.BadRequestError: the metadata are no JSON, or too large.
         """
         refuse("base_url", base_url, only=None, why="the official client is for servers")
         if kwargs:
@@ -79,7 +80,11 @@ class ServiceClient:
                 stacklevel=2,
             )
         host = acquire(backend, storage_folder, progress)
-        self._session = Session(host, user_metadata=user_metadata, display_name=display_name)
+        try:
+            self._session = Session(host, user_metadata=user_metadata, display_name=display_name)
+        except BaseException:
+            release(host)
+            raise
         self._training = host.service.training
         self._closing = threading.Lock()
         self._closed: ClientFuture[None] | None = None

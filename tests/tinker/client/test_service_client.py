@@ -82,6 +82,13 @@ def test_a_storage_folder_is_one_processs(backend, tmp_path):
 
 def test_unknown_arguments_are_ignored_with_a_warning_as_by_the_official_client(backend, tmp_path):
     with pytest.warns(FutureWarning, match="ignores arguments that it does not have: colour"):
+def test_a_client_that_is_refused_leaves_no_backend_behind(backend, tmp_path):
+    with pytest.raises(tinker.BadRequestError, match="limit metadata_bytes is"):
+        tinker.ServiceClient({"run": "x" * 100_000}, backend=backend, storage_folder=tmp_path)
+    assert backend.num_closed == 1
+    assert client_threads() == []
+
+
         client = tinker.ServiceClient(backend=backend, storage_folder=tmp_path, colour="red")
     client.close("success").result(TIMEOUT_S)
 
