@@ -189,14 +189,12 @@ class TrainingClient(ModelRequests):
     ) -> BackcompatSamplingClientFuture:
         """A client that samples from the weights as they are now; they are copied, not written.
 
-        `name` is deprecated and without effect, `retry_config` has nothing to do here. `kind` "inflight"
-        gives a snapshot too, which is what that asks for at least.
+        `name` is deprecated and without effect, `retry_config` has nothing to do here.
         """
         if name is not None:
             warn_of("save_weights_and_get_sampling_client(name=...)", instead="leave `name` out")
         refuse("record_stability_info", record_stability_info, only=False, why="nothing is recorded")
-        if kind not in ("snapshot", "inflight"):
-            raise ValueError(f"kind={kind!r}: must be 'snapshot' or 'inflight'")
+        refuse("kind", kind, only="snapshot", why="a sampler's weights never change")
         sampler_seq_id = next(self._session.sampler_seq_ids)
         submit = self._save(self._training.save_sampler, None, sampling_session_seq_id=sampler_seq_id)
 

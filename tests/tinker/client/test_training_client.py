@@ -227,7 +227,7 @@ def test_deprecated_coroutines_return_futures_and_warn(training):
     [
         (lambda t: t.forward_backward([], "cross_entropy"), "data is empty"),
         (lambda t: t.forward_backward_custom(DATA, "mean"), "loss_fn='mean': must be a function"),
-        (lambda t: t.save_weights_and_get_sampling_client(kind="live"), "kind='live': must be"),
+        (lambda t: t.save_weights_and_get_sampling_client(kind="inflight"), "kind='inflight' is not"),
         (lambda t: t.create_sampling_client("tinker://x", record_stability_info=True), "not supported here"),
         (lambda t: t.optim_step(types.DimuonParams(learning_rate=0.1)), "trained with Adam"),
     ],
