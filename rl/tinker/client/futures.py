@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future
 from typing import TypeVar
@@ -22,11 +23,17 @@ class ClientFuture(AwaitableConcurrentFuture[T]):
 
     def __init__(self, future: Future[T]) -> None:
         super().__init__(future)
+        self._process = os.getpid()
 
     def result(self, timeout: float | None = None) -> T:
         """Raises TimeoutError after `timeout` seconds, and what the call raised."""
-        if threading.current_thread().name == THREAD_NAME and not self._future.done():
-            raise RuntimeError("result() in the clients' own thread would wait for itself: await it instead")
+        if not self._future.done():
+            if threading.current_thread().name == THREAD_NAME:
+                raise RuntimeError(
+                    "result() in the clients' own thread would wait for itself: await it instead"
+                )
+            if os.getpid() != self._process:
+                raise RuntimeError("the result comes to the process that this one was forked from")
         return self._future.result(timeout)
 
     def __repr__(self) -> str:

@@ -37,11 +37,18 @@ CALL_TIMEOUT_S = 60.0
 """Of what only looks something up."""
 CLOSE_TIMEOUT_S = 30.0
 """Of service and backend, which have their own time limits within it."""
-LIMITS = Limits(result_kept_s=1.0)
-"""Answers do not get lost here, so results need not be kept for another try."""
+UNLIMITED = 2**62
+LIMITS = Limits(
+    result_kept_s=1.0,
+    waiting=UNLIMITED,
+    waiting_per_model=UNLIMITED,
+    waiting_bytes=UNLIMITED,
+    data_per_request=UNLIMITED,
+    tokens_per_request=UNLIMITED,
+)
+"""Answers do not get lost here, so results need not be kept for another try. What waits is in this process's
+memory in any case, and batches are as large as those that the official client sends to a server in parts."""
 RETRIEVE_S = 30.0
-BUSY_S = 0.1
-"""Until what was refused as too much waiting work is tried again."""
 
 
 class Host:
@@ -59,7 +66,8 @@ class Host:
         self._progress = progress
         self._pending: set[Future[Any]] = set()
         self._closing = threading.Lock()
-        self._closed = False
+        self._closed = self._is_parents = False
+        self._why_closed = "the ServiceClient is closed"
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -82,7 +90,7 @@ class Host:
         """
         if self._closed:
             coroutine.close()
-            raise RuntimeError("the ServiceClient is closed")
+            raise RuntimeError(self._why_closed)
         future = asyncio.run_coroutine_threadsafe(self._official(coroutine, title), self._loop)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -105,18 +113,18 @@ class Host:
             except errors.TinkerError as error:
                 logger.debug("%s", error)
 
+        if self._is_parents:
+            return
         try:
             self._loop.call_soon_threadsafe(run)
         except RuntimeError:
             logger.debug("the event loop of the clients has ended")
 
-    async def accepted(self, submit: Callable[[], T]) -> T:
-        """In the host's loop: what `submit` returns, once there is room for it."""
-        while True:
-            try:
-                return submit()
-            except errors.BusyError:
-                await asyncio.sleep(BUSY_S)
+    def leave_to_parent(self) -> None:
+        """In a process that was just forked: what runs here runs in the other one."""
+        self._is_parents = self._closed = True
+        self._why_closed = "the ServiceClient is of the process that this one was forked from: make one here"
+        self._storage.close()  # or the folder would be locked as long as this process lives
 
     async def retrieve(self, request_id: str) -> Any:
         """In the host's loop: the result.
@@ -140,6 +148,8 @@ class Host:
 
     def close(self) -> None:
         """End backend, service and thread, within `CLOSE_TIMEOUT_S`. What waits fails. Idempotent."""
+        if self._is_parents:
+            return
         with self._closing:
             if not self._closed:
                 self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,16 @@ def close_all() -> None:
         host.close()
 
 
+def _leave_to_parent() -> None:
+    """In a process that was just forked: threads do not come along, and locks are as they were."""
+    global _lock
+    _lock = threading.Lock()
+    for running in _running:
+        running.host.leave_to_parent()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 _registered = False
 
 

@@ -89,9 +89,7 @@ class SamplingClient:
     async def _sample(self, request: SampleRequest, *, last_n: int | None) -> types.SampleResponse:
         host, seq_id = self._session.host, next(self._seq_ids)
         service = host.service
-        submitted = await host.accepted(
-            lambda: service.sampling.sample(self._sampling_session_id, seq_id, request, owner=LOCAL_OWNER)
-        )
+        submitted = service.sampling.sample(self._sampling_session_id, seq_id, request, owner=LOCAL_OWNER)
         try:
             output = await host.retrieve(submitted.request_id)
         except asyncio.CancelledError:

@@ -250,9 +250,7 @@ class ServiceClient:
         model_seq_id = next(session.model_seq_ids)
 
         async def create() -> TrainingClient:
-            submitted = await session.host.accepted(
-                lambda: submit(session.session_id, model_seq_id, owner=LOCAL_OWNER)
-            )
+            submitted = submit(session.session_id, model_seq_id, owner=LOCAL_OWNER)
             return await training_client(session, submitted.request_id, submitted.model_id)
 
         return BackcompatTrainingClientFuture(session.host.submit(create(), title="create a model"))

@@ -39,7 +39,7 @@ class Stream:
     async def request(self, number: int, submit: Submit) -> Any:
         """The result of a request."""
         async with self.turn(number):
-            submitted = await self.submit(submit)
+            submitted = self.submit(submit)
         return await self._host.retrieve(submitted.request_id)
 
     async def in_two_parts(
@@ -48,9 +48,9 @@ class Stream:
         """The result of a request that `second` makes of the result of `first`, with nothing in between."""
         async with self.turn(number):
             try:
-                submitted = await self.submit(first)
+                submitted = self.submit(first)
                 result = await self._host.retrieve(submitted.request_id)
-                submitted = await self.submit(await second(result))
+                submitted = self.submit(await second(result))
             except BaseException as error:
                 self._refused_below, self._reason = self.draw_number(), error
                 raise
@@ -66,10 +66,10 @@ class Stream:
                 ) from self._reason
             yield
 
-    async def submit(self, submit: Submit) -> Submitted:
+    def submit(self, submit: Submit) -> Submitted:
         """Within a turn."""
         try:
-            submitted = await self._host.accepted(lambda: submit(self._next_seq_id))
+            submitted = submit(self._next_seq_id)
         except TinkerError:
             self._next_seq_id += 1  # What is refused has had its turn too.
             raise

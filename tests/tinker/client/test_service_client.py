@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -80,8 +82,6 @@ def test_a_storage_folder_is_one_processs(backend, tmp_path):
         pass
 
 
-def test_unknown_arguments_are_ignored_with_a_warning_as_by_the_official_client(backend, tmp_path):
-    with pytest.warns(FutureWarning, match="ignores arguments that it does not have: colour"):
 def test_a_client_that_is_refused_leaves_no_backend_behind(backend, tmp_path):
     with pytest.raises(tinker.BadRequestError, match="limit metadata_bytes is"):
         tinker.ServiceClient({"run": "x" * 100_000}, backend=backend, storage_folder=tmp_path)
@@ -89,6 +89,8 @@ def test_a_client_that_is_refused_leaves_no_backend_behind(backend, tmp_path):
     assert client_threads() == []
 
 
+def test_unknown_arguments_are_ignored_with_a_warning_as_by_the_official_client(backend, tmp_path):
+    with pytest.warns(FutureWarning, match="ignores arguments that it does not have: colour"):
         client = tinker.ServiceClient(backend=backend, storage_folder=tmp_path, colour="red")
     client.close("success").result(TIMEOUT_S)
 
@@ -160,6 +162,7 @@ def test_closing_fails_what_waits_and_later_calls(backend, tmp_path):
     training = client.create_lora_training_client(NAME, rank=1).result(TIMEOUT_S)
     backend.go_on.clear()
     waiting = [training.forward(DATA, "cross_entropy") for _ in range(3)]
+    assert backend.computing.wait(TIMEOUT_S)  # else all would be refused, with nothing to wait for
     closing = client.close("interrupted")
     for future in waiting:  # at once, not when what runs has ended
         with pytest.raises((tinker.APIError, tinker.RequestFailedError), match=r"closing|ended|finished"):
@@ -169,7 +172,6 @@ def test_closing_fails_what_waits_and_later_calls(backend, tmp_path):
     closing.result(TIMEOUT_S)
     with pytest.raises(RuntimeError, match="is closed"):
         training.forward(DATA, "cross_entropy")
-    assert backend.computing.wait(TIMEOUT_S)  # else all would be refused, with nothing to wait for
     with pytest.raises(RuntimeError, match="is closed"):
         client.create_lora_training_client(NAME)
     assert client.close("success").result(TIMEOUT_S) is None
@@ -257,6 +259,50 @@ def test_capabilities_are_the_base_models(service):
     assert (model.model_name, model.max_context_length, model.trainable) == (NAME, 64, True)
     with pytest.warns(FutureWarning, match="get_server_capabilities"):
         assert service.get_server_capabilities().supported_models == [model]
+
+
+def in_forked_process(function):
+    """What it returns, or raises, as a text; a process that hangs is killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "something else"
+        try:
+            said = repr(function())
+        except (RuntimeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writer, said.encode())
+            os._exit(0)
+    os.close(writer)
+    try:
+        heard = select.select([reader], [], [], TIMEOUT_S)[0]
+        return os.read(reader, 10_000).decode() if heard else "nothing"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_no_part_in_its_parents_clients(backend, tmp_path):
+    client = tinker.ServiceClient(backend=backend, storage_folder=tmp_path)
+    training = client.create_lora_training_client(NAME, rank=1).result(TIMEOUT_S)
+    backend.go_on.clear()
+    waiting = training.forward(DATA, "cross_entropy")
+    of_parent = (
+        "RuntimeError: the ServiceClient is of the process that this one was forked from: make one here"
+    )
+    assert in_forked_process(lambda: training.forward(DATA, "cross_entropy")) == of_parent
+    assert in_forked_process(waiting.result).startswith("RuntimeError: the result comes to the process")
+    assert in_forked_process(lambda: client.close("success").result(TIMEOUT_S)) == "None"
+    assert "backend=None means the one that is running, and none are" in in_forked_process(
+        tinker.ServiceClient
+    )
+    training._session.host.post(backend.go_on.set)
+    assert waiting.result(TIMEOUT_S).metrics["loss:sum"] > 0
+    client.close("success").result(TIMEOUT_S)
+    assert backend.num_closed == 1
 
 
 NOT_CLOSED = """

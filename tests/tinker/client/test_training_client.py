@@ -8,6 +8,7 @@ import torch
 from tinker import types
 
 import rl.tinker as tinker
+from rl.tinker.service.limits import Limits
 from tests.support.bigram_backend import NAME, VOCABULARY, log_softmax
 
 TIMEOUT_S = 10
@@ -157,6 +158,11 @@ def test_a_refused_call_is_a_bad_request_and_no_step_is_made_without_it(training
     with pytest.raises(tinker.RequestFailedError, match="the gradient would be of part of a batch"):
         training.optim_step(ADAM).result(TIMEOUT_S)
     assert step(training) == pytest.approx(4 * np.log(VOCABULARY))
+
+
+def test_a_batch_may_be_larger_than_one_request_to_a_server(training):
+    data = [datum([1, 2])] * (Limits().data_per_request + 1)
+    assert len(training.forward(data, "cross_entropy").result(TIMEOUT_S).loss_fn_outputs) == len(data)
 
 
 def test_optim_step_takes_one_set_of_parameters(training):
