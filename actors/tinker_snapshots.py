@@ -38,7 +38,7 @@ class SnapshotMaker:
         if self._num_there >= self._most:
             raise LimitReachedError(
                 f"there are {self._num_there} snapshots in memory, which is the limit "
-                "(weights.keep_versions): close a sampler first, or save the weights"
+                "(weights.keep_versions): end a session that has some, or save the weights"
             )
         version = next(self._numbers)
         try:
