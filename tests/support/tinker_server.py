@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -27,6 +28,7 @@ class ServerProcess:
         self.process = process
         self.url = url
         self._log = log
+        self._clients: list[tinker.ServiceClient] = []
 
     @property
     def log(self) -> str:
@@ -40,7 +42,17 @@ class ServerProcess:
         return self.process.wait(END_TIMEOUT_S)
 
     def client(self, key: str = "tml-test") -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=key)
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=key))
+        return self._clients[-1]
+
+    def close_clients(self) -> None:
+        """They would go on to send heartbeats, and complain."""
+        for client in self._clients:
+            if self.process.poll() is None:
+                with contextlib.suppress(tinker.TinkerError, TimeoutError):  # its session may be gone
+                    client.close("success").result(END_TIMEOUT_S)
+            elif client._session_holder is not None:
+                client._session_holder.close()  # `close` would try to reach the server for minutes
 
 
 @contextmanager
@@ -67,7 +79,11 @@ def server_process(
             text=True,
         )
     try:
-        yield ServerProcess(process, url=_url(process, log), log=log)
+        server = ServerProcess(process, url=_url(process, log), log=log)
+        try:
+            yield server
+        finally:
+            server.close_clients()
     finally:
         if process.poll() is None:
             process.terminate()
