@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.tinker.errors import InvalidRequestError
+from rl.tinker.errors import InvalidRequestError, LimitReachedError
 from rl.tinker.messages import (
     AdamParams,
     BaseModel,
@@ -54,6 +54,8 @@ class FakeTinkerBackend:
         self.weights: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
         self.samplers: dict[str, float] = {}
+        self.most_samplers = 1000
+        """One more snapshot is refused."""
         self.num_sampling: Counter[str] = Counter()
         self.most_at_once = 0
         """Calls of different models."""
@@ -135,6 +137,8 @@ class FakeTinkerBackend:
 
     async def take_snapshot(self, model_id: str, sampler_id: str) -> None:
         async with self._call("take_snapshot", model_id):
+            if len(self.samplers) >= self.most_samplers:
+                raise LimitReachedError(f"there are {len(self.samplers)} snapshots")
             self.samplers[sampler_id] = self.weights[model_id]
 
     async def open_sampler(self, sampler_id: str, settings: ModelSettings, folder: Path | None) -> None:

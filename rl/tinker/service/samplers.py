@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rl.tinker.backend import Backend
+from rl.tinker.errors import LimitReachedError
 from rl.tinker.messages import ModelSettings
 from rl.tinker.service.background import Background
 from rl.tinker.service.limits import Limits
@@ -34,6 +35,8 @@ class Sampler:
     """None of snapshots, which are there from the start."""
     closed: str | None = None
     """Why no more samples are taken."""
+    closing: asyncio.Task[None] | None = None
+    """Of the backend's weights."""
 
 
 class Samplers:
@@ -50,7 +53,17 @@ class Samplers:
         self._numbers = itertools.count(1)
 
     async def take_snapshot(self, model_id: str, sampler_id: str, owner: str) -> Sampler:
-        await self._backend.take_snapshot(model_id, sampler_id)
+        """
+        Raises:
+            LimitReachedError: the backend has no room, and none of the model's snapshots is unused.
+        """
+        while True:
+            try:
+                await self._backend.take_snapshot(model_id, sampler_id)
+                break
+            except LimitReachedError as error:
+                if not await self._make_room(model_id, str(error)):
+                    raise
         sampler = Sampler(sampler_id=sampler_id, owner=owner)
         snapshots = self._snapshots.setdefault(model_id, [])
         snapshots.append(sampler)
@@ -62,6 +75,17 @@ class Samplers:
                 "(limit samplers_per_model); save the weights under a name to keep them",
             )
         return sampler
+
+    async def _make_room(self, model_id: str, why: str) -> bool:
+        """Close the model's oldest snapshot that nobody is sampling from; whether there was one."""
+        unused = [s for s in self._snapshots.get(model_id, []) if not s.num_samples]
+        if not unused:
+            return False
+        oldest = unused[0]
+        self.close_snapshot(model_id, oldest, f"there was no room for a newer snapshot of its model: {why}")
+        assert oldest.closing is not None, "nobody samples from it"
+        await asyncio.wait([oldest.closing])
+        return True
 
     def close_snapshot(self, model_id: str, sampler: Sampler, why: str) -> None:
         if sampler.closed is None:
@@ -134,7 +158,7 @@ class Samplers:
             if not _could_not_open(sampler):
                 await self._backend.close_sampler(sampler.sampler_id)
 
-        self._background.start(forget(), f"closing of {sampler.sampler_id}")
+        sampler.closing = self._background.start(forget(), f"closing of {sampler.sampler_id}")
 
 
 def _could_not_open(sampler: Sampler) -> bool:

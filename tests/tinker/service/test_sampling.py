@@ -145,6 +145,34 @@ def test_the_oldest_snapshot_closes_for_one_too_many_once_its_samples_have_ended
     assert len(samplers) == 3  # two of the model and the other model's one
 
 
+def test_where_the_backend_has_no_room_the_models_oldest_unused_snapshot_goes(tmp_path: Path) -> None:
+    async def main() -> Any:
+        async with running_service(tmp_path) as (service, backend):
+            backend.most_samplers = 3
+            model, other = new_model(service), new_model(service)
+            await result_of(service, snapshot(service, other, 1, 9))
+            ids = [
+                (await result_of(service, snapshot(service, model, number, number))).sampling_session_id
+                for number in (1, 2)
+            ]
+            gate = backend.hold("sample")
+            under_way = service.sampling.sample(ids[0], 0, prompt(1), owner="local").request_id
+            await result_of(service, snapshot(service, model, 3, 3))
+            with pytest.raises(GoneError, match="no room for a newer snapshot of its model"):
+                service.sampling.sample(ids[1], 0, prompt(1), owner="local")
+            gate.set()
+            await result_of(service, under_way)
+            newest = new_model(service)
+            refused = await failure_of(service, snapshot(service, newest, 1, 4))
+            return refused, set(backend.samplers), ids
+
+    (refused, samplers, ids), _ = run_in_virtual_time(main())
+    assert "there are 3 snapshots" in refused.error
+    assert ids[0] in samplers
+    assert ids[1] not in samplers
+    assert len(samplers) == 3
+
+
 def test_saved_weights_used_longest_ago_close_for_others_and_open_again(tmp_path: Path) -> None:
     async def main() -> Any:
         async with running_service(tmp_path, limits=Limits(saved_samplers=1)) as (service, backend):
