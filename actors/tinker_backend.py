@@ -39,7 +39,6 @@ from rl.tinker.adam import check_adam
 from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.local.base import Base
 from rl.tinker.local.data import check_data
-from rl.tinker.local.lora import check_lora
 from rl.tinker.messages import (
     AdamParams,
     BaseModel,
@@ -173,10 +172,7 @@ class ActorBackend(Configurable):
 
     def check_settings(self, settings: ModelSettings) -> None:
         base = self._base(settings.base_model)
-        if not base.config.trainable:
-            raise InvalidRequestError(f"base_model={settings.base_model!r}: can only be sampled from")
-        if settings.lora is not None:
-            check_lora(settings.lora, spec=base.spec, max_rank=self.config.max_lora_rank)
+        base.check_settings(settings, max_lora_rank=self.config.max_lora_rank)
 
     def check_data(self, settings: ModelSettings, data: Sequence[Datum], loss: LossCall) -> None:
         check_data(data, loss, self._base(settings.base_model).data_rules)

@@ -110,3 +110,28 @@ def make_engine(assets: str | None, **kwargs: Any) -> TrainingEngine:
     return engine_config(**kwargs).build(
         model_spec=small_spec(), hf_assets_path=assets, device="cpu", **runtime
     )
+
+
+def gradients(engine):
+    """Of all parameters, by name."""
+    return {name: p.grad.clone() for name, p in engine.policy.parameters.items()}
+
+
+def assert_near(actual, expected, *, relative=1e-5):
+    """Each tensor by the norm of the difference."""
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
+
+
+def logprobs_of(result):
+    """What was asked for with `return_logprobs`."""
+    assert result.logprobs is not None
+    return result.logprobs
+
+
+def plain_model(engine):
+    """The engine's weights in a model of this process alone."""
+    model = small_spec().model.build()
+    model.load_state_dict({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
+    return model

@@ -11,7 +11,15 @@ from losses.grpo import GRPOLoss
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import read_batch
 from rl.types import OptimParams
-from tests.training.parts import make_engine, make_samples, small_spec, write_assets
+from tests.training.parts import (
+    assert_near,
+    gradients,
+    logprobs_of,
+    make_engine,
+    make_samples,
+    plain_model,
+    write_assets,
+)
 
 SAMPLES = make_samples()
 PLAIN_SUM = CrossEntropyLoss(normalization="none")
@@ -20,27 +28,6 @@ PLAIN_SUM = CrossEntropyLoss(normalization="none")
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     return write_assets(tmp_path_factory.mktemp("assets") / "model")
-
-
-def gradients(engine):
-    return {name: p.grad.clone() for name, p in engine.policy.parameters.items()}
-
-
-def assert_near(actual, expected, *, relative=1e-5):
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
-
-
-def logprobs_of(result):
-    assert result.logprobs is not None
-    return result.logprobs
-
-
-def plain_model(engine):
-    model = small_spec().model.build()
-    model.load_state_dict({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
-    return model
 
 
 def test_forward_returns_what_forward_backward_does_and_leaves_the_gradient(assets):

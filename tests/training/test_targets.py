@@ -22,7 +22,17 @@ from rl.models.qwen3.model import linear_head
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import read_batch, write_batch
 from tests.support.distributed import run_ranks
-from tests.training.parts import VOCAB, make_engine, make_sample, make_samples, small_spec, write_assets
+from tests.training.parts import (
+    VOCAB,
+    assert_near,
+    gradients,
+    logprobs_of,
+    make_engine,
+    make_sample,
+    make_samples,
+    plain_model,
+    write_assets,
+)
 
 SAMPLES = make_samples()
 WEIGHTED = CrossEntropyLoss(weights="advantages", normalization="none")
@@ -52,30 +62,9 @@ def several(k):
     return [with_targets(s, k=k, seed=i) for i, s in enumerate(SAMPLES)]
 
 
-def gradients(engine):
-    return {name: p.grad.clone() for name, p in engine.policy.parameters.items()}
-
-
-def assert_near(actual, expected, *, relative=1e-5):
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
-
-
-def logprobs_of(result):
-    assert result.logprobs is not None
-    return result.logprobs
-
-
 def packing_of(result):
     assert result.packing is not None
     return result.packing
-
-
-def plain_model(engine):
-    model = small_spec().model.build()
-    model.load_state_dict({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
-    return model
 
 
 def plain_logprobs(model, sample):
@@ -333,14 +322,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_return_the_logprobs_of_one_in_order(assets, layout, k):
     one, expected, _, step = of_rank(ParallelismConfig(), assets, k)
-    for result, gradients, measured, empty in run_ranks(
-        of_rank, 2, LAYOUTS[layout], assets, k, timeout_s=100
-    ):
+    for result, found, measured, empty in run_ranks(of_rank, 2, LAYOUTS[layout], assets, k, timeout_s=100):
         assert result.loss_sum == pytest.approx(one.loss_sum, rel=1e-5)
         assert measured.loss_sum == pytest.approx(one.loss_sum, rel=1e-5)
         assert empty.grad_norm == step.grad_norm == 0.0
         for name, gradient in expected.items():
-            difference = np.linalg.norm(gradients[name] - gradient)
+            difference = np.linalg.norm(found[name] - gradient)
             assert difference <= 1e-5 * np.linalg.norm(gradient), name
         for logprobs, again, theirs in zip(
             logprobs_of(result), logprobs_of(measured), logprobs_of(one), strict=True

@@ -27,7 +27,6 @@ from rl.tinker.adam import check_adam
 from rl.tinker.errors import InvalidRequestError, NotFoundError
 from rl.tinker.local.base import Base
 from rl.tinker.local.data import check_data
-from rl.tinker.local.lora import check_lora
 from rl.tinker.local.models import LocalModel, SamplerWeights, open_saved
 from rl.tinker.local.requests import Ask, answer, check_request
 from rl.tinker.local.sampling import GroupLimits, SampleQueue
@@ -162,10 +161,7 @@ class LocalBackend(Configurable):
 
     def check_settings(self, settings: ModelSettings) -> None:
         base = self._base(settings.base_model)
-        if not base.config.trainable:
-            raise InvalidRequestError(f"base_model={settings.base_model!r}: can only be sampled from")
-        if settings.lora is not None:
-            check_lora(settings.lora, spec=base.spec, max_rank=self.config.max_lora_rank)
+        base.check_settings(settings, max_lora_rank=self.config.max_lora_rank)
 
     def check_data(self, settings: ModelSettings, data: Sequence[Datum], loss: LossCall) -> None:
         check_data(data, loss, self._base(settings.base_model).data_rules)

@@ -18,9 +18,10 @@ from rl.models.qwen3.model import Qwen3
 from rl.models.qwen3.registry import model_registry
 from rl.models.spec import ModelSpec
 from rl.starting_point import given_folder, random_model
+from rl.tinker.errors import InvalidRequestError
 from rl.tinker.local.data import DataRules
-from rl.tinker.local.lora import ModelPlan, put_tensors
-from rl.tinker.messages import BaseModel, LoRASettings
+from rl.tinker.local.lora import ModelPlan, check_lora, put_tensors
+from rl.tinker.messages import BaseModel, LoRASettings, ModelSettings
 from rl.training.config import TrainingConfig
 from rl.training.policy import num_positions
 
@@ -112,6 +113,13 @@ class Base(Configurable):
     @property
     def data_rules(self) -> DataRules:
         return DataRules(vocab_size=self.vocab_size, max_tokens=self.context - 1)
+
+    def check_settings(self, settings: ModelSettings, *, max_lora_rank: int) -> None:
+        """Raise InvalidRequestError for a model that could not be created on it."""
+        if not self.config.trainable:
+            raise InvalidRequestError(f"base_model={settings.base_model!r}: can only be sampled from")
+        if settings.lora is not None:
+            check_lora(settings.lora, spec=self.spec, max_rank=max_lora_rank)
 
     def describe(self) -> BaseModel:
         return BaseModel(
