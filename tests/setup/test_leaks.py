@@ -72,16 +72,20 @@ def test_a_file_that_another_program_holds_is_not_ours(shared_file: Path) -> Non
         holder.communicate(timeout=10)
 
 
-def test_a_session_that_leaves_something_fails_though_its_tests_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_session_that_leaves_something_fails_though_its_tests_pass(tmp_path: Path, workers: int) -> None:
+    """Also where a worker of it ran the test, and what is left has no parent any more."""
     hooks = "from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart\n"
     hooks += "from tests.support import leaks\nleaks.GRACE_S = 0.0\n"
-    leaky = "import subprocess\ndef test_leaky():\n    subprocess.Popen(['sleep', '64'])\n"
+    leaky = "import subprocess\ndef test_leaky():\n"
+    leaky += "    subprocess.Popen(['sleep', '64'], start_new_session=True)\n"
     (tmp_path / "conftest.py").write_text(hooks)
     (tmp_path / "test_leaky.py").write_text(leaky)
     (tmp_path / "test_clean.py").write_text("def test_clean():\n    pass\n")
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", name]
+        argv += ["-n", str(workers)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50, check=False
