@@ -1,0 +1,122 @@
+"""What processes of a run said last that they are doing: the records of `rl.observability.activity`, read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.process_id import ProcessId
+
+_READ_AGAIN = 20
+"""Times, where a record is just being written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doing:
+    """Something that a process is doing."""
+
+    what: str
+    num: int
+    """How often at once."""
+    version: int | None
+    """Policy version of the oldest."""
+    since: float
+    """Of the oldest, by the wall clock, in seconds since 1970."""
+    since_monotonic_s: float
+    """By the clock of its machine that no one sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessState:
+    """What a process said last."""
+
+    role: str
+    rank: int
+    host: str
+    process: ProcessId
+    policy_version: int | None
+    """That it named last."""
+    doing: tuple[Doing, ...]
+    """Oldest first; empty where it waits to be asked."""
+    idle_since: float
+    """Where it does nothing: by the wall clock, in seconds since 1970."""
+    idle_since_monotonic_s: float
+    change: int
+    """Counts what has begun and ended."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}[{self.rank}]"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.host == socket.gethostname()
+
+    def since_s(self, activity: Doing | None = None) -> float:
+        """For how long it has been doing this, or nothing."""
+        wall, monotonic = (
+            (self.idle_since, self.idle_since_monotonic_s)
+            if activity is None
+            else (activity.since, activity.since_monotonic_s)
+        )
+        # Machines count from their own start: there only the wall clock is left.
+        return max(0.0, time.monotonic() - monotonic if self.is_here else time.time() - wall)
+
+    def describe(self) -> str:
+        """Such as "forward_backward of version 3 for 12.0 s"."""
+        if not self.doing:
+            return f"nothing for {self.since_s():.1f} s"
+        return ", ".join(
+            f"{d.what}{'' if d.num == 1 else f' ({d.num} times)'}"
+            f"{'' if d.version is None else f' of version {d.version}'} for {self.since_s(d):.1f} s"
+            for d in self.doing
+        )
+
+
+def read_state(file: Path) -> ProcessState:
+    """What the process of this file said last.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no record; names the file.
+    """
+    for _ in range(_READ_AGAIN):
+        try:
+            record = json.loads(file.read_bytes())
+            if record["change"] != record["end"]:
+                continue  # Read while it was written.
+            return _state(record)
+        except (ValueError, KeyError, TypeError):
+            continue
+    raise ValueError(f"{file} is no record of what a process is doing")
+
+
+def read_states(folder: Path) -> Iterator[ProcessState]:
+    """Of all processes that told it in this folder, by their names; what is no record is left out."""
+    for file in sorted(folder.glob("*.json")):
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            yield read_state(file)
+
+
+def _state(record: dict[str, Any]) -> ProcessState:
+    version, idle = record["policy_version"], record["idle"]
+    return ProcessState(
+        role=str(record["role"]),
+        rank=int(record["rank"]),
+        host=str(record["host"]),
+        process=ProcessId(int(record["pid"]), int(record["start_ticks"])),
+        policy_version=None if version is None else int(version),
+        doing=tuple(
+            Doing(what=entry["what"], num=entry["num"], **entry["oldest"]) for entry in record["doing"]
+        ),
+        idle_since=float(idle["since"]),
+        idle_since_monotonic_s=float(idle["since_monotonic_s"]),
+        change=int(record["change"]),
+    )
