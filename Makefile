@@ -18,7 +18,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort curves tinker-cookbook test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -37,6 +37,10 @@ reverse-text: ## the same on reversing words
 alphabet-sort: ## the same on keeping a list sorted, three turns each
 	@$(SETUP)
 	$(RUN) -m rl.train --module alphabet_sort --config tiny $(ARGS) $(NO_INPUT)
+
+doctor: ## what a run (RUN=outputs/<run>) is doing, whether it moves, and the stacks of its processes
+	@test "$(origin RUN)" = "command line" || { echo "usage: make doctor RUN=outputs/<run>"; exit 2; }
+	@.venv/bin/python -m rl.doctor $(RUN) $(ARGS)
 
 curves: ## both of these for two seeds and a control with a reward of noise: what was learnt, in a table
 	@$(SETUP)

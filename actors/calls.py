@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from actors.diagnosis import Watched, place_of, reports_of_role, told, write_reports
 from actors.processes import ProcessId, is_alive
 from rl.errors import RunError
+from rl.observability.activity import doing
 
 T = TypeVar("T")
 
@@ -82,15 +84,16 @@ class ActorGroup:
     """Those of this host, by rank."""
     num_ranks: int | None = None
     """Of the whole group, where this is one rank of it."""
+    rank: int | None = None
+    """Which one, where it is one."""
+    watched: Watched | None = None
+    """Whom an error of a deadline asks what they do."""
 
     def at_rank(self, rank: int) -> ActorGroup:
         """The actor of one rank alone, which keeps its number in errors."""
-        place, left = {}, rank
-        for dim, size in reversed(self.mesh.sizes.items()):
-            left, place[dim] = divmod(left, size)
-        assert not left, f"{self.name} has {self.mesh.size()} ranks, there is no rank {rank}"
         own = {r: process for r, process in self.processes.items() if r == rank}
-        return replace(self, mesh=self.mesh.slice(**place), processes=own, num_ranks=self.mesh.size())
+        mesh = self.mesh.slice(**place_of(self.mesh, rank))
+        return replace(self, mesh=mesh, processes=own, num_ranks=self.mesh.size(), rank=rank)
 
     def call(
         self, endpoint: str, *args: Any, limit: str, more_s: float = 0.0, **kwargs: Any
@@ -103,7 +106,8 @@ class ActorGroup:
         The call is sent at once, before what is returned is awaited: calls reach the actors in this order.
 
         Raises:
-            ActorTimeoutError: names actor, endpoint and deadline.
+            ActorTimeoutError: names actor, endpoint, rank and deadline, and what each process of it does,
+                for how long and where.
             ActorCallError: carries the remote traceback, or names the rank whose process ended; a
                 `RunError` of the actor comes as itself.
         """
@@ -119,18 +123,28 @@ class ActorGroup:
     async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str, more_s: float) -> T:
         limit_s: float = sum(getattr(self.timeouts, name) for name in limit.split(" + "))
         try:
-            return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s + more_s)
+            with doing(f"waits for {self.name}.{endpoint}"):
+                return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s + more_s)
         except TimeoutError as error:
             more = f" and the {more_s:g} s that its work may take" if more_s else ""
-            raise ActorTimeoutError(
-                f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}{more}"
-            ) from error
+            one = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
+            message = f"{self.name}.{endpoint}{one} gave no answer within timeouts.{limit}={limit_s:g}{more}"
+            late = ActorTimeoutError(message)
+            late.more = await self._told(message)
+            raise late from error
         except ActorError as error:
             if isinstance(error.exception, RunError):
                 raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
             raise ActorCallError(f"{self.name}.{endpoint} failed: {lost_rank(error)}") from error
+
+    async def _told(self, title: str) -> str:
+        """What those do who gave no answer, as lines; all of it is written to a file under the title."""
+        if self.watched is None:
+            return ""
+        reports = await reports_of_role(self.watched, None if self.rank is None else [self.rank])
+        return told(reports, write_reports(reports, self.watched.logs, title=title))
 
     async def _answer_or_death(self, answer: Awaitable[T], endpoint: str) -> T:
         waiting = asyncio.ensure_future(_coroutine(answer))

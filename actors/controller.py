@@ -28,6 +28,7 @@ from actors.roles import LogSettings, num_gpus
 from actors.router import Router
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck
+from actors.watching import be_watched, stop_being_watched
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
@@ -40,6 +41,7 @@ from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
+from rl.observability.stacks import catch_signal
 from rl.observability.summary import summary
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import longest_s
@@ -97,12 +99,15 @@ class Controller(Configurable):
                 print(json.dumps(resolved, indent=2))
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
+            catch_signal()
+            be_watched(folder.logs, role="controller", rank=0)
             try:
                 logger.info("config %s.%s", self.source.module, self.source.function)
                 logger.info("starting from %s", plan.start.folder)
                 self._run(folder, plan)
                 logger.info("finished")
             finally:
+                stop_being_watched()
                 undo_logging()
         return folder.path
 

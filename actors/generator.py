@@ -19,6 +19,7 @@ from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
+from rl.observability.activity import doing, during
 from rl.types import Completion, PullResult, SamplingParams
 from rl.weights.store import Transfer, WeightStore
 
@@ -46,7 +47,13 @@ class VLLMGenerator(Actor, Configurable):
         self.store = store
         self.engine: GeneratorEngine | None = None
 
+    @property
+    def policy_version(self) -> int | None:
+        """Of the weights that are served; None where there are none."""
+        return None if self.engine is None else self.engine.policy_version
+
     @endpoint
+    @during("setup")
     async def setup(self, hf_assets_path: str) -> None:
         """Start the engine on a folder with config.json; under several ranks, as `World.from_env` says."""
         engine = GeneratorEngine(
@@ -59,6 +66,7 @@ class VLLMGenerator(Actor, Configurable):
         self.engine = engine
 
     @concurrent_endpoint
+    @during("generate")
     async def generate(
         self,
         prompts: Sequence[np.ndarray],
@@ -73,6 +81,7 @@ class VLLMGenerator(Actor, Configurable):
         return await self._running().generate(prompts, sampling=sampling, call_id=call_id, begun=begun)
 
     @concurrent_endpoint
+    @during("abort")
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
         """End the completions of these calls, of all when None, as they are: their `generate` returns.
 
@@ -81,6 +90,7 @@ class VLLMGenerator(Actor, Configurable):
         return await self._running().abort(call_ids)
 
     @concurrent_endpoint
+    @during("compute_logprobs")
     async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[T] float32 nats for each sequence, entry 0 is 0; beside running requests, which go on."""
         return await self._running().compute_logprobs(sequences)
@@ -99,20 +109,24 @@ class VLLMGenerator(Actor, Configurable):
         async def pull(state_dict: dict[str, Tensor]) -> None:
             received.append(await self.store.pull(version=version, state_dict=state_dict))
 
-        await self._running().update_weights(pull, version=version)
+        with doing("pull", version=version):
+            await self._running().update_weights(pull, version=version)
         return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received[0].sums)
 
     @concurrent_endpoint
+    @during("sleep")
     async def sleep(self) -> None:
         """Give back the memory of weights and cache until `wake`, after running requests have ended."""
         await self._running().sleep()
 
     @concurrent_endpoint
+    @during("wake")
     async def wake(self) -> None:
         """Take the memory again; a version must be pulled before anything is generated."""
         await self._running().wake()
 
     @endpoint
+    @during("close")
     async def close(self) -> None:
         """End the engine; calls that wait fail. Idempotent."""
         if self.engine is not None:

@@ -31,6 +31,7 @@ from monarch.actor import HostMesh, MeshFailure, ProcMesh, this_host
 from actors import hosts
 from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
 from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
+from actors.diagnosis import Watched, tell_what_run_does
 from actors.launch_config import LaunchConfig
 from actors.members import MEMBER_NAME, Member, import_torch, process_env, process_group_envs
 from actors.placement import Placement
@@ -65,6 +66,8 @@ class _Role:
     """Of its processes, by rank."""
     local_processes: dict[int, ProcessId] = field(default_factory=dict)
     """Those on this host, by rank."""
+    watched: Watched | None = None
+    """As soon as it has its logs."""
 
 
 _roles: list[_Role] = []
@@ -139,6 +142,11 @@ def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
     return dict(_role_of(mesh).local_processes)
 
 
+def watched(mesh: ProcMesh) -> Watched | None:
+    """The role's processes, to be asked what they do; None before `setup_logs`."""
+    return _role_of(mesh).watched
+
+
 async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
     """Give every process of the role what `torch.distributed.init_process_group` reads.
 
@@ -176,6 +184,7 @@ async def setup_logs(
     role = _role_of(mesh)
     settled = role.members.set_up_logs.call(role.name, folder, console_level)
     await _within(timeout_s, settled, f"setting up the logs of role {role.name!r}")
+    role.watched = Watched(role=role.name, num_ranks=len(role.hostnames), logs=folder, members=role.members)
 
 
 async def import_modules(
@@ -269,6 +278,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         try:
             return await main
+        except Exception as error:
+            await _tell_stacks(error)
+            raise
         finally:
             await stop_all()
 
@@ -278,6 +290,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
         raise
+
+
+async def _tell_stacks(error: Exception) -> None:
+    """Of all processes, before they are ended, if a deadline is what the run stops for."""
+    file = await tell_what_run_does(error, [role.watched for role in _roles if role.watched is not None])
+    if file is not None:
+        logger.info("the stacks of all processes are in %s", file)
 
 
 def _role_of(mesh: ProcMesh) -> _Role:

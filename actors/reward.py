@@ -10,6 +10,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl.config.configurable import Configurable
 from rl.errors import RunError
+from rl.observability.activity import during
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.rollouts.scoring import ScoringWorker
 from rl.types import Rollout, Score
@@ -47,6 +48,7 @@ class RewardActor(Actor, Configurable):
         )
 
     @endpoint
+    @during("setup")
     async def setup(self) -> None:
         """Start the worker, so that the first score does not wait for it."""
         await self._worker.start()
@@ -58,6 +60,7 @@ class RewardActor(Actor, Configurable):
             )
 
     @concurrent_endpoint
+    @during("score")
     async def score(self, groups: Sequence[Sequence[Rollout]], whole: bool, alone: bool) -> list[list[Score]]:
         """A score for each rollout, in order; calls overlap. `whole`: all rollouts of a problem are here;
         `alone`: they are not to be compared."""
@@ -66,5 +69,6 @@ class RewardActor(Actor, Configurable):
         return await self._worker.score(groups, alone=alone)
 
     @endpoint
+    @during("close")
     async def close(self) -> None:
         await self._worker.close()

@@ -81,8 +81,13 @@ class Roles:
 
     def group(self, at: Place, mesh: ProcMesh, actors: Any) -> ActorGroup:
         """Whoever is in these processes."""
-        processes = launch.local_processes(mesh)
-        return ActorGroup(name=at.role, mesh=actors, timeouts=self.timeouts, processes=processes)
+        return ActorGroup(
+            name=at.role,
+            mesh=actors,
+            timeouts=self.timeouts,
+            processes=launch.local_processes(mesh),
+            watched=launch.watched(mesh),
+        )
 
     def _engine_imports(self) -> tuple[str, ...]:
         """What a generator's processes import at once: it takes longer than all else of a start."""

@@ -9,5 +9,9 @@ class GeneratorError(RunError):
     """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
 
 
+class GeneratorTimeoutError(GeneratorError, TimeoutError):
+    """The engine has failed because a rank of it did not take part within a deadline."""
+
+
 class DivergedError(GeneratorError):
     """Of a call: the weights give it logprobs that are not numbers. With other weights the engine goes on."""

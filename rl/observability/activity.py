@@ -52,13 +52,14 @@ class Activity:
         self._running: dict[str, dict[int, str]] = {}
         """By name, what the record says of each, oldest first."""
         self._numbers = itertools.count()
-        self._idle = _since(time.time(), time.monotonic())
+        self._idle = _now()
         self._head = ""
+        self._file: Path | None = None
         self._descriptor: int | None = None
         self._change = 0
 
     def start(self, folder: Path, *, role: str, rank: int) -> Path:
-        """Tell it in this folder from now on; returns the file."""
+        """Tell it in this folder from now on, and nowhere else; returns the file."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{role}-{rank}.json"
         process = identify(os.getpid())
@@ -74,10 +75,13 @@ class Activity:
         )
         with self._lock:
             self._close()
+            if self._file is not None and self._file != file:
+                self._file.unlink(missing_ok=True)  # Under another name it would count as dead.
+            self._file = file
             self._head = head[1:-1]
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, RECORD_BYTES)
-            self._write()
+            self._write(_now())
         return file
 
     def stop(self) -> None:
@@ -89,27 +93,29 @@ class Activity:
         """An activity's number, for its `end`."""
         number = next(self._numbers)
         of_version = "null" if version is None else version
-        told = f'{{"version": {of_version}, {_since(time.time(), time.monotonic())}}}'
+        now = _now()
+        told = f'{{"version": {of_version}, {now}}}'
         with self._lock:
             if version is not None:
                 self.policy_version = version
             self._running.setdefault(name, {})[number] = told
-            self._write()
+            self._write(now)
         if self.on_begin is not None:
             self.on_begin(name)
         return number
 
     def end(self, name: str, number: int) -> None:
+        now = _now()
         with self._lock:
             of_name = self._running[name]
             del of_name[number]
             if not of_name:
                 del self._running[name]
                 if not self._running:
-                    self._idle = _since(time.time(), time.monotonic())
-            self._write()
+                    self._idle = now
+            self._write(now)
 
-    def _write(self) -> None:
+    def _write(self, now: str) -> None:
         if self._descriptor is None:
             return
         self._change += 1
@@ -118,18 +124,18 @@ class Activity:
             f'"oldest": {next(iter(all_of.values()))}}}'
             for name, all_of in itertools.islice(self._running.items(), MAX_NAMES)
         ]
-        while len(record := self._record(listed)) > RECORD_BYTES:
+        while len(record := self._record(listed, now)) > RECORD_BYTES:
             listed.pop()
         # A run does not end because nobody can be told what it does.
         with contextlib.suppress(OSError):
             os.pwrite(self._descriptor, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
 
-    def _record(self, listed: list[str]) -> bytes:
+    def _record(self, listed: list[str], now: str) -> bytes:
         version = "null" if self.policy_version is None else self.policy_version
         # A reader that sees two numbers has read while this was written.
         return (
             f'{{"change": {self._change}, {self._head}, "policy_version": {version}, '
-            f'"idle": {{{self._idle}}}, "doing": [{", ".join(listed)}], "end": {self._change}}}'
+            f'"changed": {{{now}}}, "idle": {{{self._idle}}}, "doing": [{", ".join(listed)}], "end": {self._change}}}'
         ).encode()
 
     def _close(self) -> None:
@@ -181,5 +187,6 @@ def during(
 THIS_PROCESS = Activity()
 
 
-def _since(wall: float, monotonic: float) -> str:
-    return f'"since": {wall:.3f}, "since_monotonic_s": {monotonic:.3f}'
+def _now() -> str:
+    """By the wall clock, for other machines, and by the clock that nobody sets."""
+    return f'"since": {time.time():.3f}, "since_monotonic_s": {time.monotonic():.3f}'

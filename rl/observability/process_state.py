@@ -18,6 +18,20 @@ _READ_AGAIN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """When something was, by two clocks of its machine."""
+
+    since: float
+    """The wall clock, in seconds since 1970."""
+    since_monotonic_s: float
+    """The one that nobody sets; each machine's counts from its own start."""
+
+    def ago_s(self, *, is_here: bool) -> float:
+        """Until now; `is_here`: it was on this machine."""
+        return max(0.0, time.monotonic() - self.since_monotonic_s if is_here else time.time() - self.since)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
     """Something that a process is doing."""
 
@@ -26,10 +40,8 @@ class Doing:
     """How often at once."""
     version: int | None
     """Policy version of the oldest."""
-    since: float
-    """Of the oldest, by the wall clock, in seconds since 1970."""
-    since_monotonic_s: float
-    """By the clock of its machine that no one sets."""
+    since: Moment
+    """Of the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +56,10 @@ class ProcessState:
     """That it named last."""
     doing: tuple[Doing, ...]
     """Oldest first; empty where it waits to be asked."""
-    idle_since: float
-    """Where it does nothing: by the wall clock, in seconds since 1970."""
-    idle_since_monotonic_s: float
-    change: int
-    """Counts what has begun and ended."""
+    idle: Moment
+    """Since when, where it does nothing."""
+    changed: Moment
+    """When something began or ended last."""
 
     @property
     def name(self) -> str:
@@ -59,23 +70,17 @@ class ProcessState:
         """Whether it runs on this machine."""
         return self.host == socket.gethostname()
 
-    def since_s(self, activity: Doing | None = None) -> float:
-        """For how long it has been doing this, or nothing."""
-        wall, monotonic = (
-            (self.idle_since, self.idle_since_monotonic_s)
-            if activity is None
-            else (activity.since, activity.since_monotonic_s)
-        )
-        # Machines count from their own start: there only the wall clock is left.
-        return max(0.0, time.monotonic() - monotonic if self.is_here else time.time() - wall)
+    def ago_s(self, moment: Moment) -> float:
+        """Seconds from one of its moments until now."""
+        return moment.ago_s(is_here=self.is_here)
 
     def describe(self) -> str:
         """Such as "forward_backward of version 3 for 12.0 s"."""
         if not self.doing:
-            return f"nothing for {self.since_s():.1f} s"
+            return f"nothing for {self.ago_s(self.idle):.1f} s"
         return ", ".join(
             f"{d.what}{'' if d.num == 1 else f' ({d.num} times)'}"
-            f"{'' if d.version is None else f' of version {d.version}'} for {self.since_s(d):.1f} s"
+            f"{'' if d.version is None else f' of version {d.version}'} for {self.ago_s(d.since):.1f} s"
             for d in self.doing
         )
 
@@ -106,17 +111,23 @@ def read_states(folder: Path) -> Iterator[ProcessState]:
 
 
 def _state(record: dict[str, Any]) -> ProcessState:
-    version, idle = record["policy_version"], record["idle"]
+    version = record["policy_version"]
     return ProcessState(
         role=str(record["role"]),
         rank=int(record["rank"]),
         host=str(record["host"]),
         process=ProcessId(int(record["pid"]), int(record["start_ticks"])),
         policy_version=None if version is None else int(version),
-        doing=tuple(
-            Doing(what=entry["what"], num=entry["num"], **entry["oldest"]) for entry in record["doing"]
-        ),
-        idle_since=float(idle["since"]),
-        idle_since_monotonic_s=float(idle["since_monotonic_s"]),
-        change=int(record["change"]),
+        doing=tuple(_doing(entry) for entry in record["doing"]),
+        idle=_moment(record["idle"]),
+        changed=_moment(record["changed"]),
     )
+
+
+def _doing(entry: dict[str, Any]) -> Doing:
+    oldest = entry["oldest"]
+    return Doing(what=entry["what"], num=entry["num"], version=oldest["version"], since=_moment(oldest))
+
+
+def _moment(told: dict[str, Any]) -> Moment:
+    return Moment(since=float(told["since"]), since_monotonic_s=float(told["since_monotonic_s"]))

@@ -1,7 +1,8 @@
 """The folder of one run: who may write into it, and what is in it.
 
     outputs/<name>/
-        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  status.json  logs/  checkpoints/
+        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  status.json
+        logs/  checkpoints/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
 it ends. `status.json` says whether the run finished.
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import Literal
 
 LOCK, STATUS = ".lock", "status.json"
+EVENTS = "events.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OWN_FILES = (
     "config.json",
@@ -29,6 +31,7 @@ OWN_FILES = (
     "learning_curve.png",
     *ROLLOUTS,
     "pass_rates.jsonl",
+    EVENTS,
     STATUS,
 )
 OWN_FOLDERS = ("logs", "checkpoints")
@@ -50,6 +53,7 @@ class RunFolder:
         self.config_json = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / ROLLOUTS[0]
+        self.events = path / EVENTS
         self.learning_curve = path / "learning_curve.png"
         self._lock_fd: int | None = lock_fd
         self._created = created

@@ -1,9 +1,9 @@
-"""The part of a process's stacks that belongs into an error's message: what is not idle, innermost calls first."""
+"""What of a process's stacks belongs into an error's message: those that are not idle, a line each."""
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from rl.observability.stacks import ORDER
 MAX_STACKS = 6
 MAX_FRAMES = 4
 """Of each."""
-ROOT = str(Path(__file__).resolve().parent.parent.parent)
+ROOT = f"{Path(__file__).resolve().parent.parent.parent}/"
+PACKAGES = ("/site-packages/", "/dist-packages/", f"{Path(os.__file__).parent}/", "<")
+"""What paths of code have in them that is neither this project's nor its user's."""
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _WAITING = {
     ("threading.py", "wait"), ("threading.py", "wait_for"), ("threading.py", "acquire"), ("queue.py", "get"),
@@ -36,11 +38,10 @@ class Frame:
     @property
     def is_ours(self) -> bool:
         """Of this project or of its user, and not of a package or of Python."""
-        outside = "site-packages/" in self.file or self.file.startswith(("<", sys.base_prefix + "/"))
-        return self.file.startswith(f"{ROOT}/") and not outside
+        return not any(part in self.file for part in PACKAGES)
 
     def __str__(self) -> str:
-        return f"{self.file.removeprefix(f'{ROOT}/')}:{self.line} {self.function}"
+        return f"{self.file.removeprefix(ROOT)}:{self.line} {self.function}"
 
 
 @dataclass(frozen=True, slots=True)

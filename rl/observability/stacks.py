@@ -5,8 +5,9 @@
     ...
     text = await ask(state, folder)                    # in any process of the same machine
 
-The threads' stacks are written by the signal's handler itself (`faulthandler`), also where the process is stuck
-in native code or nobody gets the interpreter's lock; those of the tasks as soon as the main thread runs Python.
+The threads' stacks are written by the signal's handler itself (`faulthandler`), also where the process is
+stuck in native code, or nobody gets the interpreter's lock; those of the tasks as soon as the main thread
+runs Python.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import faulthandler
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,8 +39,9 @@ _file: BinaryIO | None = None
 
 
 def catch_signal() -> None:
-    """From now on being asked does not end this process. Called in its main thread."""
-    signal.signal(SIGNAL, _on_signal)
+    """From now on being asked does not end this process; in its main thread, elsewhere without effect."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(SIGNAL, _on_signal)
 
 
 def write_stacks_to(file: Path) -> None:

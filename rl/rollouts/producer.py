@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl.errors import RunError
+from rl.observability.activity import during
 from rl.rollouts.age_bound import AgeBound
 from rl.rollouts.grading import equal_rewards
 from rl.rollouts.group import Group
@@ -130,6 +131,7 @@ class RolloutProducer:
         self._error = self._error or error
         self._changed.set()
 
+    @during("waits for a batch")
     async def next_batch(self) -> Batch:
         """The groups of the next step; waits until there are enough of them.
 
