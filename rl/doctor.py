@@ -1,11 +1,11 @@
 """What a run is doing, and whether it moves: `python -m rl.doctor outputs/x`.
 
-It prints the run's status, its last step, what each process does and since when, what happened to it, and the
-stacks of all processes of this machine. The run goes on undisturbed: its processes are only asked, by a signal
-that they expect.
+It prints the run's status, its last step, what each process does and since when, what happened to it, and
+the stacks of all processes of this machine. The run goes on undisturbed: its processes are only asked, by a
+signal that they expect.
 
-Exit status: 0 where the run moves or has finished, 1 where something is dead, stopped or waits for too long, 2
-for what is no run.
+Exit status: 0 where the run moves or has finished, 1 where something is dead, stopped or waits for too long,
+2 for what is no run.
 """
 
 from __future__ import annotations

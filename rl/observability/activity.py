@@ -135,7 +135,8 @@ class Activity:
         # A reader that sees two numbers has read while this was written.
         return (
             f'{{"change": {self._change}, {self._head}, "policy_version": {version}, '
-            f'"changed": {{{now}}}, "idle": {{{self._idle}}}, "doing": [{", ".join(listed)}], "end": {self._change}}}'
+            f'"changed": {{{now}}}, "idle": {{{self._idle}}}, "doing": [{", ".join(listed)}], '
+            f'"end": {self._change}}}'
         ).encode()
 
     def _close(self) -> None:
