@@ -3,8 +3,8 @@
     RELAY_FAULT="phase=push,count=2,victim=generator,delay_s=0.05" python -m rl.train ...
 
 The process in which `phase` (a name of `rl.observability.activity.doing`) begins for the count-th time kills
-the victim, after the delay: once in a run, however often it goes on or is resumed. Of several processes of the
-victim's role the one that is in the phase itself, else the last. Imported only where the variable is set.
+the victim, after the delay: once in a run, however often it goes on or is resumed. Of several processes of
+the victim's role the one that is in the phase itself, else the last. Imported only where the variable is set.
 """
 
 from __future__ import annotations
