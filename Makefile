@@ -18,7 +18,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -58,6 +58,9 @@ test-fast: setup ## the tests that start no engine and no actor: at most 2 minut
 
 test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
 	$(RUN) -m pytest -m slow $(ARGS) $(NO_INPUT)
+
+chaos: setup ## kill a process in each phase of a short run: recovered or not, how fast, numbers equal or not, in a table
+	$(RUN) -m tools.chaos.main $(ARGS) $(NO_INPUT)
 
 lint: setup ## ruff: rules and format
 	$(RUN) -m ruff check .

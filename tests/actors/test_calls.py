@@ -1,13 +1,16 @@
 """What a call to real actors gives back, or says when it does not."""
 
+import re
 import subprocess
 import time
 
 import pytest
 
+from actors import launch
 from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts
 from actors.processes import identify
 from rl.errors import RunError
+from rl.observability.process_state import read_states
 from tests.support.call_actors import Answerer
 from tests.support.monarch_meshes import monarch_meshes
 
@@ -48,6 +51,39 @@ def test_no_answer_names_actor_endpoint_and_deadline(called):
         called("never", limit="close_s")
     with pytest.raises(ActorTimeoutError, match=r"within timeouts\.close_s \+ close_s=2$"):
         called("never", limit="close_s + close_s")
+
+
+@pytest.mark.medium
+def test_no_answer_tells_what_each_rank_does_and_where_and_keeps_all_of_it(tmp_path):
+    with monarch_meshes() as meshes:
+        mesh = meshes.spawn_mesh(2, process_group=False)
+        actors = mesh.spawn("answerer", Answerer)
+        meshes.run(launch.setup_logs(mesh, folder=tmp_path, console_level="WARNING"))
+        group = ActorGroup(
+            name="trainer", mesh=actors, timeouts=Timeouts(close_s=1), watched=launch.watched(mesh)
+        )
+        with pytest.raises(ActorTimeoutError) as caught:
+            meshes.run(group.call("never", limit="close_s"))
+        with pytest.raises(
+            ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer"
+        ) as alone:
+            meshes.run(group.at_rank(1).call("never", limit="close_s"))
+    role = launch_role(tmp_path)
+    lines = caught.value.more.splitlines()
+    assert re.fullmatch(rf"  {role}\[0\]: never for [1-9]\.\d s", lines[0])
+    assert any(re.fullmatch(rf"  {role}\[1\]: never for [1-9]\.\d s", line) for line in lines)
+    assert [line for line in lines if "tests/support/call_actors.py" in line and " never" in line]
+    file = tmp_path / "stacks-1.txt"
+    assert lines[-1] == f"  all stacks: {file}"
+    assert file.read_text().count("tests/support/call_actors.py") >= 2
+    assert f"{role}[0]" not in alone.value.more
+    assert f"{role}[1]: never (2 times) for " in alone.value.more
+
+
+def launch_role(logs):
+    """Of the processes that say in these logs what they do."""
+    (role,) = {state.role for state in read_states(logs / "state")}
+    return role
 
 
 @pytest.mark.medium
