@@ -154,10 +154,8 @@ def test_a_pull_that_waits_for_a_stopped_rank_is_one_of_the_stores_deadline(runn
     (generator,) = fleet.generators
     with stopped(fleet.trainer, 0), pytest.raises(WeightTimeoutError) as caught:
         run(generator.call("pull_model_state_dict", 0, limit="sync_s"))
-    assert re.match(
-        r"weight store: pull of version 0 \(\d+ tensors\) on rank 0 not finished within timeout_s=4: waited for",
-        str(caught.value),
-    )
+    message = r"weight store: pull of version 0 \(\d+ tensors\) on rank 0 not finished within timeout_s=4"
+    assert re.match(f"{message}: waited for", str(caught.value))
 
 
 def test_ranks_that_wait_for_a_stopped_one_in_a_collective_say_in_which_call_and_the_run_tells_all(
@@ -177,8 +175,8 @@ def test_ranks_that_wait_for_a_stopped_one_in_a_collective_say_in_which_call_and
     with stopped(fleet.trainer, 1):
         error, file = run(step())
     assert error.message().startswith(
-        "rank 0 of 2 of the trainer: in forward_backward of step 0 the other ranks did not take part within the "
-        "deadline of a collective (comm.train_timeout_s; "
+        "rank 0 of 2 of the trainer: in forward_backward of step 0 the other ranks did not take part within "
+        "the deadline of a collective (comm.train_timeout_s; "
     )
     assert file.parent == logs
     headings = re.findall(r"==== (.*?\[\d\]):", file.read_text())

@@ -74,8 +74,8 @@ def differences(reference: Path, folder: Path) -> list[str]:
         if unequal:
             first = unequal[0]
             told.append(
-                f"line {number}: {len(unequal)} of {len(keys)} numbers differ, {first} is {other.get(first)}, "
-                f"in the undisturbed run {one.get(first)}"
+                f"line {number}: {len(unequal)} of {len(keys)} numbers differ, {first} is "
+                f"{other.get(first)}, in the undisturbed run {one.get(first)}"
             )
     return told
 
@@ -97,7 +97,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """As they are written: what is not a number is a text there, and equal to itself."""
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    # The last line of a run that was killed may have no end.
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _recovered_after_s(folder: Path, marker: Path) -> float | None:

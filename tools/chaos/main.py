@@ -1,9 +1,9 @@
 """Kill a process in each phase of a run, and see that the run gets over it: `make chaos`.
 
 An undisturbed run comes first. Then each case is a run of its own, in which one process is killed at one
-moment; it has to finish by itself (after the loss of its controller: with --resume), with the same numbers and
-the same rollouts trained on. The last line is a JSON object. Exit status: 0 all did, 1 one did not, 2 the
-undisturbed run failed.
+moment; it has to finish by itself (after the loss of its controller: with --resume), with the same numbers
+and the same rollouts trained on. The last line is a JSON object. Exit status: 0 all did, 1 one did not, 2
+the undisturbed run failed.
 """
 
 from __future__ import annotations
