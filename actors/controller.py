@@ -28,7 +28,7 @@ from actors.roles import LogSettings, num_gpus
 from actors.router import Router
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck
-from actors.watching import be_watched, stop_being_watched
+from actors.watching import be_watched, forget_earlier_processes, stop_being_watched
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
@@ -100,6 +100,7 @@ class Controller(Configurable):
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             catch_signal()
+            forget_earlier_processes(folder.logs)
             be_watched(folder.logs, role="controller", rank=0)
             try:
                 logger.info("config %s.%s", self.source.module, self.source.function)

@@ -15,7 +15,7 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from actors.client import RUN, RUN_VARIABLE
-from actors.watching import be_watched
+from actors.watching import FAULT_VARIABLE, be_watched
 from rl.interpreter import without_collections
 from rl.observability.activity import STATE_FOLDER
 from rl.observability.logs import setup_logging
@@ -134,6 +134,8 @@ def process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str
     }
     # Of this process, which `rl.weights.monarch_env` has set: hosts elsewhere have none of it.
     env |= {name: os.environ[name] for name in SETTINGS}
+    if FAULT_VARIABLE in os.environ:
+        env[FAULT_VARIABLE] = os.environ[FAULT_VARIABLE]
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env

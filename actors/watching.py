@@ -24,6 +24,12 @@ def be_watched(logs: Path, *, role: str, rank: int) -> None:
         arm(os.environ[FAULT_VARIABLE], logs=logs)
 
 
+def forget_earlier_processes(logs: Path) -> None:
+    """Of a run that is gone on with: those that are not started again would count as dead."""
+    for file in (logs / STATE_FOLDER).glob("*"):
+        file.unlink()
+
+
 def stop_being_watched() -> None:
     """The record of the last moment stays."""
     THIS_PROCESS.stop()
