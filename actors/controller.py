@@ -28,7 +28,7 @@ from actors.roles import LogSettings, num_gpus
 from actors.router import Router
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck
-from actors.watching import be_watched, forget_earlier_processes, stop_being_watched
+from actors.watching import watched_controller
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
@@ -37,11 +37,11 @@ from rl.errors import RunError
 from rl.loop import Loop, Seams
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import write_learning_curve
+from rl.observability.events import Events
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
-from rl.observability.stacks import catch_signal
 from rl.observability.summary import summary
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import longest_s
@@ -99,16 +99,13 @@ class Controller(Configurable):
                 print(json.dumps(resolved, indent=2))
             print(f"run folder: {folder.path}", flush=True)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
-            catch_signal()
-            forget_earlier_processes(folder.logs)
-            be_watched(folder.logs, role="controller", rank=0)
             try:
                 logger.info("config %s.%s", self.source.module, self.source.function)
                 logger.info("starting from %s", plan.start.folder)
-                self._run(folder, plan)
+                with watched_controller(folder.logs, Events(folder.events)):
+                    self._run(folder, plan)
                 logger.info("finished")
             finally:
-                stop_being_watched()
                 undo_logging()
         return folder.path
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rl.observability.activity import STATE_FOLDER, THIS_PROCESS
-from rl.observability.stacks import stop_writing, write_stacks_to
+from rl.observability.events import Events
+from rl.observability.stacks import catch_signal, stop_writing, write_stacks_to
 
 FAULT_VARIABLE = "RELAY_FAULT"
 """In the environment: where a process is to be killed, see `actors.fault_injection`."""
@@ -30,7 +33,27 @@ def forget_earlier_processes(logs: Path) -> None:
         file.unlink()
 
 
-def stop_being_watched() -> None:
-    """The record of the last moment stays."""
-    THIS_PROCESS.stop()
-    stop_writing()
+@contextmanager
+def watched_controller(logs: Path, events: Events, *, resumed_after: int | None = None) -> Iterator[None]:
+    """Within it this process, a run's controller, is watched; how the run began and ended is an event.
+
+    Args:
+        resumed_after: the step after which an earlier run is gone on with.
+    """
+    forget_earlier_processes(logs)
+    catch_signal()
+    be_watched(logs, role="controller", rank=0)
+    if resumed_after is None:
+        events.add("started")
+    else:
+        events.add("resumed", step=resumed_after)
+    try:
+        yield
+        events.add("finished")
+    except BaseException as error:
+        events.add("stopped", reason=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        # The record of the last moment stays.
+        THIS_PROCESS.stop()
+        stop_writing()
