@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rl.errors import RunError
-from rl.loop import LogprobMismatchError, Loop
+from rl.loop import Loop
+from rl.loop_checks import LogprobMismatchError
 from rl.rollouts.ages import StalePolicyError
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.producer import NothingToLearnError
@@ -71,7 +72,7 @@ def test_a_loop_continues_with_the_steps_problems_and_seeds_of_one_that_did_not_
     records = run_loop(whole, num_steps=4, problems=problems(), checkpoint=every)
     position, *_ = whole.saved[1]
     assert position == LoopPosition(step=2, num_problems=4)
-    continued = run_loop(rest, num_steps=4, problems=problems(), checkpoint=every, position=position)
+    continued = run_loop(rest, num_steps=4, problems=problems(), checkpoint=every, state=position)
     assert seen(rest) == seen(whole)[2:]
     assert [record["step"] for record in continued] == [record["step"] for record in records[2:]] == [3, 4]
     assert rest.saved == whole.saved[2:]  # and the seed is not saved again
