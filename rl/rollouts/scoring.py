@@ -25,7 +25,7 @@ from rl.errors import RunError
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric, RubricCall
 from rl.rollouts.rubric_functions import CallResult, Criterion, is_async, named, too_long
 from rl.rollouts.scoring_limit import score_within
-from rl.rollouts.scoring_process import BEGAN, HEADER, frame, serve
+from rl.rollouts.scoring_process import BEGAN, HEADER, StatesCall, frame, serve
 from rl.types import Rollout, Score
 
 __all__ = ["ScoringWorker", "longest_s", "score_within"]
@@ -33,6 +33,8 @@ __all__ = ["ScoringWorker", "longest_s", "score_within"]
 GRACE_S = 1.5
 LOOK_EVERY_S = 0.2
 """How often it is looked whether a call is overdue, and whether the process lives."""
+STATES_S = 5.0
+"""For the process to tell its random states; a function that runs longer is not waited for."""
 START_S = 120.0
 """Within this a process has imported the rubric's module."""
 MOST_IDLE_ENDS = 3
@@ -106,6 +108,8 @@ class ScoringWorker:
         self._work: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
         self._suspects: deque[_Work] = deque()
+        self._states: dict[int, asyncio.Future[bytes]] = {}
+        """Answers to `StatesCall` that are awaited."""
         self._link: _Link | None = None
         self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -131,6 +135,29 @@ class ScoringWorker:
     async def start(self) -> None:
         """Start the process now rather than at the first score; idempotent. Raises as `score` does."""
         await asyncio.shield(self._ensure_started())
+
+    async def random_states(self) -> bytes | None:
+        """Of the process that calls reward functions; None where none is, or it does not answer soon."""
+        return await self._ask_for_states(StatesCall())
+
+    async def restore_random_states(self, states: bytes) -> None:
+        """Set what `random_states` returned, in the process that is there now."""
+        await self.start()
+        if await self._ask_for_states(StatesCall(restored=states)) is None:
+            logger.warning("random states of the scoring process are not restored: it does not answer")
+
+    async def _ask_for_states(self, call: StatesCall) -> bytes | None:
+        if self._link is None:
+            return None
+        call_id = next(self._ids)
+        answer = self._states[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._link.writer.write(frame(call_id, call))
+            return await asyncio.wait_for(answer, STATES_S)
+        except TimeoutError:
+            return None
+        finally:
+            del self._states[call_id]
 
     async def close(self) -> None:
         """End the process; scores that are awaited fail. Idempotent."""
@@ -234,7 +261,12 @@ class ScoringWorker:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 call_id, message = await link.receive()
-                if message == BEGAN:
+                if (answer := self._states.get(call_id)) is not None:
+                    if not answer.done():
+                        answer.set_result(message)
+                elif isinstance(message, bytes):
+                    continue  # states that nobody awaits any more
+                elif message == BEGAN:
                     self._work[call_id].began_at = time.monotonic()
                 else:
                     self._end(self._work[call_id], message)

@@ -190,6 +190,16 @@ def check_contents(folder: str | Path, sums: Mapping[str, FileSum], names: Itera
             )
 
 
+def check_small_files(folder: str | Path) -> None:
+    """All that can be checked quickly: `check_sizes`, and the contents of what is no file of tensors.
+
+    Raises:
+        DamagedCheckpointError: as both.
+    """
+    sums = check_sizes(folder)
+    check_contents(folder, sums, [name for name in sums if not name.endswith(TENSORS_SUFFIX)])
+
+
 def sum_of_file(file: Path) -> FileSum:
     """By reading it."""
     crc32 = num_bytes = 0
