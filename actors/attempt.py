@@ -56,8 +56,8 @@ from rl.training.own_checkpoint import own_checkpoint
 logger = logging.getLogger(__name__)
 
 _NOT_OF_ROLLOUTS = {
-    "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps", "max_logprob_diff",
-    "eval_every", "evaluation", "advantage",
+    "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps",
+    "max_logprob_diff", "eval_every", "evaluation", "advantage",
 }  # fmt: skip
 """Fields of the loop that the rollouts of training do not depend on."""
 

@@ -123,7 +123,8 @@ def _resumed(folder: Path, *, beside: Sequence[str]) -> ResolvedRun:
             f"--resume {folder}: {run.module}.{run.function} is no training run, so it has no steps to go on "
             "with"
         )
-    places = {"name": path.name, "dump_folder": str(path.parent), "overwrite": False}
+    dump_folder = type(run.config.dump_folder)(path.parent)  # a text or a path
+    places = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
     return dataclasses.replace(run, config=rebuild(run.config, places), resumes=path)
 
 

@@ -216,6 +216,13 @@ class ListSink:
     def __init__(self) -> None:
         self.records: list[dict[str, float | None]] = []
 
+    @property
+    def num_records(self) -> int:
+        return len(self.records)
+
+    def flush_to_disk(self) -> None:
+        """There is none."""
+
     def write(self, record: Record) -> None:
         self.records.append({name: reduced(metric) for name, metric in record.items()})
 

@@ -13,7 +13,7 @@ from rl.loop_state import LoopState
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Rubric
-from rl.step_checkpoints import Flushed, StepCheckpoints
+from rl.step_checkpoints import StepCheckpoints
 from rl.stop_request import StopRequest
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
@@ -64,13 +64,13 @@ def make_loop(
     environment: Callable[[Problem], Environment] = SingleTurn.of,
     held_out: Sequence[Problem] = (PROBLEM,),
     stop: StopRequest | None = None,
-    records: Flushed | None = None,
+    sink: ListSink | None = None,
     last_saved: int | None = None,
     drawn_with: str = "",
     **config: Any,
 ) -> tuple[Loop, ListSink]:
-    """The loop, and where its records go."""
-    sink = ListSink()
+    """The loop, and where its records go; its checkpoints count those of a `sink` that is given."""
+    records, sink = sink, sink or ListSink()
     settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
     loop: Loop = Loop.Config(**settings).build(
         seams=Seams(
