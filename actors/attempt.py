@@ -71,6 +71,33 @@ def drawn_with(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+async def load_newest(
+    learner: ActorLearner,
+    find: Callable[[], LoadSource | None],
+    *,
+    may_set_aside: Callable[[LoadSource], bool],
+) -> LoadSource | None:
+    """Load what `find` finds; a checkpoint whose tensors turn out to be damaged is set aside, and `find` asked
+    again. What was loaded; None where there is nothing.
+
+    Raises:
+        DamagedCheckpointError: of one that may not be set aside.
+    """
+    while (source := find()) is not None:
+        try:
+            version = await learner.load_checkpoint(
+                str(source.path), model_only=source.model_only, exclude=() if source.whole else None
+            )
+        except DamagedCheckpointError as error:
+            if not may_set_aside(source):
+                raise
+            put_aside(source.path, error)
+        else:
+            logger.info("loaded %s, policy version %d", source.path, version)
+            return source
+    return None
+
+
 @dataclass(kw_only=True, slots=True)
 class Training:
     """Of one run; `events` is told of what happens to it."""
@@ -119,18 +146,8 @@ class Training:
 
     async def _prepare(self, learner: ActorLearner) -> LoadSource | None:
         """Load what the run goes on from; None: it starts from its beginning."""
-        while (source := self._source()) is not None:
-            try:
-                version = await learner.load_checkpoint(
-                    str(source.path), model_only=source.model_only, exclude=() if source.whole else None
-                )
-            except DamagedCheckpointError as error:
-                if not self._may_set_aside(source):
-                    raise
-                put_aside(source.path, error)
-                self.events("checkpoint_damaged", folder=str(source.path), reason=str(error))
-                continue
-            logger.info("loaded %s, policy version %d", source.path, version)
+        source = await load_newest(learner, self._source, may_set_aside=self._may_set_aside)
+        if source is not None:
             return source
         if self.plan.start.warmed_up is not None:
             await self._warm_up(learner, destination=self.plan.start.warmed_up)

@@ -51,7 +51,7 @@ def test_where_nothing_can_be_loaded_the_run_starts_from_its_beginning(tmp_path)
 
 def test_somebody_elses_damaged_checkpoint_ends_the_run(tmp_path):
     save(tmp_path, 2)
-    with pytest.raises(DamagedCheckpointError, match="__0_0.distcp is corrupted"):
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp is corrupted"):
         load(Loading("step-2"), tmp_path, may_set_aside=False)
     assert list(saved_steps(tmp_path)) == [2]
 

@@ -18,13 +18,9 @@ def metrics_of(*records: tuple[int, str]) -> str:
 
 
 def rollouts_of(*records: tuple[int, str]) -> str:
+    hard = {"set": 'held "kind": "train"'}
     lines = (
-        {
-            "step": step,
-            **({"set": 'held "kind": "train"'} if "eval" in kind else {}),
-            "kind": kind,
-            "reply": "{}",
-        }
+        {"step": step, **(hard if "eval" in kind else {}), "kind": kind, "reply": "{}"}
         for step, kind in records
     )
     return "".join(json.dumps(line) + "\n" for line in lines)
