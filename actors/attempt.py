@@ -77,8 +77,9 @@ async def load_newest(
     *,
     may_set_aside: Callable[[LoadSource], bool],
 ) -> LoadSource | None:
-    """Load what `find` finds; a checkpoint whose tensors turn out to be damaged is set aside, and `find` asked
-    again. What was loaded; None where there is nothing.
+    """Load what `find` finds, and return it; None where there is nothing.
+
+    A checkpoint whose tensors turn out to be damaged is set aside, and `find` is asked again.
 
     Raises:
         DamagedCheckpointError: of one that may not be set aside.
