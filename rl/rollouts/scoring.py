@@ -34,7 +34,6 @@ GRACE_S = 1.5
 LOOK_EVERY_S = 0.2
 """How often it is looked whether a call is overdue, and whether the process lives."""
 STATES_S = 5.0
-"""For the process to tell its random states; a function that runs longer is not waited for."""
 START_S = 120.0
 """Within this a process has imported the rubric's module."""
 MOST_IDLE_ENDS = 3
@@ -90,6 +89,8 @@ class ScoringWorker:
             function of one. A function of a group has that for each of its rollouts.
         max_concurrency: async reward functions under way at once; who waits for a place is not timed.
         grace_s: how much longer than its limit a call may take before its process is killed.
+        states_s: how long the process may take to tell its random states, which come after functions that
+            run.
     """
 
     def __init__(
@@ -99,11 +100,13 @@ class ScoringWorker:
         time_limit_s: float,
         max_concurrency: int = MAX_CONCURRENCY,
         grace_s: float = GRACE_S,
+        states_s: float = STATES_S,
     ) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
         self.max_concurrency = max_concurrency
         self.grace_s = grace_s
+        self.states_s = states_s
         self._ids = itertools.count(1)
         self._work: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
@@ -153,7 +156,7 @@ class ScoringWorker:
         answer = self._states[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._link.writer.write(frame(call_id, call))
-            return await asyncio.wait_for(answer, STATES_S)
+            return await asyncio.wait_for(answer, self.states_s)
         except TimeoutError:
             return None
         finally:

@@ -1,9 +1,10 @@
 """A controller to be ended in every way: `python -m tests.support.launch_controller HOW`.
 
 It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `return`, `raise`, `wait` for a signal, `hear` a first one and save for a while, `stuck` (the same, with an actor that blocks),
-`crash` (an actor process is killed, so that its child has no parent, before the run returns), or
-`broken` (a third role does not come up before the run returns).
+does HOW: `return`, `raise`, `wait` for a signal, `hear` a first one and save for ever, `hear and save` (the
+same, and be done with it), `stuck` (waiting, with an actor that blocks), `crash` (an actor process is killed,
+so that its child has no parent, before the run returns), or `broken` (a third role does not come up before
+the run returns).
 """
 
 from __future__ import annotations
