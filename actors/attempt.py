@@ -46,7 +46,7 @@ from rl.observability.run_folder import RunFolder
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import longest_s
 from rl.step_checkpoints import StepCheckpoints
-from rl.stop_request import StopRequest
+from rl.stop_request import StopAskedError, StopRequest
 from rl.supervised import SupervisedWarmup
 from rl.training.checkpoint_config import RANDOM, LoadSource, excluded, find_load_source
 from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, DamagedCheckpointError
@@ -301,9 +301,14 @@ def _has_all_processes(trainer: Any) -> bool:
 
 @asynccontextmanager
 async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
-    """A run that an error stops lets its trainer finish the checkpoint that is written in the background."""
+    """A run that ends before its last step lets its trainer finish the checkpoint that is written in the
+    background."""
     try:
         yield
+    except StopAskedError:
+        if background:
+            await fleet.trainer.call("finish_saving", limit="checkpoint_s")
+        raise
     except RunError:
         if background and _has_all_processes(fleet.trainer):
             with suppress(RunError):  # the trainer itself may be what the run stops for

@@ -58,5 +58,5 @@ def test_snippets_find_each_samples_loss_from_the_start_and_from_a_checkpoint(
     exec(loading, names)
     engine = names["engine"]
     assert isinstance(engine, TrainingEngine)
-    assert engine.policy_version == 10
+    assert engine.policy_version == 12
     assert losses(engine) == losses(trained)
