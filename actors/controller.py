@@ -188,11 +188,17 @@ class Controller(Configurable):
     def _seams(self, fleet: Fleet, learner: ActorLearner, *, rubric: Rubric) -> Seams:
         return Seams(
             sampler=Router(
-                [ActorSampler(generator) for generator in fleet.generators], strategy=self.config.router
+                [ActorSampler(generator) for generator in fleet.generators],
+                strategy=self.config.router,
+                pool=fleet.pool,
             ),
             learner=learner,
             publisher=ActorPublisher(
-                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
+                trainer=fleet.trainer,
+                generators=fleet.generators,
+                store=fleet.store,
+                check=fleet.check,
+                pool=fleet.pool,
             ),
             scorer=ActorScorer(
                 fleet.reward,

@@ -6,15 +6,18 @@ spawns when its root config holds one.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
+from actors.vllm.errors import GeneratorError
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
@@ -45,6 +48,7 @@ class VLLMGenerator(Actor, Configurable):
         self.model_spec = model_spec
         self.store = store
         self.engine: GeneratorEngine | None = None
+        self._pulling: set[asyncio.Task[Transfer]] = set()
 
     @endpoint
     async def setup(self, hf_assets_path: str) -> None:
@@ -93,14 +97,19 @@ class VLLMGenerator(Actor, Configurable):
         wait for them.
         """
         started = time.perf_counter()
+        pull = partial(self._pull, version)
+        received = await self._running().update_weights(pull, version=version)
+        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received.sums)
 
-        received: list[Transfer] = []
-
-        async def pull(state_dict: dict[str, Tensor]) -> None:
-            received.append(await self.store.pull(version=version, state_dict=state_dict))
-
-        await self._running().update_weights(pull, version=version)
-        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received[0].sums)
+    @concurrent_endpoint
+    async def use_store(self, store: WeightStore) -> None:
+        """Pull from this store from now on: the one before is lost, and a pull from it fails."""
+        before, self.store = self.store, store
+        for pull in (pulling := list(self._pulling)):
+            pull.cancel()
+        if pulling:
+            await asyncio.wait(pulling)
+        before.forget()
 
     @concurrent_endpoint
     async def sleep(self) -> None:
@@ -111,6 +120,19 @@ class VLLMGenerator(Actor, Configurable):
     async def wake(self) -> None:
         """Take the memory again; a version must be pulled before anything is generated."""
         await self._running().wake()
+
+    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> Transfer:
+        pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
+        self._pulling.add(pulling)
+        try:
+            await asyncio.wait({pulling})
+            if pulling.cancelled():
+                raise GeneratorError(f"the weight store was lost while version {version} was being pulled")
+            return pulling.result()
+        finally:
+            pulling.cancel()
+            await asyncio.wait({pulling})
+            self._pulling.discard(pulling)
 
     @endpoint
     async def close(self) -> None:

@@ -74,7 +74,7 @@ _roles: list[_Role] = []
 _num_stopping = 0
 
 
-async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str, HostMesh]:
+async def start_hosts(launch: LaunchConfig, placement: Placement) -> dict[str, HostMesh]:
     """The hosts of a run, by the name of their group; called before any role is spawned.
 
     Raises:

@@ -9,5 +9,9 @@ class GeneratorError(RunError):
     """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
 
 
+class EngineFailedError(GeneratorError):
+    """The generator's engine, or that of another of its ranks, has failed: it serves nothing any more."""
+
+
 class DivergedError(GeneratorError):
     """Of a call: the weights give it logprobs that are not numbers. With other weights the engine goes on."""
