@@ -7,7 +7,7 @@ import pytest
 
 from actors.calls import ActorCallError
 from actors.canary import CanaryError
-from actors.supervision import RecoveryConfig, RestartsUsedUpError, Restarts, Supervisor
+from actors.supervision import RecoveryConfig, Restarts, RestartsUsedUpError, Supervisor
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
 
