@@ -54,6 +54,7 @@ class Recovery:
 
     pool: GeneratorPool
     starter: Starter
+    spares: Spares
     supervisor: Supervisor
     trainer: ActorGroup
     """That of now."""
@@ -146,7 +147,7 @@ def _supervised(
     )
     pool.watch()
     spares.fill()
-    recovery = Recovery(pool=pool, starter=starter, supervisor=supervisor, trainer=trainer)
+    recovery = Recovery(pool=pool, starter=starter, spares=spares, supervisor=supervisor, trainer=trainer)
     return replace(fleet, generators=pool.slots, recovery=recovery)
 
 

@@ -91,6 +91,11 @@ def are_lost(group: str) -> bool:
     return not processes or any(process is None or not is_alive(process) for process in processes)
 
 
+def processes_of(group: str) -> list[ProcessId]:
+    """Those that simulate the group's hosts on this machine."""
+    return [process for process in _job_of(group).processes.get(group, ()) if process is not None]
+
+
 async def renew_hosts(launch: LaunchConfig, placement: Placement, group: str) -> HostMesh:
     """Other hosts for this group, from a job of their own; those before end with their job, if not now.
 
@@ -98,10 +103,9 @@ async def renew_hosts(launch: LaunchConfig, placement: Placement, group: str) ->
         ActorCallError: there are none to be had; carries what the scheduler said.
     """
     before = _job_of(group)
+    for process in processes_of(group):
+        kill(process)
     before.replaced.add(group)
-    for process in before.processes.get(group, ()):
-        if process is not None:
-            kill(process)
     if before.replaced == before.groups.keys():
         _jobs.remove(before)
         await _end(before)

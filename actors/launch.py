@@ -137,6 +137,12 @@ async def spawn_role(
     return mesh
 
 
+def role_processes(role: str) -> list[ProcessId]:
+    """The processes on this host of the role with this name."""
+    states = [state for state in _roles if state.name == role]
+    return [process for state in states for process in state.local_processes.values()]
+
+
 def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
     """The role's processes on this host, by rank."""
     return dict(_role_of(mesh).local_processes)

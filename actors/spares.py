@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from itertools import count
@@ -10,6 +11,7 @@ from monarch.actor import ProcMesh
 
 from actors import launch
 from actors.background import in_background
+from actors.calls import LOOK_EVERY_S
 from actors.generator import VLLMGenerator
 from actors.placement import Place
 from actors.processes import is_alive
@@ -41,6 +43,11 @@ class Spares:
             self._num_starting += 1
             name = f"{SPARE}_{next(self._names)}"
             in_background(self._start(name), name=f"start of {name}")
+
+    async def ready(self) -> None:
+        """Until as many are there as there are to be; each start has deadlines of its own."""
+        while len(self._ready) < self._number:
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def take(self, at: Place) -> ProcMesh | None:
         """One that is now of this place; None if none is ready. Another one is started."""

@@ -1,4 +1,4 @@
-"""A run's own actors, killed at every moment of their work: what is lost is replaced, with the same numbers."""
+"""A run's own actors, killed in the middle of their work: what is lost is replaced, with the same numbers."""
 
 import asyncio
 import os
@@ -17,8 +17,8 @@ from actors.fleet import close_fleet, start_fleet
 from actors.fleet_config import FleetConfig
 from actors.generator import VLLMGenerator
 from actors.processes import kill
-from actors.reward import RewardActor
 from actors.revive import revive_trainer
+from actors.reward import RewardActor
 from actors.roles import LogSettings
 from actors.router import Router
 from actors.supervision import RecoveryConfig
@@ -111,8 +111,13 @@ class Running:
         return version
 
     async def draw(self):
-        return [(c.token_ids.tolist(), c.logprobs.tolist(), c.policy_versions.tolist())
-                for of_prompt in await self.router.generate(TOKENS, sampling=SAMPLING) for c in of_prompt]  # fmt: skip
+        """Of every completion its tokens, logprobs and versions."""
+        groups = await self.router.generate(TOKENS, sampling=SAMPLING)
+        return [
+            (c.token_ids.tolist(), c.logprobs.tolist(), c.policy_versions.tolist())
+            for group in groups
+            for c in group
+        ]
 
     async def all_up(self):
         """Until every generator serves."""
