@@ -135,7 +135,10 @@ def _supervised(
 
     async def start_again(number: int) -> ActorGroup:
         await starter.end(places[number])
-        return await starter.generator(number, mesh=await spares.take(places[number]))
+        try:
+            return await starter.generator(number, mesh=await spares.take(places[number]))
+        finally:
+            spares.fill()  # not before: its imports would take the time of this start
 
     pool = GeneratorPool(
         generators,

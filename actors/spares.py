@@ -50,18 +50,14 @@ class Spares:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def take(self, at: Place) -> ProcMesh | None:
-        """One that is now of this place; None if none is ready. Another one is started."""
-        try:
-            while self._ready:
-                mesh = self._ready.pop(0)
-                if not all(is_alive(process) for process in launch.local_processes(mesh).values()):
-                    await launch.stop(mesh)
-                    continue
+        """One that is now of this place; None if none is ready. `fill` starts another one."""
+        while self._ready:
+            mesh = self._ready.pop(0)
+            if all(is_alive(process) for process in launch.local_processes(mesh).values()):
                 await self._roles.move(mesh, at)
                 return mesh
-            return None
-        finally:
-            self.fill()
+            await launch.stop(mesh)
+        return None
 
     async def _start(self, name: str) -> None:
         try:

@@ -65,13 +65,15 @@ CONFIG = FleetConfig(
 class Running:
     """A fleet that serves, and is told of what it lost and recovered."""
 
-    def __init__(self, meshes, folder):
+    sampling = SAMPLING
+
+    def __init__(self, meshes, folder, *, config=CONFIG):
         self.run = meshes.run
         self.folder = folder
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
         self.told: list[tuple[str, dict[str, Any]]] = []
         starting = start_fleet(
-            CONFIG,
+            config,
             store=MortalStore.Config().build(dtype="float32"),
             check=SyncCheck(LogprobCanary(token_ids=CANARY, max_diff=0.0)),
             model_spec=SPEC,
