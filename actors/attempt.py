@@ -216,11 +216,17 @@ class Training:
         reward = self.config.reward
         return Seams(
             sampler=Router(
-                [ActorSampler(generator) for generator in fleet.generators], strategy=self.config.router
+                [ActorSampler(generator) for generator in fleet.generators],
+                strategy=self.config.router,
+                pool=fleet.pool,
             ),
             learner=learner,
             publisher=ActorPublisher(
-                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
+                trainer=fleet.trainer,
+                generators=fleet.generators,
+                store=fleet.store,
+                check=fleet.check,
+                pool=fleet.pool,
             ),
             scorer=ActorScorer(
                 fleet.reward,

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from actors.fleet import FleetConfig, place_fleet
+from actors.fleet import place_fleet
+from actors.fleet_config import FleetConfig
 from actors.roles import trains_on_gpu
 from rl.config.configurable import Configurable
 from rl.loop import Loop

@@ -188,6 +188,7 @@ class Controller(Configurable):
                 rubric=rubric,
                 failure_folder=folder.path,
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
+                events=Events(folder.events).add,
             )
 
 

@@ -6,15 +6,18 @@ spawns when its root config holds one.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
+from actors.vllm.errors import GeneratorError
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
@@ -46,6 +49,7 @@ class VLLMGenerator(Actor, Configurable):
         self.model_spec = model_spec
         self.store = store
         self.engine: GeneratorEngine | None = None
+        self._pulling: set[asyncio.Task[Transfer]] = set()
 
     @property
     def policy_version(self) -> int | None:
@@ -103,15 +107,21 @@ class VLLMGenerator(Actor, Configurable):
         wait for them.
         """
         started = time.perf_counter()
-
-        received: list[Transfer] = []
-
-        async def pull(state_dict: dict[str, Tensor]) -> None:
-            received.append(await self.store.pull(version=version, state_dict=state_dict))
-
+        pull = partial(self._pull, version)
         with doing("pull", version=version):
-            await self._running().update_weights(pull, version=version)
-        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received[0].sums)
+            received = await self._running().update_weights(pull, version=version)
+        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received.sums)
+
+    @concurrent_endpoint
+    @during("use_store")
+    async def use_store(self, store: WeightStore) -> None:
+        """Pull from this store from now on: the one before is lost, and a pull from it fails."""
+        before, self.store = self.store, store
+        for pull in (pulling := list(self._pulling)):
+            pull.cancel()
+        if pulling:
+            await asyncio.wait(pulling)
+        before.forget()
 
     @concurrent_endpoint
     @during("sleep")
@@ -135,6 +145,19 @@ class VLLMGenerator(Actor, Configurable):
         """Set those of this rank, if they are among `states`."""
         if (own := states.get(current_rank().rank)) is not None:
             self._running().restore_random_states(own)
+
+    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> Transfer:
+        pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
+        self._pulling.add(pulling)
+        try:
+            await asyncio.wait({pulling})
+            if pulling.cancelled():
+                raise GeneratorError(f"the weight store was lost while version {version} was being pulled")
+            return pulling.result()
+        finally:
+            pulling.cancel()
+            await asyncio.wait({pulling})
+            self._pulling.discard(pulling)
 
     @endpoint
     @during("close")

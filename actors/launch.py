@@ -24,13 +24,14 @@ from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import HostMesh, MeshFailure, ProcMesh, this_host
 
 from actors import hosts
+from actors.background import end_background
 from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
 from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
 from actors.diagnosis import Watched, tell_what_run_does
@@ -56,6 +57,8 @@ T = TypeVar("T")
 SPAWN_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 KILL_GRACE_S = 5.0
+LOST_STOP_TIMEOUT_S = 5.0
+"""For Monarch to take note that a role has ended whose processes were killed."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -77,7 +80,7 @@ _roles: list[_Role] = []
 _num_stopping = 0
 
 
-async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str, HostMesh]:
+async def start_hosts(launch: LaunchConfig, placement: Placement) -> dict[str, HostMesh]:
     """The hosts of a run, by the name of their group; called before any role is spawned.
 
     Raises:
@@ -138,6 +141,12 @@ async def spawn_role(
     local = ((info.rank, identify(info.pid)) for info in by_rank if info.hostname == socket.gethostname())
     state.local_processes = {rank: process for rank, process in local if process is not None}
     return mesh
+
+
+def role_processes(role: str) -> list[ProcessId]:
+    """The processes on this host of the role with this name."""
+    states = [state for state in _roles if state.name == role]
+    return [process for state in states for process in state.local_processes.values()]
 
 
 def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
@@ -206,6 +215,38 @@ async def import_modules(
     await _within(timeout_s, imported, f"importing {', '.join(modules)} in role {role.name!r}")
 
 
+async def move(
+    mesh: ProcMesh, role: str, *, gpus: Sequence[int] | None = None, timeout_s: float = SPAWN_TIMEOUT_S
+) -> None:
+    """Make the processes of a role, in which there are no actors yet, those of another one.
+
+    Args:
+        gpus: as of `spawn_role`; no device may be in use there yet.
+
+    Raises:
+        ActorTimeoutError: names the role.
+        ActorCallError: a process of it is dead; names the role.
+    """
+    state = _role_of(mesh)
+    env = {"RELAY_ROLE": role}
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    envs = [env] * len(state.hostnames)
+    await _within(timeout_s, state.members.set_env.call(envs), f"making {state.name!r} role {role!r}")
+    state.name = role
+
+
+async def check_answers(role: str, *, timeout_s: float) -> None:
+    """Whether every process of the role lives, on whatever host.
+
+    Raises:
+        ActorTimeoutError: names the role.
+        ActorCallError: a process of it is dead; names the role.
+    """
+    for state in [state for state in _roles if state.name == role]:
+        await _within(timeout_s, state.members.info.call(), f"asking role {role!r} whether it lives")
+
+
 def is_running() -> bool:
     """Whether this process has roles that were not stopped."""
     return bool(_roles)
@@ -219,15 +260,30 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     Raises:
         RuntimeError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
     """
-    global _num_stopping
     role = next((r for r in _roles if r.mesh is mesh), None)
-    if role is None:
-        return
+    if role is not None:
+        await _end(role, timeout_s=timeout_s, first="ask")
+
+
+async def stop_lost(role: str) -> None:
+    """As `stop`, of a role that has lost a process, by its name: kills what is left of it on this host first.
+
+    Idempotent; also of one that did not come up.
+    """
+    for state in [state for state in _roles if state.name == role]:
+        await _end(state, timeout_s=LOST_STOP_TIMEOUT_S, first="kill")
+
+
+async def _end(role: _Role, *, timeout_s: float, first: Literal["ask", "kill"]) -> None:
+    global _num_stopping
     tree = with_descendants(filter(is_alive, role.local_processes.values()))
     shm_files = mapped_shared_memory(process.pid for process in tree)
     _num_stopping += 1
     try:
-        await _ask_to_stop(role, timeout_s)
+        if first == "kill":
+            for process in tree:
+                kill(process)
+        await _ask_to_stop(role, timeout_s, level=logging.WARNING if first == "ask" else logging.DEBUG)
     finally:
         # Also when cancelled: nothing below waits for anybody but the kernel.
         for process in tree:
@@ -243,8 +299,10 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
 async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """`stop` for every role that is left, at once, and the end of the hosts and of every process left behind.
 
-    Those may be children of a process that had died before, or a role that never came up.
+    Those may be children of a process that had died before, or a role that never came up. First of all
+    what runs in the background ends: it would start again what is stopped here.
     """
+    await end_background(timeout_s=timeout_s)
     results = await asyncio.gather(
         *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
     )
@@ -349,13 +407,13 @@ async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
         raise ActorCallError(f"{what}: {lost_rank(error)}") from error
 
 
-async def _ask_to_stop(role: _Role, timeout_s: float) -> None:
+async def _ask_to_stop(role: _Role, timeout_s: float, *, level: int) -> None:
     asked = _within(timeout_s, role.mesh.stop(), f"stopping role {role.name!r}")
     # What comes of it is a value here: a role that never came up raises once more what its start
     # raised, whatever that was, and the caller kills what is left of any role.
     answers = await asyncio.gather(asked, return_exceptions=True)
     if isinstance(answers[0], BaseException):
-        logger.warning("role %s did not stop when asked: %s", role.name, answers[0])
+        logger.log(level, "role %s did not stop when asked: %s", role.name, answers[0])
 
 
 async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:

@@ -9,8 +9,12 @@ class GeneratorError(RunError):
     """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
 
 
-class GeneratorTimeoutError(GeneratorError, TimeoutError):
-    """The engine has failed because a rank of it did not take part within a deadline."""
+class EngineFailedError(GeneratorError):
+    """The generator's engine, or that of another of its ranks, has failed: it serves nothing any more."""
+
+
+class EngineTimeoutError(EngineFailedError, TimeoutError):
+    """It has failed because a rank of it did not take part within a deadline."""
 
 
 class DivergedError(GeneratorError):

@@ -95,6 +95,13 @@ class FileWeightStore(WeightStore):
             self._thread.stop(timeout_s=1.0)
             self._thread = None
 
+    def forget(self) -> None:
+        """As `WeightStore.forget`; the files stay for `discard`."""
+        super().forget()
+        if self._thread is not None:
+            self._thread.stop(timeout_s=1.0)
+            self._thread = None
+
     def discard(self) -> None:
         """Remove all files; those of another run, with which this one could not start, stay."""
         if self._is_started:
