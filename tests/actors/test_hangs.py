@@ -16,6 +16,7 @@ from actors.fleet import FleetConfig, close_fleet, start_fleet
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.roles import LogSettings
+from actors.supervision import RecoveryConfig
 from actors.sync_check import SyncCheck
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
@@ -50,6 +51,7 @@ CONFIG = FleetConfig(
     generator=VLLMGenerator.Config(dtype="float32", max_model_len=128, cpu_kv_cache_gib=0.05),
     reward=RewardActor.Config(num_procs=2),
     timeouts=Timeouts(close_s=10),
+    recovery=RecoveryConfig(max_restarts=0),
 )
 SHORT = Timeouts(generate_s=2, train_s=2, score_s=2, close_s=10)
 
@@ -140,8 +142,9 @@ def test_a_stopped_generator_is_named_with_the_version_that_it_serves(running):
 def test_a_stopped_reward_process_is_named_by_its_rank_alone(running):
     run, fleet = running
     rollout = rollout_of(PROMPT, replied("1"), sample=0, text="1")
-    short = replace(fleet.reward, timeouts=SHORT).at_rank(1)
-    with stopped(fleet.reward, 1), pytest.raises(ActorTimeoutError) as caught:
+    reward = run(fleet.reward.group())
+    short = replace(reward, timeouts=SHORT).at_rank(1)
+    with stopped(reward, 1), pytest.raises(ActorTimeoutError) as caught:
         run(short.call("score", [[rollout]], True, False, limit="score_s"))
     lines, _ = told_in(caught.value)
     expected = "reward.score of rank 1 of 2 gave no answer within timeouts.score_s=2"
@@ -163,13 +166,14 @@ def test_ranks_that_wait_for_a_stopped_one_in_a_collective_say_in_which_call_and
 ):
     """The last of these: the process group is broken afterwards."""
     run, fleet = running
+    reward = run(fleet.reward.group())
 
     async def step():
         try:
             await ActorLearner(fleet.trainer).forward_backward([SAMPLE, SAMPLE])
         except CollectiveTimeoutError as error:
             return error, await tell_what_run_does(
-                error, [group.watched for group in (fleet.trainer, *fleet.generators, fleet.reward)]
+                error, [group.watched for group in (fleet.trainer, *fleet.generators, reward)]
             )
 
     with stopped(fleet.trainer, 1):
