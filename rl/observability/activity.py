@@ -20,10 +20,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rl.process_id import identify
 
@@ -167,14 +167,14 @@ class doing:  # noqa: N801  (reads as what it does)
 def during(
     name: str,
 ) -> Callable[
-    [Callable[Concatenate[SelfT, P], Awaitable[ResultT]]],
-    Callable[Concatenate[SelfT, P], Awaitable[ResultT]],
+    [Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]]],
+    Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]],
 ]:
     """Around a coroutine method: it is this activity, of the object's `policy_version` if it has one."""
 
     def decorate(
-        function: Callable[Concatenate[SelfT, P], Awaitable[ResultT]],
-    ) -> Callable[Concatenate[SelfT, P], Awaitable[ResultT]]:
+        function: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]],
+    ) -> Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]]:
         @functools.wraps(function)
         async def told(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
             with doing(name, version=getattr(self, "policy_version", None)):
@@ -185,9 +185,9 @@ def during(
     return decorate
 
 
-THIS_PROCESS = Activity()
-
-
 def _now() -> str:
     """By the wall clock, for other machines, and by the clock that nobody sets."""
     return f'"since": {time.time():.3f}, "since_monotonic_s": {time.monotonic():.3f}'
+
+
+THIS_PROCESS = Activity()

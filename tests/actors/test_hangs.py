@@ -29,7 +29,7 @@ from rl.training.config import TrainingConfig
 from rl.types import SamplingParams
 from rl.weights.errors import WeightTimeoutError
 from rl.weights.store import WeightStore
-from tests.support.fakes import prompt_of, rollout_of
+from tests.support.fakes import prompt_of
 from tests.support.fleet_actors import rubric
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.scored import replied
@@ -139,7 +139,7 @@ def test_a_stopped_generator_is_named_with_the_version_that_it_serves(running):
 
 def test_a_stopped_reward_process_is_named_by_its_rank_alone(running):
     run, fleet = running
-    rollout = rollout_of(PROMPT, replied("1"), sample=0, text="1")
+    rollout = replied("1")
     short = replace(fleet.reward, timeouts=SHORT).at_rank(1)
     with stopped(fleet.reward, 1), pytest.raises(ActorTimeoutError) as caught:
         run(short.call("score", [[rollout]], True, False, limit="score_s"))
