@@ -137,7 +137,11 @@ class ActorGroup:
                 raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
-            raise ActorCallError(f"{self.name}.{endpoint} failed: {lost_rank(error)}") from error
+            lost = ActorCallError(f"{self.name}.{endpoint} failed: {lost_rank(error)}")
+            if all(map(is_alive, self.processes.values())):
+                # Monarch takes a process for dead that does not answer it, such as one that is stopped.
+                lost.more = await self._told(lost.message())
+            raise lost from error
 
     async def _told(self, title: str) -> str:
         """What those do who gave no answer, as lines; all of it is written to a file under the title."""

@@ -35,6 +35,7 @@ RECORD_BYTES = 4096
 MAX_NAMES = 12
 """Names of activities that a record has room for; the oldest are told."""
 MAX_NAME = 100
+MAX_ERROR = 200
 """Characters."""
 STATE_FOLDER = "state"
 """Within a run's logs."""
@@ -53,6 +54,8 @@ class Activity:
         """By name, what the record says of each, oldest first."""
         self._numbers = itertools.count()
         self._idle = _now()
+        self._failed = "null"
+        """What ended with an error last."""
         self._head = ""
         self._file: Path | None = None
         self._descriptor: int | None = None
@@ -104,9 +107,15 @@ class Activity:
             self.on_begin(name)
         return number
 
-    def end(self, name: str, number: int) -> None:
+    def end(self, name: str, number: int, error: BaseException | None = None) -> None:
+        """`error`: of what it has failed."""
         now = _now()
         with self._lock:
+            # What is given up has not failed.
+            if isinstance(error, Exception):
+                told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR]
+                named = f'"what": {json.dumps(name[:MAX_NAME])}, "error": {json.dumps(told)}'
+                self._failed = f'{{{named}, "at": {{{now}}}}}'
             of_name = self._running[name]
             del of_name[number]
             if not of_name:
@@ -135,8 +144,8 @@ class Activity:
         # A reader that sees two numbers has read while this was written.
         return (
             f'{{"change": {self._change}, {self._head}, "policy_version": {version}, '
-            f'"changed": {{{now}}}, "idle": {{{self._idle}}}, "doing": [{", ".join(listed)}], '
-            f'"end": {self._change}}}'
+            f'"failed": {self._failed}, "changed": {{{now}}}, "idle": {{{self._idle}}}, '
+            f'"doing": [{", ".join(listed)}], "end": {self._change}}}'
         ).encode()
 
     def _close(self) -> None:
@@ -161,7 +170,7 @@ class doing:  # noqa: N801  (reads as what it does)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        THIS_PROCESS.end(self._name, self._number)
+        THIS_PROCESS.end(self._name, self._number, error)
 
 
 def during(
