@@ -158,9 +158,7 @@ def test_a_pull_that_waits_for_a_stopped_rank_is_one_of_the_stores_deadline(runn
     assert re.match(f"{message}: waited for", str(caught.value))
 
 
-def test_ranks_that_wait_for_a_stopped_one_in_a_collective_say_in_which_call_and_the_run_tells_all(
-    running, logs
-):
+def test_a_rank_that_waits_for_another_says_in_which_call_and_the_run_tells_all(running, logs):
     """The last of these: the process group is broken afterwards."""
     run, fleet = running
 
