@@ -51,6 +51,7 @@ def test_an_error_ends_the_activity_too_and_is_told_until_the_next(this_process)
         raise ValueError("too\n  large " + "." * 1000)
     assert told(this_process) == []
     failed = read_state(this_process).failed
+    assert failed is not None
     assert failed.what == "load"
     assert failed.error == "ValueError: too large " + "." * (200 - len("ValueError: too large "))
     assert re.fullmatch(
