@@ -152,8 +152,12 @@ class ActorGroup:
                 raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
-            lost = f"{self.name}.{endpoint} failed: {lost_rank(error)}"
-            raise ActorLostError(lost, role=self.name, ranks=self.dead()) from error
+            message = f"{self.name}.{endpoint} failed: {lost_rank(error)}"
+            lost = ActorLostError(message, role=self.name, ranks=self.dead())
+            if not lost.ranks:
+                # Monarch takes a process for dead that does not answer it, such as one that is stopped.
+                lost.more = await self._told(message)
+            raise lost from error
 
     async def _told(self, title: str) -> str:
         """What those do who gave no answer, as lines; all of it is written to a file under the title."""

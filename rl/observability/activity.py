@@ -20,10 +20,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rl.process_id import identify
 
@@ -35,6 +35,7 @@ RECORD_BYTES = 4096
 MAX_NAMES = 12
 """Names of activities that a record has room for; the oldest are told."""
 MAX_NAME = 100
+MAX_ERROR = 200
 """Characters."""
 STATE_FOLDER = "state"
 """Within a run's logs."""
@@ -53,6 +54,8 @@ class Activity:
         """By name, what the record says of each, oldest first."""
         self._numbers = itertools.count()
         self._idle = _now()
+        self._failed = "null"
+        """What ended with an error last."""
         self._head = ""
         self._file: Path | None = None
         self._descriptor: int | None = None
@@ -104,9 +107,15 @@ class Activity:
             self.on_begin(name)
         return number
 
-    def end(self, name: str, number: int) -> None:
+    def end(self, name: str, number: int, error: BaseException | None = None) -> None:
+        """`error`: of what it has failed."""
         now = _now()
         with self._lock:
+            # What is given up has not failed.
+            if isinstance(error, Exception):
+                told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR]
+                named = f'"what": {json.dumps(name[:MAX_NAME])}, "error": {json.dumps(told)}'
+                self._failed = f'{{{named}, "at": {{{now}}}}}'
             of_name = self._running[name]
             del of_name[number]
             if not of_name:
@@ -135,8 +144,8 @@ class Activity:
         # A reader that sees two numbers has read while this was written.
         return (
             f'{{"change": {self._change}, {self._head}, "policy_version": {version}, '
-            f'"changed": {{{now}}}, "idle": {{{self._idle}}}, "doing": [{", ".join(listed)}], '
-            f'"end": {self._change}}}'
+            f'"failed": {self._failed}, "changed": {{{now}}}, "idle": {{{self._idle}}}, '
+            f'"doing": [{", ".join(listed)}], "end": {self._change}}}'
         ).encode()
 
     def _close(self) -> None:
@@ -161,20 +170,20 @@ class doing:  # noqa: N801  (reads as what it does)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        THIS_PROCESS.end(self._name, self._number)
+        THIS_PROCESS.end(self._name, self._number, error)
 
 
 def during(
     name: str,
 ) -> Callable[
-    [Callable[Concatenate[SelfT, P], Awaitable[ResultT]]],
-    Callable[Concatenate[SelfT, P], Awaitable[ResultT]],
+    [Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]]],
+    Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]],
 ]:
     """Around a coroutine method: it is this activity, of the object's `policy_version` if it has one."""
 
     def decorate(
-        function: Callable[Concatenate[SelfT, P], Awaitable[ResultT]],
-    ) -> Callable[Concatenate[SelfT, P], Awaitable[ResultT]]:
+        function: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]],
+    ) -> Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]]:
         @functools.wraps(function)
         async def told(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
             with doing(name, version=getattr(self, "policy_version", None)):
@@ -185,9 +194,9 @@ def during(
     return decorate
 
 
-THIS_PROCESS = Activity()
-
-
 def _now() -> str:
     """By the wall clock, for other machines, and by the clock that nobody sets."""
     return f'"since": {time.time():.3f}, "since_monotonic_s": {time.monotonic():.3f}'
+
+
+THIS_PROCESS = Activity()

@@ -45,6 +45,16 @@ class Doing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """What ended with an error."""
+
+    what: str
+    error: str
+    """Its class and the beginning of its message."""
+    at: Moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
     """What a process said last."""
 
@@ -60,6 +70,8 @@ class ProcessState:
     """Since when, where it does nothing."""
     changed: Moment
     """When something began or ended last."""
+    failed: Failed | None
+    """The last of its failures: whoever waits for other ranks too has not heard of it."""
 
     @property
     def name(self) -> str:
@@ -76,8 +88,13 @@ class ProcessState:
 
     def describe(self) -> str:
         """Such as "forward_backward of version 3 for 12.0 s"."""
-        if not self.doing:
-            return f"nothing for {self.ago_s(self.idle):.1f} s"
+        doing = self._describe_doing() or f"nothing for {self.ago_s(self.idle):.1f} s"
+        if self.failed is None:
+            return doing
+        ago_s = self.ago_s(self.failed.at)
+        return f"{doing}; {self.failed.what} failed {ago_s:.1f} s ago: {self.failed.error}"
+
+    def _describe_doing(self) -> str:
         return ", ".join(
             f"{d.what}{'' if d.num == 1 else f' ({d.num} times)'}"
             f"{'' if d.version is None else f' of version {d.version}'} for {self.ago_s(d.since):.1f} s"
@@ -121,12 +138,17 @@ def _state(record: dict[str, Any]) -> ProcessState:
         doing=tuple(_doing(entry) for entry in record["doing"]),
         idle=_moment(record["idle"]),
         changed=_moment(record["changed"]),
+        failed=None if record["failed"] is None else _failed(record["failed"]),
     )
 
 
 def _doing(entry: dict[str, Any]) -> Doing:
     oldest = entry["oldest"]
     return Doing(what=entry["what"], num=entry["num"], version=oldest["version"], since=_moment(oldest))
+
+
+def _failed(told: dict[str, Any]) -> Failed:
+    return Failed(what=told["what"], error=told["error"], at=_moment(told["at"]))
 
 
 def _moment(told: dict[str, Any]) -> Moment:

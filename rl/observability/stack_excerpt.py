@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ MAX_STACKS = 6
 MAX_FRAMES = 4
 """Of each."""
 ROOT = f"{Path(__file__).resolve().parent.parent.parent}/"
-PACKAGES = ("/site-packages/", "/dist-packages/", f"{Path(os.__file__).parent}/", "<")
+PACKAGES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<")
 """What paths of code have in them that is neither this project's nor its user's."""
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _WAITING = {

@@ -22,17 +22,22 @@ def test_a_deadline_that_is_not_positive_is_refused(value):
 
 
 @pytest.fixture(scope="module")
-def called():
-    """Calls an endpoint of two actors, within a second or 30."""
+def meshes():
     with monarch_meshes() as meshes:
-        mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
+        yield meshes
 
-        def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
-            timeouts = Timeouts(train_s=30, close_s=1)
-            group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
-            return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
 
-        yield call
+@pytest.fixture(scope="module")
+def called(meshes):
+    """Calls an endpoint of two actors, within a second or 30."""
+    mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
+
+    def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
+        timeouts = Timeouts(train_s=30, close_s=1)
+        group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
+        return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
+
+    return call
 
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,20 +59,18 @@ def test_no_answer_names_actor_endpoint_and_deadline(called):
 
 
 @pytest.mark.medium
-def test_no_answer_tells_what_each_rank_does_and_where_and_keeps_all_of_it(tmp_path):
-    with monarch_meshes() as meshes:
-        mesh = meshes.spawn_mesh(2, process_group=False)
-        actors = mesh.spawn("answerer", Answerer)
-        meshes.run(launch.setup_logs(mesh, folder=tmp_path, console_level="WARNING"))
-        group = ActorGroup(
-            name="trainer", mesh=actors, timeouts=Timeouts(close_s=1), watched=launch.watched(mesh)
-        )
-        with pytest.raises(ActorTimeoutError) as caught:
-            meshes.run(group.call("never", limit="close_s"))
-        with pytest.raises(
-            ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer"
-        ) as alone:
-            meshes.run(group.at_rank(1).call("never", limit="close_s"))
+def test_no_answer_tells_what_each_rank_does_and_where_and_keeps_all_of_it(meshes, tmp_path):
+    mesh = meshes.spawn_mesh(2, process_group=False)
+    actors = mesh.spawn("answerer", Answerer)
+    meshes.run(launch.setup_logs(mesh, folder=tmp_path, console_level="WARNING"))
+    group = ActorGroup(
+        name="trainer", mesh=actors, timeouts=Timeouts(close_s=1), watched=launch.watched(mesh)
+    )
+    with pytest.raises(ActorTimeoutError) as caught:
+        meshes.run(group.call("never", limit="close_s"))
+    with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer") as alone:
+        meshes.run(group.at_rank(1).call("never", limit="close_s"))
+    meshes.stop(mesh)
     role = launch_role(tmp_path)
     lines = caught.value.more.splitlines()
     assert re.fullmatch(rf"  {role}\[0\]: never for [1-9]\.\d s", lines[0])

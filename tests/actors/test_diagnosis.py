@@ -20,6 +20,7 @@ def test_a_report_tells_what_and_where_in_few_lines_and_all_of_it_in_a_file(tmp_
     reports = [Report(name="trainer[0]", doing="optim_step of version 3 for 9.0 s", stacks=stacks)]
     (tmp_path / "stacks-1.txt").write_text("of an earlier deadline")
     file = write_reports(reports, tmp_path, title="trainer.optim_step gave no answer")
+    assert file is not None
     assert file == tmp_path / "stacks-2.txt"
     assert told(reports, file).splitlines() == [
         "  trainer[0]: optim_step of version 3 for 9.0 s",

@@ -43,6 +43,7 @@ def victims(tmp_path):
         Activity().start(tmp_path / "state", role=role, rank=0)
         file = tmp_path / "state" / f"{role}-0.json"
         process = identify(sleeper.pid)
+        assert process is not None
         told = json.loads(file.read_text()) | {"pid": process.pid, "start_ticks": process.start_ticks}
         file.write_text(json.dumps(told))
         started.append(sleeper)
@@ -98,6 +99,7 @@ def test_a_host_is_killed_with_all_that_runs_on_it(tmp_path, armed):
         processes = [identify(pid) for pid in pids]
         Activity().start(tmp_path / "state", role="generator", rank=0)
         file = tmp_path / "state" / "generator-0.json"
+        assert processes[0] is not None
         told = json.loads(file.read_text()) | {"pid": pids[0], "start_ticks": processes[0].start_ticks}
         file.write_text(json.dumps(told))
         armed("phase=pull,victim=host")

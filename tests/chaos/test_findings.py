@@ -1,6 +1,7 @@
 """What the chaos test says of runs whose folders are known."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from tools.chaos.findings import differences, look_at
 from tools.chaos.main import Outcome, summary, table
 from tools.chaos.runs import Ended
 
-METRICS = [
+METRICS: list[dict[str, object]] = [
     {"step": 0, "eval/correct": 0.25, "time/eval_s": 1.0},
     {"step": 1, "loss/mean": -0.125, "loss/grad_norm": "nan", "time/step_s": 2.0, "perf/tokens_per_s": 99.0},
 ]
@@ -31,7 +32,7 @@ def make_run(tmp_path):
         if struck_at is not None:
             (folder / "logs" / "fault.json").write_text(json.dumps({"time": struck_at}))
         for at, event, fields in events:
-            Events(folder / "events.jsonl", wall_clock=lambda at=at: at).add(event, **fields)
+            Events(folder / "events.jsonl", wall_clock=partial(float, at)).add(event, **fields)
         return folder
 
     return make

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import re
 import time
 
 import pytest
@@ -45,10 +46,21 @@ def test_equal_activities_are_told_as_one_with_the_start_of_the_oldest(tmp_path)
     assert second.since.since_monotonic_s >= since.since_monotonic_s
 
 
-def test_an_error_ends_the_activity_too(this_process):
-    with pytest.raises(KeyError), doing("load"):
-        raise KeyError("x")
+def test_an_error_ends_the_activity_too_and_is_told_until_the_next(this_process):
+    with pytest.raises(ValueError, match="too"), doing("load"):
+        raise ValueError("too\n  large " + "." * 1000)
     assert told(this_process) == []
+    failed = read_state(this_process).failed
+    assert failed is not None
+    assert failed.what == "load"
+    assert failed.error == "ValueError: too large " + "." * (200 - len("ValueError: too large "))
+    assert re.fullmatch(
+        r"nothing for 0\.\d s; load failed 0\.\d s ago: ValueError: too large \.+",
+        read_state(this_process).describe(),
+    )
+    with pytest.raises(asyncio.CancelledError), doing("push"):
+        raise asyncio.CancelledError
+    assert read_state(this_process).failed == failed
 
 
 def test_the_record_keeps_its_size_however_much_goes_on(tmp_path):
@@ -56,6 +68,7 @@ def test_the_record_keeps_its_size_however_much_goes_on(tmp_path):
     file = activity.start(tmp_path, role="controller", rank=0)
     for number in range(100):
         activity.begin(f"wait number {number} " + "\N{GRINNING FACE}" * 200, number)
+    activity.end("x", activity.begin("x", 99), ValueError("\N{GRINNING FACE}" * 1000))
     assert file.stat().st_size == RECORD_BYTES
     state = read_state(file)
     assert state.doing[0].what.startswith("wait number 0 ")
