@@ -187,7 +187,7 @@ class Training:
     ) -> Loop:
         config, plan = self.config, self.plan
         in_folder = source is not None and source.path.parent == self.folder.checkpoints
-        return config.loop.build(  # type: ignore[no-any-return]
+        loop: Loop = config.loop.build(
             seams=self._seams(fleet, learner),
             renderer=plan.renderer,
             task=plan.task,
@@ -211,6 +211,7 @@ class Training:
             stop=self.stop,
             drawn_with=drawn_with(config),
         )
+        return loop
 
     def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:
         reward = self.config.reward
