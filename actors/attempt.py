@@ -127,7 +127,8 @@ class Training:
                 await self._attempt(fleet)
                 return fleet
             except RunError as error:
-                self.stop.check()
+                if self.stop.was_asked:
+                    raise
                 fleet = await revive_trainer(fleet, error)
                 logger.warning("the trainer is there again; the run goes back to its last checkpoint")
 
@@ -187,7 +188,7 @@ class Training:
     ) -> Loop:
         config, plan = self.config, self.plan
         in_folder = source is not None and source.path.parent == self.folder.checkpoints
-        return config.loop.build(  # type: ignore[no-any-return]
+        loop: Loop = config.loop.build(
             seams=self._seams(fleet, learner),
             renderer=plan.renderer,
             task=plan.task,
@@ -200,6 +201,7 @@ class Training:
                 records=metrics,
                 processes=ActorRandomStates([*fleet.generators, fleet.reward]),
                 can_answer=lambda error: _has_all_processes(fleet.trainer),
+                drawn_with=drawn_with(config),
                 last_saved=state.position.step if state is not None and in_folder else None,
             ),
             seed=config.seed,
@@ -209,8 +211,8 @@ class Training:
             proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
             threads=plan.environments.threads,
             stop=self.stop,
-            drawn_with=drawn_with(config),
         )
+        return loop
 
     def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:
         reward = self.config.reward
@@ -282,7 +284,10 @@ class Training:
 def _state(source: LoadSource, config: RunConfig) -> LoopState | None:
     """Of the loop that saved it; None where the loop starts anew."""
     state = None if source.position is None else read_loop_state(source.path)
-    if state is None or source.whole:
+    if state is None:
+        return None
+    state = state.fit(drawn_with(config))
+    if source.whole:
         return state
     # Another run's: this one has no record of its evaluation.
     keeps_random = not excluded(RANDOM, config.trainer.checkpoint.exclude_from_loading)

@@ -26,6 +26,7 @@ from actors.task_checks import check_demonstrations, check_sample_limit, check_t
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
+from rl.models.spec import ModelSpec
 from rl.rollouts.demonstrations import demonstrated_now
 from rl.rollouts.renderer import TemplateRenderer, make_renderer
 from rl.rollouts.tried_environments import TriedEnvironments
@@ -100,10 +101,7 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
     check_waits(config.fleet, store=config.weights)
     check_unused(config.weights)
     if not config.launch.on_cluster and num_gpus() == 0:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
-        num_cores = len(os.sched_getaffinity(0))
-        check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
+        _check_machine(config, model_spec=start.spec)
     tokenizer, stop_ids = start.tokenizer()
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
     first_prompt = _first_prompt(
@@ -130,6 +128,14 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
             batch_invariant=config.batch_invariant,
         ),
     )
+
+
+def _check_machine(config: RunConfig, *, model_spec: ModelSpec) -> None:
+    """Memory and cores of this one, which has no GPU."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    check_memory(config.fleet, model_spec=model_spec, memory_bytes=memory_bytes)
+    num_cores = len(os.sched_getaffinity(0))
+    check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
 
 
 def _asked_source(config: RunConfig, resumed: LoadSource | None) -> LoadSource | None:

@@ -96,7 +96,6 @@ class Loop(Configurable):
         proximal_logprobs: bool = False,
         threads: EnvironmentThreads | None = None,
         stop: StopRequest | None = None,
-        drawn_with: str = "",
     ) -> None:
         """
         Args:
@@ -108,9 +107,7 @@ class Loop(Configurable):
                 (`losses.types.uses_proximal_logprobs`).
             threads: that the task's environments were called in before; None makes some.
             stop: heard while the loop runs.
-            drawn_with: of all settings that rollouts depend on (`LoopState.drawn_with`).
         """
-        state = None if state is None else state.fit(drawn_with)
         self.config = config
         self.seams = seams
         self.sinks = sinks
@@ -118,12 +115,9 @@ class Loop(Configurable):
         self.recorder = recorder
         self._recording = BackgroundWriter("rollouts.jsonl")
         self.watch = watch
-        self._samples = SampleMaker(
-            config=config,
-            learner=seams.learner,
-            # Of a single update, the loss knows them itself.
-            adds_proximal=proximal_logprobs and config.num_minibatches > 1,
-        )
+        # Of a single update, the loss knows them itself.
+        adds = proximal_logprobs and config.num_minibatches > 1
+        self._samples = SampleMaker(config=config, learner=seams.learner, adds_proximal=adds)
         self._stop = stop or StopRequest()
         self._continued = state
         parts = RolloutParts(
@@ -142,9 +136,7 @@ class Loop(Configurable):
         self._clock = StepClock(worker)
         self._producer = parts.producer(worker, problems, state)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)
-        self._progress = Progress(
-            config=config, problems=problems, producer=self._producer, state=state, drawn_with=drawn_with
-        )
+        self._progress = Progress(config=config, problems=problems, producer=self._producer, state=state)
 
     async def run(self) -> None:
         """Publish the starting weights, evaluate, train, evaluate, save; or from where `state` stands.

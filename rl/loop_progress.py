@@ -20,13 +20,11 @@ class Progress:
         problems: NumberedProblems,
         producer: RolloutProducer,
         state: LoopState | None,
-        drawn_with: str,
     ) -> None:
-        """`state` is of an earlier loop that is continued; `drawn_with` as in `LoopState`."""
+        """`state` is of an earlier loop that is continued."""
         self._config = config
         self._problems = problems
         self._producer = producer
-        self._drawn_with = drawn_with
         self.done = 0 if state is None else state.position.step
         """Whole steps."""
         self.evaluated = not config.eval_every or (state is not None and state.position.evaluated)
@@ -49,7 +47,6 @@ class Progress:
             held=self._producer.held(),
             num_empty_steps=self.num_empty_steps,
             step_of_version={v: step for v, step in self.step_of_version.items() if step >= oldest},
-            drawn_with=self._drawn_with,
         )
 
     def evaluates(self, step: int) -> bool:

@@ -34,17 +34,18 @@ def process_states() -> bytes:
         states["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             states["cuda"] = torch.cuda.get_rng_state()
-    return pickle.dumps(states)
+    # Each for itself: to unpickle one imports what it is of.
+    return pickle.dumps({name: pickle.dumps(state) for name, state in states.items()})
 
 
 def restore_process_states(packed: bytes) -> None:
     """Set what `process_states` returned, as far as it is imported here too."""
-    states = pickle.loads(packed)
-    random.setstate(states["python"])
+    states: dict[str, bytes] = pickle.loads(packed)
+    random.setstate(pickle.loads(states["python"]))
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(states["numpy"])
+        numpy.random.set_state(pickle.loads(states["numpy"]))
     if (torch := sys.modules.get("torch")) is not None:
         if "torch" in states:
-            torch.set_rng_state(states["torch"])
+            torch.set_rng_state(pickle.loads(states["torch"]))
         if "cuda" in states and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(states["cuda"])
+            torch.cuda.set_rng_state(pickle.loads(states["cuda"]))

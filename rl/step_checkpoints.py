@@ -32,7 +32,7 @@ class Flushed(Protocol):
         """Lines that it has."""
         ...
 
-    def flush_to_disk(self) -> None:
+    async def flush_to_disk(self) -> None:
         """Return when they would outlive a power failure."""
         ...
 
@@ -50,6 +50,8 @@ class StepCheckpoints:
     """Those besides the learner's and the loop's own, whose random states are saved."""
     can_answer: Callable[[RunError], bool] = field(default=lambda error: True)
     """Whether the learner may be asked for anything after an error of the loop."""
+    drawn_with: str = ""
+    """Of all settings that rollouts depend on, as in `LoopState`."""
     last_saved: int | None = None
     """Step of the last checkpoint; one that a loop is continued from counts."""
 
@@ -59,9 +61,10 @@ class StepCheckpoints:
 
     async def save(self, state: LoopState, *, last: bool = False, wait: bool = False) -> None:
         """Of the learner as it is, which has done the steps of `state`; the last is always waited for."""
-        state = replace(state, random_states=await self._random_states())
+        random_states = await self._random_states()
+        state = replace(state, random_states=random_states, drawn_with=self.drawn_with)
         if self.records is not None:
-            await asyncio.to_thread(self.records.flush_to_disk)
+            await self.records.flush_to_disk()
             position = replace(state.position, num_records=self.records.num_records)
             state = replace(state, position=position)
         step = state.position.step

@@ -48,6 +48,11 @@ class StopRequest:
         self._loop.call_soon_threadsafe(self._begin)
         return True
 
+    @property
+    def was_asked(self) -> bool:
+        """Of a loop that heard it."""
+        return self._was_asked
+
     def check(self) -> None:
         """Raises StopAskedError if the loop was asked to end."""
         if self._was_asked:

@@ -47,7 +47,7 @@ def test_a_synchronous_run_killed_at_any_time_ends_with_the_records_of_an_undist
     settings = SYNC | {"equal_groups": equal_groups}
     whole = undisturbed(settings)
     assert [int(r["step"] or 0) for r in whole.records] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
-    killed_at = [0.1 * tenth for tenth in range(1, 600, 3)]
+    killed_at = [0.1 * tenth for tenth in range(1, 600, 7)]
     for at_s in killed_at:
         lineage = Lineage(make_policy=saving_policy, settings=settings)
         if lineage.run(kill_at_s=at_s):
@@ -75,7 +75,7 @@ def test_a_run_that_is_asked_to_stop_anywhere_goes_on_as_if_it_had_not(equal_gro
     settings = SYNC | {"equal_groups": equal_groups, "checkpoint": CheckpointConfig(interval=100)}
     whole = undisturbed(settings)
     num_stopped = 0
-    for tenth in range(1, 600, 3):
+    for tenth in range(2, 600, 7):
         lineage = Lineage(make_policy=saving_policy, settings=settings)
         if lineage.run(stop_at_s=0.1 * tenth):
             break
@@ -88,7 +88,7 @@ def test_a_run_that_is_asked_to_stop_anywhere_goes_on_as_if_it_had_not(equal_gro
         assert lineage.run()
         assert lineage.records == whole.records, tenth
         assert lineage.trained == whole.trained
-    assert num_stopped > 40
+    assert num_stopped > 20
 
 
 @pytest.mark.parametrize("max_age", [1, 2, 3])
@@ -147,9 +147,8 @@ def test_an_asynchronous_run_with_dropped_groups_misses_and_repeats_none():
             assert lineage.num_processes < 60
         numbers = sorted(number for step in lineage.trained for number in step)
         assert numbers == [2 * i for i in range(12)]
-        dropped = sum(r["groups/dropped_equal"] or 0 for r in lineage.records)
-        # Those before the last that was trained on, each once, and some that were drawn ahead.
-        assert 11 <= dropped <= 11 + 6
+        # The odd ones before the last that was trained on, each once.
+        assert sum(r["groups/dropped_equal"] or 0 for r in lineage.records) == 11
 
 
 def test_finished_groups_are_not_drawn_again_and_those_under_way_are():

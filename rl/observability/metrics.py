@@ -10,6 +10,7 @@ Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -150,10 +151,10 @@ class MetricsWriter:
         """Lines of the file, those of an earlier writer included."""
         return self._num_records
 
-    def flush_to_disk(self) -> None:
+    async def flush_to_disk(self) -> None:
         """Return when what is written would outlive a power failure."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        await asyncio.to_thread(os.fsync, self._file.fileno())
 
     def write(self, record: Record) -> None:
         """Append one line; what there is nothing to report of is left out."""

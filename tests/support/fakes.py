@@ -220,7 +220,7 @@ class ListSink:
     def num_records(self) -> int:
         return len(self.records)
 
-    def flush_to_disk(self) -> None:
+    async def flush_to_disk(self) -> None:
         """There is none."""
 
     def write(self, record: Record) -> None:

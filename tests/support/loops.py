@@ -71,6 +71,7 @@ def make_loop(
 ) -> tuple[Loop, ListSink]:
     """The loop, and where its records go; its checkpoints count those of a `sink` that is given."""
     records, sink = sink, sink or ListSink()
+    state = LoopState(position=state) if isinstance(state, LoopPosition) else state
     settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
     loop: Loop = Loop.Config(**settings).build(
         seams=Seams(
@@ -92,13 +93,13 @@ def make_loop(
             config=checkpoint or CheckpointConfig(),
             folder="ckpt",
             records=records,
+            drawn_with=drawn_with,
             last_saved=last_saved,
         ),
         seed=0,
         watch=watch,
-        state=LoopState(position=state) if isinstance(state, LoopPosition) else state,
+        state=None if state is None else state.fit(drawn_with),
         stop=stop,
-        drawn_with=drawn_with,
         proximal_logprobs=proximal_logprobs,
     )
     return loop, sink

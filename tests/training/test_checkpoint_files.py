@@ -46,7 +46,7 @@ def test_attachments_are_files_with_size_and_checksum_in_the_manifest(tmp_path):
 
 @pytest.mark.parametrize("name", [STATE, MANIFEST, "a.distcp", ".metadata", "a/b", "..", "t"])
 def test_attachments_take_no_other_files_place(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"attachment '{name}': must be the name of a file that a"):
+    with pytest.raises(ValueError, match=rf"attachment '{name}': must be a file's name that the"):
         write_description(tmp_path, SAVED, {"t": FileSum(num_bytes=0, crc32=0)}, {name: b""})
 
 
