@@ -31,13 +31,17 @@ class Mortal:
         return [0] if self.died.is_set() else []
 
     async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+        lost = ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
         waiting = asyncio.ensure_future(answer)
+        if self.died.is_set():
+            waiting.cancel()
+            raise lost
         died = asyncio.ensure_future(self.died.wait())
         try:
             await asyncio.wait({waiting, died}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()
-            raise ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
+            raise lost
         finally:
             waiting.cancel()
             died.cancel()
