@@ -24,6 +24,13 @@ class Mortal:
         self.name = name
         self.died = asyncio.Event()
 
+    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+        """Answers at once, while it lives."""
+        return self.while_alive(self._answer(endpoint, args), endpoint)
+
+    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
+        return [0]
+
     def die(self) -> None:
         self.died.set()
 
@@ -68,7 +75,7 @@ class MortalGenerator(Mortal):
 
     def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
         self.asked.append(endpoint)
-        return self.while_alive(self._answer(endpoint, args), endpoint)
+        return super().call(endpoint, *args, limit=limit, **kwargs)
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
