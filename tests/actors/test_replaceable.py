@@ -1,7 +1,7 @@
 """A role that is started again whole, over fakes in virtual time."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,7 @@ class Reward:
     """Two callers, and the starts that they cause."""
 
     def __init__(self, **settings: Any) -> None:
-        self.first: Any = MortalGenerator("reward")
+        self.first = cast(Any, MortalGenerator("reward"))
         self.num_started = 0
         start: Any = self.start
         self.role = Replaceable(
