@@ -427,5 +427,6 @@ async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
 def _on_fault(failure: MeshFailure) -> None:
     # Each process that ends fails these as well, beside the actors that somebody asked for.
     is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
-    level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.ERROR
+    # Who waits for one of them says what becomes of the run.
+    level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.INFO
     logger.log(level, "actor failure: %s", failure.report())

@@ -150,7 +150,7 @@ class Router:
         least_loaded = min(up, key=lambda number: self.num_running[number])
         if self.strategy == "least_loaded" or session is None:
             return least_loaded
-        replica = self._replica_of_session.pop(session, None)
+        replica = self._replica_of_session.pop(session, least_loaded)
         if replica not in up:
             replica = least_loaded
         self._replica_of_session[session] = replica

@@ -37,16 +37,12 @@ from actors.sync_check import SyncCheck
 from configs.sum_digits import tiny
 from rl.errors import RunError
 from rl.models.starting_point import write_random_model
-from rl.rollouts.rubric import Criterion, Rubric
-from rl.types import Completion, Problem, Prompt, Rollout, Turn
+from rl.tasks.sum_digits import make_problem
+from rl.types import Completion, Prompt, Rollout, Turn
 
 CASES = ("generator", "spare", "reward", "trainer", "generator_host", "trainer_host")
 LIMIT_S = 300.0
 TOKENS = np.arange(2, 18, dtype=np.int32)
-
-
-def reward(rollout: Rollout) -> float:
-    return float(len(rollout.text))
 
 
 def rollout() -> Rollout:
@@ -56,8 +52,8 @@ def rollout() -> Rollout:
         policy_versions=np.zeros(len(TOKENS), dtype=np.int32),
         finish_reason="stop",
     )
-    prompt = Prompt(problem=Problem(id="p", question="q", answer="a"), token_ids=TOKENS)
-    turn = Turn(messages=(), prompt_ids=TOKENS, completion=completion, text="four")
+    prompt = Prompt(problem=make_problem([12, 30]), token_ids=TOKENS)
+    turn = Turn(messages=(), prompt_ids=TOKENS, completion=completion, text="[ANSWER] 42")
     return Rollout(prompt=prompt, sample=0, turns=(turn,))
 
 
@@ -89,7 +85,7 @@ class Room:
 
     async def reward(self) -> None:
         ((score,),) = await self.scorer.score([[rollout()]])
-        assert score.reward == 4.0
+        assert score.failure is None
 
     async def trainer(self) -> None:
         sample = self.fleet.check.canary
@@ -131,7 +127,7 @@ async def measure(case: str, repeats: int, folder: Path) -> list[float]:
         check=SyncCheck(LogprobCanary(token_ids=TOKENS, max_diff=0.0)),
         model_spec=spec,
         hf_assets_path=str(assets),
-        rubric=Rubric(criteria=(Criterion(name="reward", function=reward),)),
+        rubric=config.task.build().rubric(seed=0),
         failure_folder=folder,
         logs=LogSettings(folder=folder / "logs", console_level="ERROR"),
     )

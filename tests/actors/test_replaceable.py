@@ -1,6 +1,7 @@
 """A role that is started again whole, over fakes in virtual time."""
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
@@ -17,12 +18,13 @@ START_S = 5.0
 class Reward:
     """Two callers, and the starts that they cause."""
 
-    def __init__(self, **settings) -> None:
-        self.first = MortalGenerator("reward")
+    def __init__(self, **settings: Any) -> None:
+        self.first = cast(Any, MortalGenerator("reward"))
         self.num_started = 0
+        start: Any = self.start
         self.role = Replaceable(
-            self.first,  # type: ignore[arg-type]
-            start=self.start,  # type: ignore[arg-type]
+            self.first,
+            start=start,
             supervisor=Supervisor(RecoveryConfig(**settings), now_s=now_s),
         )
 
@@ -83,7 +85,8 @@ def test_restarts_that_are_used_up_are_told_to_everybody():
         reward = Reward(max_restarts=1)
         reward.first.die()
         await reward.until_answered()
-        (await reward.role.group()).died.set()  # type: ignore[attr-defined]
+        second: Any = await reward.role.group()
+        second.die()
         told = await asyncio.gather(*(reward.until_answered() for _ in range(2)), return_exceptions=True)
         return [type(error) for error in told]
 

@@ -78,7 +78,7 @@ class Told:
         self.events.append((event, *fields.values()))
 
 
-def supervisor(told: Told, **settings) -> Supervisor:
+def supervisor(told, **settings):
     return Supervisor(RecoveryConfig(**settings), events=told.add, now_s=now_s)
 
 

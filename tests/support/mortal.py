@@ -24,6 +24,13 @@ class Mortal:
         self.name = name
         self.died = asyncio.Event()
 
+    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+        """Answers at once, while it lives."""
+        return self.while_alive(self._answer(endpoint, args), endpoint)
+
+    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
+        return [0]
+
     def die(self) -> None:
         self.died.set()
 
@@ -31,13 +38,17 @@ class Mortal:
         return [0] if self.died.is_set() else []
 
     async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+        lost = ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
         waiting = asyncio.ensure_future(answer)
+        if self.died.is_set():
+            waiting.cancel()
+            raise lost
         died = asyncio.ensure_future(self.died.wait())
         try:
             await asyncio.wait({waiting, died}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()
-            raise ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
+            raise lost
         finally:
             waiting.cancel()
             died.cancel()
@@ -64,7 +75,7 @@ class MortalGenerator(Mortal):
 
     def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
         self.asked.append(endpoint)
-        return self.while_alive(self._answer(endpoint, args), endpoint)
+        return super().call(endpoint, *args, limit=limit, **kwargs)
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
