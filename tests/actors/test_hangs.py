@@ -12,7 +12,8 @@ import pytest
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler
 from actors.calls import ActorTimeoutError, Timeouts
 from actors.diagnosis import tell_what_run_does
-from actors.fleet import FleetConfig, close_fleet, start_fleet
+from actors.fleet import close_fleet, start_fleet
+from actors.fleet_config import FleetConfig
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.roles import LogSettings
