@@ -38,15 +38,16 @@ class ProcessHealth:
     """None: it is on another machine."""
     is_stopped: bool
 
-    def describe(self) -> str:
+    def describe(self, *, has_finished: bool = False) -> str:
+        """A line; `has_finished`: the run, so that its processes need not live."""
         state, lives = self.state, self.lives
         where = f"pid {state.process.pid}" if state.is_here else f"pid {state.process.pid} on {state.host}"
-        how = (
-            "dead" if lives is False else "STOPPED" if self.is_stopped else "alive" if lives else "elsewhere"
-        )
+        how = {True: "alive", False: "ended" if has_finished else "dead", None: "elsewhere"}[lives]
+        how = "STOPPED" if self.is_stopped else how
         version = "" if state.policy_version is None else f", version {state.policy_version}"
         verb = "was doing" if lives is False else "does"
-        return f"{state.name:<16} {how:<9} {where}{version}: {verb} {state.describe()}"
+        did = "" if has_finished and not lives else f": {verb} {state.describe()}"
+        return f"{state.name:<16} {how:<9} {where}{version}{did}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +71,13 @@ class RunHealth:
         step = "no step is done" if self.last_step is None else f"step {self.last_step} was the last"
         age = "" if self.last_step_age_s is None else f", {self.last_step_age_s:.1f} s ago"
         lines = [f"{self.folder}: {self.status}; {step}{age}"]
-        lines += [f"  {process.describe()}" for process in self.processes]
+        has_finished = self.status == "finished"
+        lines += [f"  {process.describe(has_finished=has_finished)}" for process in self.processes]
         lines += [f"  event: {json.dumps(event)}" for event in self.events[-SHOWN_EVENTS:]]
         if self.problems:
             return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in self.problems)])
         moving = f"it moves: nothing waits longer than {self.expected_s:.0f} s"
-        return "\n".join([*lines, "it has finished" if self.status == "finished" else moving])
+        return "\n".join([*lines, "it has finished" if has_finished else moving])
 
 
 def examine(folder: Path, *, expected_s: float | None = None) -> RunHealth:

@@ -46,12 +46,12 @@ def test_a_run_with_the_same_numbers_and_rollouts_is_good_however_long_it_took(m
     ]
     found = look_at(make_run("a", metrics=slower, events=recovered), reference=make_run("b"))
     assert found.is_good
-    assert found.recovered_after_s == 20.5
+    assert found.recovered_after_s == 30.0  # from the kill, of which nobody knew at first
     assert (found.num_lost, found.num_doubled, found.differences) == (0, 0, ())
 
 
-def test_a_controller_has_recovered_when_it_is_resumed(make_run):
-    events = [(90.0, "resumed", {}), (112.5, "resumed", {"step": 2})]
+def test_a_run_has_recovered_when_it_has_gone_back_where_it_had_to(make_run):
+    events = [(90.0, "went_back", {}), (105.0, "resumed", {"step": 2}), (112.5, "went_back", {"to_step": 2})]
     found = look_at(make_run("a", events=events), reference=make_run("b"))
     assert found.recovered_after_s == 12.5
 
@@ -109,7 +109,7 @@ def test_the_table_has_a_row_a_case_and_the_summary_counts(make_run):
         )
     ]
     assert table(outcomes).splitlines()[2:] == [
-        "| push | trainer | yes | 20.5 | 21.2 | 0 | 0 | yes |  |",
+        "| push | trainer | yes | 30.0 | 21.2 | 0 | 0 | yes |  |",
         "| push | reward | NO |  | 21.2 | 4 | 0 | NO | exit status 1 |",
     ]
     assert summary(outcomes) == {
@@ -118,6 +118,6 @@ def test_the_table_has_a_row_a_case_and_the_summary_counts(make_run):
         "lost": 4,
         "doubled": 0,
         "unequal": 1,
-        "slowest_recovery_s": {"trainer": 20.5},
+        "slowest_recovery_s": {"trainer": 30.0},
         "bad": [{"phase": "push", "victim": "reward", "count": 1, "delay_s": 0.0}],
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class Findings:
     """Whether the moment came."""
     finished: bool
     recovered_after_s: float | None
-    """By the run's events: the longest recovery, or from the loss of the controller until it was resumed."""
+    """From the kill until the last event by which the run goes on as before."""
     num_lost: int
     """Rollouts that the undisturbed run trained on and this one did not."""
     num_doubled: int
@@ -102,10 +101,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _recovered_after_s(folder: Path, marker: Path) -> float | None:
-    events: list[Mapping[str, Any]] = list(read_events(folder / EVENTS))
-    after_s = [float(event["after_s"]) for event in events if event["event"] == "recovered"]
-    if after_s:
-        return max(after_s)
+    """Until whoever was lost does again what is asked, and the run has gone back where it had to."""
     struck_at = json.loads(marker.read_text())["time"]
-    resumed = [event["time"] for event in events if event["event"] == "resumed" and event["time"] > struck_at]
-    return resumed[0] - struck_at if resumed else None
+    done = [e["time"] for e in read_events(folder / EVENTS) if e["event"] in ("recovered", "went_back")]
+    return max((at - struck_at for at in done if at > struck_at), default=None)
