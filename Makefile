@@ -18,7 +18,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort curves tinker-cookbook test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos test test-fast test-slow lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -38,6 +38,10 @@ alphabet-sort: ## the same on keeping a list sorted, three turns each
 	@$(SETUP)
 	$(RUN) -m rl.train --module alphabet_sort --config tiny $(ARGS) $(NO_INPUT)
 
+doctor: ## what a run (RUN=outputs/<run>) is doing, whether it moves, and the stacks of its processes
+	@test "$(origin RUN)" = "command line" || { echo "usage: make doctor RUN=outputs/<run>"; exit 2; }
+	@.venv/bin/python -m rl.doctor $(RUN) $(ARGS)
+
 curves: ## both of these for two seeds and a control with a reward of noise: what was learnt, in a table
 	@$(SETUP)
 	$(RUN) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
@@ -54,6 +58,9 @@ test-fast: setup ## the tests that start no engine and no actor: at most 2 minut
 
 test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
 	$(RUN) -m pytest -m slow $(ARGS) $(NO_INPUT)
+
+chaos: setup ## kill a process in each phase of a short run: recovered or not, how fast, numbers equal or not, in a table
+	$(RUN) -m tools.chaos.main $(ARGS) $(NO_INPUT)
 
 lint: setup ## ruff: rules and format
 	$(RUN) -m ruff check .

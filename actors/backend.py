@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorGroup, Group
+from actors.calls import ActorCallError, ActorGroup, ActorLostError, Group
+from actors.pool import GeneratorPool
+from actors.replaceable import Replaceable
 from actors.sync_check import SyncCheck, give_up
 from losses.types import Loss
 from rl.errors import RunError
+from rl.training.checkpoint_files import DamagedCheckpointError
 from rl.training.config import Dtype
 from rl.types import (
     Completion,
@@ -80,11 +83,27 @@ class ActorLearner:
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        await self._rank0("save_checkpoint", folder, position, model_only, wait, limit="checkpoint_s")
+        await self._rank0(
+            "save_checkpoint", folder, position, model_only, wait, attachments, limit="checkpoint_s"
+        )
 
-    async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        return await self._rank0("load_checkpoint", folder, model_only, limit="checkpoint_s")
+    async def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        """As `Learner.load_checkpoint`; `exclude` None takes `checkpoint.exclude_from_loading`.
+
+        Raises:
+            DamagedCheckpointError: names the file; the trainer is as it was.
+        """
+        try:
+            return await self._rank0("load_checkpoint", folder, model_only, exclude, limit="checkpoint_s")
+        except ActorCallError as error:
+            remote = getattr(error.__cause__, "exception", None)
+            if isinstance(remote, DamagedCheckpointError):
+                raise remote from error
+            raise
 
     async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
         """Write the weights as a Hugging Face folder, in `checkpoint.export_dtype` when None."""
@@ -149,12 +168,20 @@ class ActorPublisher:
     """A `WeightPublisher`: trainer ranks push, every generator pulls and is checked."""
 
     def __init__(
-        self, *, trainer: Group, generators: Sequence[Group], store: WeightStore, check: SyncCheck
+        self,
+        *,
+        trainer: Group,
+        generators: Sequence[Group],
+        store: WeightStore,
+        check: SyncCheck,
+        pool: GeneratorPool | None = None,
     ) -> None:
+        """`pool` has the generators where they are replaced; None: a lost one is an error."""
         self.trainer = trainer
         self.generators = generators
         self.store = store
         self.check = check
+        self.pool = pool
 
     async def push(self) -> int:
         # Both are sent here and now, so that they come before whatever the trainer is asked for next. For
@@ -167,7 +194,7 @@ class ActorPublisher:
         try:
             pushes = await push
             version: int = pushes[0].policy_version
-            await self.store.announce(version)
+            await self._while_trainer_lives(self.store.announce(version), f"announcing version {version}")
         except BaseException:
             if expected is not None:
                 await give_up(expected)
@@ -176,9 +203,16 @@ class ActorPublisher:
         return version
 
     async def serve(self, policy_version: int) -> ServeResult:
-        served = await self.check.pull(policy_version, generators=self.generators)
-        await self.store.prune()
+        if self.pool is not None:
+            served = await self.pool.serve(policy_version)
+        else:
+            served = await self.check.pull(policy_version, generators=self.generators)
+        await self._while_trainer_lives(self.store.prune(), "pruning of old versions")
         return served
+
+    async def _while_trainer_lives(self, answer: Awaitable[Any], what: str) -> None:
+        """Of the store, which the trainer's processes have."""
+        await (answer if self.pool is None else self.pool.trainer.while_alive(answer, what))
 
 
 class ScoringRoom:
@@ -221,7 +255,7 @@ class ActorScorer:
 
     def __init__(
         self,
-        reward: ActorGroup,
+        reward: ActorGroup | Replaceable,
         *,
         num_procs: int,
         keep_groups: bool = True,
@@ -229,7 +263,7 @@ class ActorScorer:
     ) -> None:
         self.keep_groups = keep_groups
         self._longest_s = longest_s
-        self._ranks = [reward.at_rank(rank) for rank in range(num_procs)]
+        self._reward = Replaceable(reward) if isinstance(reward, ActorGroup) else reward
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
         self._room = ScoringRoom(MAX_SCORED_AT_ONCE * num_procs)
@@ -255,12 +289,7 @@ class ActorScorer:
         asking = []
         for rank, share in shares.items():
             asked = [[groups[number][i] for i in members] for number, members in share.items()]
-            # It has these, and before them what it was asked for and has not answered.
-            more_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
-            answer = self._ranks[rank].call(
-                "score", asked, self.keep_groups, alone, limit="score_s", more_s=more_s
-            )
-            task = asyncio.ensure_future(answer)
+            task = asyncio.create_task(self._ask(rank, asked, alone=alone))
             task.add_done_callback(partial(self._answered, rank, sum(map(len, asked))))
             asking.append(task)
         scores: list[list[Score | None]] = [[None] * len(group) for group in groups]
@@ -271,6 +300,20 @@ class ActorScorer:
         complete = [[score for score in group if score is not None] for group in scores]
         assert list(map(len, complete)) == list(map(len, groups)), "a rollout was asked of nobody"
         return complete
+
+    async def _ask(self, rank: int, asked: list[list[Rollout]], *, alone: bool) -> list[Any]:
+        """The rank's answer; it is asked once more where its processes, or others of the role, are lost."""
+        while True:
+            group = await self._reward.group()
+            # It has these, and before them what it was asked for and has not answered.
+            more_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
+            try:
+                return await group.at_rank(rank).call(
+                    "score", asked, self.keep_groups, alone, limit="score_s", more_s=more_s
+                )
+            except ActorLostError as error:
+                with _naming_problems(asked):
+                    await self._reward.replace(group, error)
 
     def _answered(self, rank: int, num_rollouts: int, task: asyncio.Task[Any]) -> None:
         self._num_asked[rank] -= num_rollouts
@@ -285,6 +328,18 @@ class ActorScorer:
                 self._num_asked[rank] += len(piece)
                 shares.setdefault(rank, {}).setdefault(number, []).extend(piece)
         return shares
+
+
+@contextmanager
+def _naming_problems(groups: Sequence[Sequence[Rollout]]) -> Iterator[None]:
+    """The error after which nobody scores any more says what was being scored."""
+    try:
+        yield
+    except ActorLostError:
+        raise
+    except RunError as error:
+        ids = dict.fromkeys(rollout.prompt.problem.id for group in groups for rollout in group)
+        raise RunError(f"{error}; rollouts of these problems were being scored: {', '.join(ids)}") from error
 
 
 _Share = dict[int, list[int]]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from actors.diagnosis import Watched, place_of, reports_of_role, told, write_reports
 from actors.processes import ProcessId, is_alive
 from rl.errors import RunError
+from rl.observability.activity import doing
 
 T = TypeVar("T")
 
@@ -20,6 +22,9 @@ LOOK_EVERY_S = 0.5
 """How often a waiting call looks whether the processes that it waits for live."""
 REPORT_GRACE_S = 3.0
 """For Monarch to say of what a process died; on a busy machine that takes it up to 30 s."""
+PEER_GRACE_S = 1.0
+"""For a process to be gone whose peers have already told that they lost it: the kernel closes its
+connections first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +62,16 @@ class ActorCallError(RunError):
     """An actor's endpoint raised, or its process ended."""
 
 
+class ActorLostError(ActorCallError):
+    """A process of the group is dead, or what runs in it cannot go on: the group has to be started again."""
+
+    def __init__(self, message: str, *, role: str, ranks: Sequence[int] = ()) -> None:
+        """`ranks` are those that are known to be lost."""
+        super().__init__(message)
+        self.role = role
+        self.ranks = tuple(ranks)
+
+
 class Group(Protocol):
     """Actors of one name that are called together: an `ActorGroup`, or one that waits for its turn."""
 
@@ -82,15 +97,16 @@ class ActorGroup:
     """Those of this host, by rank."""
     num_ranks: int | None = None
     """Of the whole group, where this is one rank of it."""
+    rank: int | None = None
+    """Which one, where it is one."""
+    watched: Watched | None = None
+    """Whom an error of a deadline asks what they do."""
 
     def at_rank(self, rank: int) -> ActorGroup:
         """The actor of one rank alone, which keeps its number in errors."""
-        place, left = {}, rank
-        for dim, size in reversed(self.mesh.sizes.items()):
-            left, place[dim] = divmod(left, size)
-        assert not left, f"{self.name} has {self.mesh.size()} ranks, there is no rank {rank}"
         own = {r: process for r, process in self.processes.items() if r == rank}
-        return replace(self, mesh=self.mesh.slice(**place), processes=own, num_ranks=self.mesh.size())
+        mesh = self.mesh.slice(**place_of(self.mesh, rank))
+        return replace(self, mesh=mesh, processes=own, num_ranks=self.mesh.size(), rank=rank)
 
     def call(
         self, endpoint: str, *args: Any, limit: str, more_s: float = 0.0, **kwargs: Any
@@ -103,9 +119,10 @@ class ActorGroup:
         The call is sent at once, before what is returned is awaited: calls reach the actors in this order.
 
         Raises:
-            ActorTimeoutError: names actor, endpoint and deadline.
-            ActorCallError: carries the remote traceback, or names the rank whose process ended; a
-                `RunError` of the actor comes as itself.
+            ActorTimeoutError: names actor, endpoint, rank and deadline, and what each process of it does,
+                for how long and where.
+            ActorLostError: names the rank whose process ended.
+            ActorCallError: carries the remote traceback; a `RunError` of the actor comes as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
         return self._in_rank_order(answers, endpoint=endpoint, limit=limit, more_s=more_s)
@@ -119,35 +136,72 @@ class ActorGroup:
     async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str, more_s: float) -> T:
         limit_s: float = sum(getattr(self.timeouts, name) for name in limit.split(" + "))
         try:
-            return await asyncio.wait_for(self._answer_or_death(answer, endpoint), limit_s + more_s)
+            with doing(f"waits for {self.name}.{endpoint}"):
+                return await asyncio.wait_for(self.while_alive(answer, endpoint), limit_s + more_s)
         except TimeoutError as error:
             more = f" and the {more_s:g} s that its work may take" if more_s else ""
-            raise ActorTimeoutError(
-                f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}{more}"
-            ) from error
+            one = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
+            message = f"{self.name}.{endpoint}{one} gave no answer within timeouts.{limit}={limit_s:g}{more}"
+            late = ActorTimeoutError(message)
+            late.more = await self._told(message)
+            raise late from error
         except ActorError as error:
+            if dead := await self._lost_peers():
+                raise self._lost(dead, endpoint) from error
             if isinstance(error.exception, RunError):
                 raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
-            raise ActorCallError(f"{self.name}.{endpoint} failed: {lost_rank(error)}") from error
+            message = f"{self.name}.{endpoint} failed: {lost_rank(error)}"
+            lost = ActorLostError(message, role=self.name, ranks=self.dead())
+            if not lost.ranks:
+                # Monarch takes a process for dead that does not answer it, such as one that is stopped.
+                lost.more = await self._told(message)
+            raise lost from error
 
-    async def _answer_or_death(self, answer: Awaitable[T], endpoint: str) -> T:
+    async def _told(self, title: str) -> str:
+        """What those do who gave no answer, as lines; all of it is written to a file under the title."""
+        if self.watched is None:
+            return ""
+        reports = await reports_of_role(self.watched, None if self.rank is None else [self.rank])
+        return told(reports, write_reports(reports, self.watched.logs, title=title))
+
+    def dead(self) -> list[int]:
+        """The ranks of this host whose process has ended."""
+        return [rank for rank, process in self.processes.items() if not is_alive(process)]
+
+    async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+        """Wait for something that cannot come from a dead process of the group, however long that takes.
+
+        Raises:
+            ActorLostError: one of this host is dead; `what` is in the message.
+        """
         waiting = asyncio.ensure_future(_coroutine(answer))
         dead: list[int] = []
         try:
             while not dead:
                 if (await asyncio.wait({waiting}, timeout=LOOK_EVERY_S))[0]:
                     return waiting.result()
-                dead = [rank for rank, process in self.processes.items() if not is_alive(process)]
+                dead = self.dead()
             if (await asyncio.wait({waiting}, timeout=REPORT_GRACE_S))[0]:
                 return waiting.result()
         finally:
             waiting.cancel()
+        raise self._lost(dead, what)
+
+    async def _lost_peers(self) -> list[int]:
+        """After an error of one rank, which may be that it has lost another."""
+        if len(self.processes) < 2:
+            return []
+        deadline = asyncio.get_running_loop().time() + PEER_GRACE_S
+        while not (dead := self.dead()) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(PEER_GRACE_S / 20)
+        return dead
+
+    def _lost(self, dead: Sequence[int], endpoint: str) -> ActorLostError:
         ranks, num_ranks = ", ".join(map(str, dead)), self.num_ranks or self.mesh.size()
-        raise ActorCallError(
-            f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
-        )
+        message = f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
+        return ActorLostError(message, role=self.name, ranks=dead)
 
 
 def lost_rank(error: SupervisionError) -> str:

@@ -6,35 +6,26 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors import launch
-from actors.calls import ActorGroup, Group, Timeouts
-from actors.generator import VLLMGenerator
-from actors.launch_config import LaunchConfig
-from actors.placement import Place, Placement, Processes, place, too_many_threads
-from actors.reward import RewardActor
+from actors.calls import ActorGroup, Group
+from actors.fleet_config import FleetConfig
+from actors.placement import Placement, Processes, place, too_many_threads
+from actors.pool import GeneratorPool
+from actors.replaceable import Replaceable
 from actors.roles import LogSettings, Roles, num_gpus
+from actors.spares import Spares
+from actors.starter import Starter
+from actors.supervision import AddEvent, Supervisor, no_event
 from actors.sync_check import SyncCheck
-from actors.trainer import PolicyTrainer
 from actors.turns import Turns
 from rl.models.spec import ModelSpec
 from rl.rollouts.rubric import Rubric
 from rl.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True, slots=True)
-class FleetConfig:
-    """What the actors of a run are made of."""
-
-    trainer: PolicyTrainer.Config
-    generator: VLLMGenerator.Config
-    reward: RewardActor.Config
-    timeouts: Timeouts
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +35,29 @@ class Fleet:
     trainer: Group
     generators: Sequence[Group]
     """One a replica."""
-    reward: ActorGroup
+    reward: Replaceable
     store: WeightStore
     check: SyncCheck
     """Of every pull."""
+    recovery: Recovery | None = None
+    """None where a lost generator or trainer ends the run."""
+
+    @property
+    def pool(self) -> GeneratorPool | None:
+        """In which generators are replaced."""
+        return None if self.recovery is None else self.recovery.pool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """What replaces generators and trainer."""
+
+    pool: GeneratorPool
+    starter: Starter
+    spares: Spares
+    supervisor: Supervisor
+    trainer: ActorGroup
+    """That of now."""
 
 
 async def start_fleet(
@@ -60,8 +70,12 @@ async def start_fleet(
     rubric: Rubric,
     failure_folder: Path,
     logs: LogSettings,
+    events: AddEvent = no_event,
 ) -> Fleet:
     """Spawn every role and set the actors up, all at the same time.
+
+    Args:
+        events: is told of actors that are lost later, and of those that take their place.
 
     After an error, and after `close_fleet`, the processes are ended by `launch.run`.
     """
@@ -75,59 +89,69 @@ async def start_fleet(
         store=store,
         model_spec=model_spec,
     )
-    start = _Start(
+    starter = Starter(
         config=config,
         roles=roles,
-        # Who shares a device is set up by turns, when all processes are there.
-        set_up_with=None if config.launch.share_gpus else hf_assets_path,
+        placement=placement,
+        hf_assets_path=hf_assets_path,
+        rubric=rubric,
+        failure_folder=failure_folder,
     )
     # No role waits for another's set-up: the start takes as long as the slowest alone.
     trainer, reward, *generators = await asyncio.gather(
-        start.trainer(placement.trainer, failure_folder=failure_folder),
-        start.reward(placement.reward, rubric=rubric),
-        *map(start.generator, placement.generators),
+        starter.trainer(), starter.reward(), *map(starter.generator, range(len(placement.generators)))
     )
-    fleet = Fleet(trainer=trainer, generators=tuple(generators), reward=reward, store=store, check=check)
+    supervisor = Supervisor(config.recovery, events=events)
+    fleet = Fleet(
+        trainer=trainer,
+        generators=tuple(generators),
+        reward=Replaceable(reward, start=starter.reward_again, supervisor=supervisor),
+        store=store,
+        check=check,
+    )
     if config.launch.share_gpus:
         return await _set_up_in_turns(config, fleet, hf_assets_path)
-    return fleet
+    if not config.recovery.max_restarts:
+        return fleet
+    return _supervised(fleet, starter=starter, supervisor=supervisor, trainer=trainer, generators=generators)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """The start of each role, from its processes to an actor that is set up."""
+def _supervised(
+    fleet: Fleet,
+    *,
+    starter: Starter,
+    supervisor: Supervisor,
+    trainer: ActorGroup,
+    generators: Sequence[ActorGroup],
+) -> Fleet:
+    """With a pool that replaces generators."""
+    places = starter.placement.generators
+    spares = Spares(
+        number=supervisor.config.spare_generators,
+        roles=starter.roles,
+        config=starter.config.generator,
+        like=places[0],
+    )
 
-    config: FleetConfig
-    roles: Roles
-    set_up_with: str | None
-    """The folder that trainer and generators are set up with; None: not here."""
+    async def start_again(number: int) -> ActorGroup:
+        await starter.end(places[number])
+        try:
+            return await starter.generator(number, mesh=await spares.take(places[number]))
+        finally:
+            spares.fill()  # not before: its imports would take the time of this start
 
-    async def trainer(self, at: Place, *, failure_folder: Path) -> ActorGroup:
-        config = self.config.trainer
-        group = await self.roles.trainer(
-            at,
-            config.owner,
-            imports=("actors.trainer",),
-            config=config,
-            model_spec=self.roles.model_spec,
-            failure_folder=str(failure_folder),
-        )
-        return await self._set_up(group)
-
-    async def generator(self, at: Place) -> ActorGroup:
-        return await self._set_up(await self.roles.generator(at, self.config.generator))
-
-    async def reward(self, at: Place, *, rubric: Rubric) -> ActorGroup:
-        mesh = await self.roles.mesh(at, imports=("actors.reward",))
-        config = self.config.reward
-        group = self.roles.group(at, mesh, mesh.spawn(at.role, config.owner, config=config, rubric=rubric))
-        await group.call("setup", limit="setup_s")
-        return group
-
-    async def _set_up(self, group: ActorGroup) -> ActorGroup:
-        if self.set_up_with is not None:
-            await group.call("setup", self.set_up_with, limit="setup_s")
-        return group
+    pool = GeneratorPool(
+        generators,
+        start=start_again,
+        supervisor=supervisor,
+        trainer=trainer,
+        store=fleet.store,
+        check=fleet.check,
+    )
+    pool.watch()
+    spares.fill()
+    recovery = Recovery(pool=pool, starter=starter, spares=spares, supervisor=supervisor, trainer=trainer)
+    return replace(fleet, generators=pool.slots, recovery=recovery)
 
 
 async def _set_up_in_turns(config: FleetConfig, fleet: Fleet, hf_assets_path: str) -> Fleet:
@@ -148,7 +172,9 @@ async def close_fleet(fleet: Fleet) -> None:
 
     What fails here is logged: the run's results are complete.
     """
-    groups = (fleet.trainer, *fleet.generators, fleet.reward)
+    # One that is being started again has nothing that is worth a clean end.
+    generators = fleet.generators if fleet.pool is None else fleet.pool.close()
+    groups = (fleet.trainer, *generators, fleet.reward)
     ends = [*(group.call("close", limit="close_s") for group in groups), fleet.store.stop()]
     for problem in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(problem, Exception):
@@ -162,6 +188,7 @@ def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:
         ValueError: names the fields that do not fit together, what is needed and what there is.
     """
     config.launch.check()
+    _check_spares(config)
     processes = Processes(
         trainer=config.trainer.num_procs,
         trainer_threads=config.trainer.num_threads,
@@ -171,6 +198,19 @@ def place_fleet(config: FleetConfig, *, num_gpus: int) -> Placement:
         reward=config.reward.num_procs,
     )
     return place(config.launch, processes, num_gpus=num_gpus)
+
+
+def _check_spares(config: FleetConfig) -> None:
+    number, settings = config.recovery.spare_generators, config.launch
+    for field, value, wanted in (
+        ("hosts", settings.hosts, "this"),
+        ("share_gpus", settings.share_gpus, False),
+    ):
+        if number and value != wanted:
+            raise ValueError(
+                f"recovery.spare_generators={number} with launch.{field}={value!r}: spares are made with "
+                f"launch.{field}={wanted!r} only, so it must be 0"
+            )
 
 
 def _warn_of_threads(config: FleetConfig, placement: Placement) -> None:

@@ -6,19 +6,23 @@ spawns when its root config holds one.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
+from actors.vllm.errors import GeneratorError
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
+from rl.observability.activity import doing, during
 from rl.types import Completion, PullResult, SamplingParams
 from rl.weights.store import Transfer, WeightStore
 
@@ -45,8 +49,15 @@ class VLLMGenerator(Actor, Configurable):
         self.model_spec = model_spec
         self.store = store
         self.engine: GeneratorEngine | None = None
+        self._pulling: set[asyncio.Task[Transfer]] = set()
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the weights that are served; None where there are none."""
+        return None if self.engine is None else self.engine.policy_version
 
     @endpoint
+    @during("setup")
     async def setup(self, hf_assets_path: str) -> None:
         """Start the engine on a folder with config.json; under several ranks, as `World.from_env` says."""
         engine = GeneratorEngine(
@@ -59,6 +70,7 @@ class VLLMGenerator(Actor, Configurable):
         self.engine = engine
 
     @concurrent_endpoint
+    @during("generate")
     async def generate(
         self,
         prompts: Sequence[np.ndarray],
@@ -73,6 +85,7 @@ class VLLMGenerator(Actor, Configurable):
         return await self._running().generate(prompts, sampling=sampling, call_id=call_id, begun=begun)
 
     @concurrent_endpoint
+    @during("abort")
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
         """End the completions of these calls, of all when None, as they are: their `generate` returns.
 
@@ -81,6 +94,7 @@ class VLLMGenerator(Actor, Configurable):
         return await self._running().abort(call_ids)
 
     @concurrent_endpoint
+    @during("compute_logprobs")
     async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[T] float32 nats for each sequence, entry 0 is 0; beside running requests, which go on."""
         return await self._running().compute_logprobs(sequences)
@@ -93,26 +107,60 @@ class VLLMGenerator(Actor, Configurable):
         wait for them.
         """
         started = time.perf_counter()
-
-        received: list[Transfer] = []
-
-        async def pull(state_dict: dict[str, Tensor]) -> None:
-            received.append(await self.store.pull(version=version, state_dict=state_dict))
-
-        await self._running().update_weights(pull, version=version)
-        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received[0].sums)
+        pull = partial(self._pull, version)
+        with doing("pull", version=version):
+            received = await self._running().update_weights(pull, version=version)
+        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received.sums)
 
     @concurrent_endpoint
+    @during("use_store")
+    async def use_store(self, store: WeightStore) -> None:
+        """Pull from this store from now on: the one before is lost, and a pull from it fails."""
+        before, self.store = self.store, store
+        for pull in (pulling := list(self._pulling)):
+            pull.cancel()
+        if pulling:
+            await asyncio.wait(pulling)
+        before.forget()
+
+    @concurrent_endpoint
+    @during("sleep")
     async def sleep(self) -> None:
         """Give back the memory of weights and cache until `wake`, after running requests have ended."""
         await self._running().sleep()
 
     @concurrent_endpoint
+    @during("wake")
     async def wake(self) -> None:
         """Take the memory again; a version must be pulled before anything is generated."""
         await self._running().wake()
 
+    @concurrent_endpoint
+    async def random_states(self) -> bytes:
+        """Of the engine and of this process, for `restore_random_states`."""
+        return self._running().random_states()
+
+    @concurrent_endpoint
+    async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
+        """Set those of this rank, if they are among `states`."""
+        if (own := states.get(current_rank().rank)) is not None:
+            self._running().restore_random_states(own)
+
+    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> Transfer:
+        pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
+        self._pulling.add(pulling)
+        try:
+            await asyncio.wait({pulling})
+            if pulling.cancelled():
+                raise GeneratorError(f"the weight store was lost while version {version} was being pulled")
+            return pulling.result()
+        finally:
+            pulling.cancel()
+            await asyncio.wait({pulling})
+            self._pulling.discard(pulling)
+
     @endpoint
+    @during("close")
     async def close(self) -> None:
         """End the engine; calls that wait fail. Idempotent."""
         if self.engine is not None:

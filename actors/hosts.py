@@ -12,7 +12,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from actors.guard import Guard
 from actors.launch_config import LaunchConfig
 from actors.members import free_port, import_path
 from actors.placement import Placement
+from actors.processes import ProcessId, identify, is_alive, kill
 from rl.worker_thread import WorkerThread
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,13 @@ logger = logging.getLogger(__name__)
 class _Job:
     what: str
     job: Any
+    groups: Mapping[str, int]
+    """Its hosts, by the name of their group."""
     guard: Guard | None = None
+    processes: dict[str, list[ProcessId | None]] = field(default_factory=dict)
+    """Of hosts that are simulated here, by their group; None has ended at once."""
+    replaced: set[str] = field(default_factory=set)
+    """Groups that a later job has."""
 
 
 DEATH_NOTICE = {
@@ -50,11 +58,15 @@ runs, with these after 1 to 2 s in six of six (2026-11-21, 2 cores of an AMD EPY
 END_TIMEOUT_S = 60.0
 """For a scheduler to end a job; what takes longer is left to the guard."""
 
+MAX_NAME = 26
+"""Letters of a job's name that a later job's keeps, before its number."""
+
 quiet_jobs()
 _jobs: list[_Job] = []
+_numbers = count(2)
 
 
-async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str, HostMesh]:
+async def start_hosts(launch: LaunchConfig, placement: Placement) -> dict[str, HostMesh]:
     """Ask for the hosts and wait until they are there; by the name of their group.
 
     Empty where all roles run on this machine. `end_hosts` gives them back.
@@ -69,12 +81,58 @@ async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str
     hostname = socket.gethostname()
     check_reachable(launch, hostname=hostname, address=_resolve(hostname))
     configure(**DEATH_NOTICE)
-    state = _Job(what=f"{launch.hosts} job {launch.job_name!r}", job=make_job(launch, placement))
+    return await _ask_for(launch, groups, make_job(launch, placement, groups))
+
+
+def are_lost(group: str) -> bool:
+    """Whether a host of the group is dead; of hosts that are simulated on this machine."""
+    processes = _job_of(group).processes.get(group)
+    # There are none of a job that did not come up.
+    return not processes or any(process is None or not is_alive(process) for process in processes)
+
+
+def processes_of(group: str) -> list[ProcessId]:
+    """Those that simulate the group's hosts on this machine."""
+    return [process for process in _job_of(group).processes.get(group, ()) if process is not None]
+
+
+async def renew_hosts(launch: LaunchConfig, placement: Placement, group: str) -> HostMesh:
+    """Other hosts for this group, from a job of their own; those before end with their job, if not now.
+
+    Raises:
+        ActorCallError: there are none to be had; carries what the scheduler said.
+    """
+    before = _job_of(group)
+    for process in processes_of(group):
+        kill(process)
+    before.replaced.add(group)
+    if before.replaced == before.groups.keys():
+        _jobs.remove(before)
+        await _end(before)
+    # A name of its own: of the job before there may be something left.
+    named = replace(launch, job_name=f"{launch.job_name[:MAX_NAME]}x{next(_numbers)}")
+    groups = {group: placement.host_groups()[group]}
+    (renewed,) = (await _ask_for(named, groups, make_job(named, placement, groups))).values()
+    return renewed
+
+
+def _job_of(group: str) -> _Job:
+    return next(state for state in _jobs if group in state.groups and group not in state.replaced)
+
+
+async def _ask_for(launch: LaunchConfig, groups: Mapping[str, int], job: Any) -> dict[str, HostMesh]:
+    state = _Job(what=f"{launch.hosts} job {launch.job_name!r}", job=job, groups=groups)
     _jobs.append(state)
     logger.info("asking for %d hosts: %s", sum(groups.values()), state.what)
     try:
         async with asyncio.timeout(launch.start_timeout_s):
             await _applied(state.job)
+            if isinstance(job, ProcessJob):
+                hosts_of = {group: [f"{group}_{i}" for i in range(num)] for group, num in groups.items()}
+                state.processes = {
+                    group: [identify(job._host_to_pid[host].pid) for host in names]
+                    for group, names in hosts_of.items()
+                }
             state.guard = Guard(job=state.job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
             # In a thread: a queue may take hours, in which Ctrl-C has to be heard.
             await _in_thread(state.job._prepare_client_gateway)
@@ -97,15 +155,18 @@ async def end_hosts() -> None:
     What fails is logged, and left to the guard, which tries once more when this process ends.
     """
     while _jobs:
-        state = _jobs.pop()
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await _in_thread(state.job.kill)
-        except Exception as error:  # noqa: BLE001  # a scheduler's client raises whatever it likes
-            logger.warning("could not end %s: %s: %s", state.what, type(error).__name__, error)
-            continue
-        if state.guard is not None:
-            state.guard.dismiss()
+        await _end(_jobs.pop())
+
+
+async def _end(state: _Job) -> None:
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await _in_thread(state.job.kill)
+    except Exception as error:  # noqa: BLE001  # a scheduler's client raises whatever it likes
+        logger.warning("could not end %s: %s: %s", state.what, type(error).__name__, error)
+        return
+    if state.guard is not None:
+        state.guard.dismiss()
 
 
 async def _applied(job: Any) -> None:
@@ -127,9 +188,9 @@ async def _in_thread(function: Callable[[], None]) -> None:
         thread.stop(timeout_s=0.0)
 
 
-def make_job(launch: LaunchConfig, placement: Placement) -> Any:
-    """Monarch's job for the hosts, not yet applied."""
-    groups = placement.host_groups()
+def make_job(launch: LaunchConfig, placement: Placement, groups: Mapping[str, int] | None = None) -> Any:
+    """Monarch's job for these groups of hosts, for all when None; not yet applied."""
+    groups = placement.host_groups() if groups is None else groups
     if launch.hosts == "process":
         return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
     gpus_of = gpus_of_groups(launch, placement)

@@ -14,23 +14,27 @@ killed, the kernel kills the actor processes (Monarch sets their parent-death si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Literal, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import HostMesh, MeshFailure, ProcMesh, this_host
 
 from actors import hosts
+from actors.background import end_background
 from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
 from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
+from actors.diagnosis import Watched, tell_what_run_does
 from actors.launch_config import LaunchConfig
 from actors.members import MEMBER_NAME, Member, import_torch, process_env, process_group_envs
 from actors.placement import Placement
@@ -44,6 +48,7 @@ from actors.processes import (
     remove_unmapped,
     with_descendants,
 )
+from rl.stop_request import StopAskedError, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,8 @@ T = TypeVar("T")
 SPAWN_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 KILL_GRACE_S = 5.0
+LOST_STOP_TIMEOUT_S = 5.0
+"""For Monarch to take note that a role has ended whose processes were killed."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -65,13 +72,15 @@ class _Role:
     """Of its processes, by rank."""
     local_processes: dict[int, ProcessId] = field(default_factory=dict)
     """Those on this host, by rank."""
+    watched: Watched | None = None
+    """As soon as it has its logs."""
 
 
 _roles: list[_Role] = []
 _num_stopping = 0
 
 
-async def start_hosts(launch: LaunchConfig, placement: Placement) -> Mapping[str, HostMesh]:
+async def start_hosts(launch: LaunchConfig, placement: Placement) -> dict[str, HostMesh]:
     """The hosts of a run, by the name of their group; called before any role is spawned.
 
     Raises:
@@ -134,9 +143,20 @@ async def spawn_role(
     return mesh
 
 
+def role_processes(role: str) -> list[ProcessId]:
+    """The processes on this host of the role with this name."""
+    states = [state for state in _roles if state.name == role]
+    return [process for state in states for process in state.local_processes.values()]
+
+
 def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
     """The role's processes on this host, by rank."""
     return dict(_role_of(mesh).local_processes)
+
+
+def watched(mesh: ProcMesh) -> Watched | None:
+    """The role's processes, to be asked what they do; None before `setup_logs`."""
+    return _role_of(mesh).watched
 
 
 async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
@@ -176,6 +196,7 @@ async def setup_logs(
     role = _role_of(mesh)
     settled = role.members.set_up_logs.call(role.name, folder, console_level)
     await _within(timeout_s, settled, f"setting up the logs of role {role.name!r}")
+    role.watched = Watched(role=role.name, num_ranks=len(role.hostnames), logs=folder, members=role.members)
 
 
 async def import_modules(
@@ -194,6 +215,38 @@ async def import_modules(
     await _within(timeout_s, imported, f"importing {', '.join(modules)} in role {role.name!r}")
 
 
+async def move(
+    mesh: ProcMesh, role: str, *, gpus: Sequence[int] | None = None, timeout_s: float = SPAWN_TIMEOUT_S
+) -> None:
+    """Make the processes of a role, in which there are no actors yet, those of another one.
+
+    Args:
+        gpus: as of `spawn_role`; no device may be in use there yet.
+
+    Raises:
+        ActorTimeoutError: names the role.
+        ActorCallError: a process of it is dead; names the role.
+    """
+    state = _role_of(mesh)
+    env = {"RELAY_ROLE": role}
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    envs = [env] * len(state.hostnames)
+    await _within(timeout_s, state.members.set_env.call(envs), f"making {state.name!r} role {role!r}")
+    state.name = role
+
+
+async def check_answers(role: str, *, timeout_s: float) -> None:
+    """Whether every process of the role lives, on whatever host.
+
+    Raises:
+        ActorTimeoutError: names the role.
+        ActorCallError: a process of it is dead; names the role.
+    """
+    for state in [state for state in _roles if state.name == role]:
+        await _within(timeout_s, state.members.info.call(), f"asking role {role!r} whether it lives")
+
+
 def is_running() -> bool:
     """Whether this process has roles that were not stopped."""
     return bool(_roles)
@@ -207,15 +260,30 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     Raises:
         RuntimeError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
     """
-    global _num_stopping
     role = next((r for r in _roles if r.mesh is mesh), None)
-    if role is None:
-        return
+    if role is not None:
+        await _end(role, timeout_s=timeout_s, first="ask")
+
+
+async def stop_lost(role: str) -> None:
+    """As `stop`, of a role that has lost a process, by its name: kills what is left of it on this host first.
+
+    Idempotent; also of one that did not come up.
+    """
+    for state in [state for state in _roles if state.name == role]:
+        await _end(state, timeout_s=LOST_STOP_TIMEOUT_S, first="kill")
+
+
+async def _end(role: _Role, *, timeout_s: float, first: Literal["ask", "kill"]) -> None:
+    global _num_stopping
     tree = with_descendants(filter(is_alive, role.local_processes.values()))
     shm_files = mapped_shared_memory(process.pid for process in tree)
     _num_stopping += 1
     try:
-        await _ask_to_stop(role, timeout_s)
+        if first == "kill":
+            for process in tree:
+                kill(process)
+        await _ask_to_stop(role, timeout_s, level=logging.WARNING if first == "ask" else logging.DEBUG)
     finally:
         # Also when cancelled: nothing below waits for anybody but the kernel.
         for process in tree:
@@ -231,8 +299,10 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
 async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """`stop` for every role that is left, at once, and the end of the hosts and of every process left behind.
 
-    Those may be children of a process that had died before, or a role that never came up.
+    Those may be children of a process that had died before, or a role that never came up. First of all
+    what runs in the background ends: it would start again what is stopped here.
     """
+    await end_background(timeout_s=timeout_s)
     results = await asyncio.gather(
         *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
     )
@@ -246,13 +316,14 @@ async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     await _until_gone("(any)", strays)
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
     """Run a controller's coroutine; afterwards no process of its roles is left.
 
-    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run.
+    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run. Where a loop hears `stop`, the
+    first of them is a request to that, and only the next one cancels.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C. A second one ends the clean-up as well.
+        KeyboardInterrupt: after Ctrl-C. A further one ends the clean-up as well.
         SystemExit: 143 after SIGTERM.
     """
     terminated = False
@@ -264,11 +335,16 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         def on_sigterm() -> None:
             nonlocal terminated
             terminated = True
-            task.cancel()
+            if stop is None or not stop.ask():
+                task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         try:
-            return await main
+            with contextlib.nullcontext() if stop is None else _asking_at_ctrl_c(stop):
+                return await main
+        except Exception as error:
+            await _tell_stacks(error)
+            raise
         finally:
             await stop_all()
 
@@ -278,6 +354,38 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
         raise
+    except StopAskedError:
+        if terminated:
+            raise SystemExit(SIGTERM_EXIT_CODE) from None
+        raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def _asking_at_ctrl_c(stop: StopRequest) -> Iterator[None]:
+    """The first Ctrl-C asks; whether or not it is heard, the next does what it would do without this."""
+    otherwise = signal.getsignal(signal.SIGINT)
+    if not callable(otherwise):  # ignored, as in a shell's background job
+        yield
+        return
+
+    def on_sigint(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, otherwise)
+        if not stop.ask():
+            otherwise(number, frame)
+
+    signal.signal(signal.SIGINT, on_sigint)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is on_sigint:
+            signal.signal(signal.SIGINT, otherwise)
+
+
+async def _tell_stacks(error: Exception) -> None:
+    """Of all processes, before they are ended, if a deadline is what the run stops for."""
+    file = await tell_what_run_does(error, [role.watched for role in _roles if role.watched is not None])
+    if file is not None:
+        logger.info("the stacks of all processes are in %s", file)
 
 
 def _role_of(mesh: ProcMesh) -> _Role:
@@ -299,13 +407,13 @@ async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
         raise ActorCallError(f"{what}: {lost_rank(error)}") from error
 
 
-async def _ask_to_stop(role: _Role, timeout_s: float) -> None:
+async def _ask_to_stop(role: _Role, timeout_s: float, *, level: int) -> None:
     asked = _within(timeout_s, role.mesh.stop(), f"stopping role {role.name!r}")
     # What comes of it is a value here: a role that never came up raises once more what its start
     # raised, whatever that was, and the caller kills what is left of any role.
     answers = await asyncio.gather(asked, return_exceptions=True)
     if isinstance(answers[0], BaseException):
-        logger.warning("role %s did not stop when asked: %s", role.name, answers[0])
+        logger.log(level, "role %s did not stop when asked: %s", role.name, answers[0])
 
 
 async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
@@ -319,5 +427,6 @@ async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
 def _on_fault(failure: MeshFailure) -> None:
     # Each process that ends fails these as well, beside the actors that somebody asked for.
     is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
-    level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.ERROR
+    # Who waits for one of them says what becomes of the run.
+    level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.INFO
     logger.log(level, "actor failure: %s", failure.report())

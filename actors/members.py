@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.actor import Actor, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from actors.client import RUN, RUN_VARIABLE
+from actors.watching import FAULT_VARIABLE, be_watched
 from rl.interpreter import without_collections
+from rl.observability.activity import STATE_FOLDER
 from rl.observability.logs import setup_logging
+from rl.observability.process_state import read_state
+from rl.observability.stacks import ask
 from rl.weights.monarch_env import SETTINGS
 
 MEMBER_NAME = "relay_member"
@@ -45,7 +49,15 @@ class Member(Actor):
 
     @endpoint
     async def set_up_logs(self, role: str, folder: Path, console_level: str) -> None:
-        setup_logging(role, rank=current_rank().rank, folder=folder, console_level=console_level)
+        rank = current_rank().rank
+        setup_logging(role, rank=rank, folder=folder, console_level=console_level)
+        be_watched(folder, role=role, rank=rank)
+        self._state = folder / STATE_FOLDER / f"{role}-{rank}.json"
+
+    @concurrent_endpoint
+    async def stacks(self) -> str:
+        """Of this process, for who is on another host; after `set_up_logs`."""
+        return await ask(read_state(self._state), self._state.parent)
 
     @endpoint
     async def import_modules(self, modules: Sequence[str]) -> None:
@@ -122,6 +134,8 @@ def process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str
     }
     # Of this process, which `rl.weights.monarch_env` has set: hosts elsewhere have none of it.
     env |= {name: os.environ[name] for name in SETTINGS}
+    if FAULT_VARIABLE in os.environ:
+        env[FAULT_VARIABLE] = os.environ[FAULT_VARIABLE]
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 
 from rl.interpreter import leave
+from rl.observability.stacks import catch_signal
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     # that died first. SIGTERM gets a handler, as children would inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)
+    catch_signal()
 
     from monarch._src.actor import config
     from monarch._src.actor.bootstrap_main import invoke_main

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from rl.process_id import ProcessId, identify, is_alive, kill
+
+__all__ = [
+    "ProcessId",
+    "carrying_environment",
+    "identify",
+    "is_alive",
+    "kill",
+    "mapped_shared_memory",
+    "remove_unmapped",
+    "with_descendants",
+]
+
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process for good: pids are reused, a pid with its start time is not."""
-
-    pid: int
-    start_ticks: int
-
-
-def identify(pid: int) -> ProcessId | None:
-    """The process that has this pid now; None if there is none, or only its unreaped exit status."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command, in parentheses, may itself hold spaces and parentheses.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else ProcessId(pid, int(fields[18]))
-
-
-def is_alive(process: ProcessId) -> bool:
-    return identify(process.pid) == process
-
-
-def kill(process: ProcessId) -> None:
-    """SIGKILL, if this very process still lives."""
-    if is_alive(process):
-        os.kill(process.pid, signal.SIGKILL)
 
 
 def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:

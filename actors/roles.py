@@ -34,7 +34,8 @@ class Roles:
 
     launch: LaunchConfig
     timeouts: Timeouts
-    hosts: Mapping[str, HostMesh]
+    hosts: dict[str, HostMesh]
+    """By the name of their group."""
     logs: LogSettings
     store: WeightStore
     model_spec: ModelSpec
@@ -50,9 +51,12 @@ class Roles:
         self.store_started.set()
         return self.group(at, mesh, mesh.spawn(at.role, actor, store=self.store, **arguments))
 
-    async def generator(self, at: Place, config: VLLMGenerator.Config) -> ActorGroup:
-        """After the trainer's processes."""
-        mesh = await self.mesh(at, imports=self._engine_imports(), env=generator_env(config))
+    async def generator(
+        self, at: Place, config: VLLMGenerator.Config, *, mesh: ProcMesh | None = None
+    ) -> ActorGroup:
+        """After the trainer's processes; in `mesh`, which `spare` made and `move` moved, if given."""
+        if mesh is None:
+            mesh = await self.mesh(at, imports=self._engine_imports(), env=generator_env(config))
         await launch.setup_process_group_env(mesh)
         # An actor gets the store as it is when the actor is spawned. Where the trainer fails, so does
         # the whole start, and nothing waits here any more.
@@ -61,6 +65,15 @@ class Roles:
             at.role, config.owner, config=config, model_spec=self.model_spec, store=self.store
         )
         return self.group(at, mesh, actors)
+
+    async def spare(self, at: Place, config: VLLMGenerator.Config) -> ProcMesh:
+        """Processes for a generator that is not there yet, and has the devices of no place."""
+        return await self.mesh(at, imports=self._engine_imports(), env=generator_env(config))
+
+    async def move(self, mesh: ProcMesh, at: Place) -> None:
+        """Let what `spare` has made be the processes of this place."""
+        await launch.move(mesh, at.role, gpus=at.gpus)
+        await launch.setup_logs(mesh, folder=self.logs.folder, console_level=self.logs.console_level)
 
     async def mesh(
         self, at: Place, *, imports: Sequence[str], env: Mapping[str, str] | None = None
@@ -81,8 +94,13 @@ class Roles:
 
     def group(self, at: Place, mesh: ProcMesh, actors: Any) -> ActorGroup:
         """Whoever is in these processes."""
-        processes = launch.local_processes(mesh)
-        return ActorGroup(name=at.role, mesh=actors, timeouts=self.timeouts, processes=processes)
+        return ActorGroup(
+            name=at.role,
+            mesh=actors,
+            timeouts=self.timeouts,
+            processes=launch.local_processes(mesh),
+            watched=launch.watched(mesh),
+        )
 
     def _engine_imports(self) -> tuple[str, ...]:
         """What a generator's processes import at once: it takes longer than all else of a start."""

@@ -7,11 +7,12 @@ from typing import Literal
 
 from actors.calls import Timeouts
 from actors.canary import CanaryConfig
-from actors.fleet import FleetConfig
+from actors.fleet_config import FleetConfig
 from actors.generator import VLLMGenerator
 from actors.launch_config import LaunchConfig
 from actors.reward import RewardActor
 from actors.router import Strategy
+from actors.supervision import RecoveryConfig
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.distributed.seeds import check_seed
@@ -66,6 +67,7 @@ class RunConfig(Configurable.Config):
     loop: Loop.Config = field(default_factory=Loop.Config)
     timeouts: Timeouts = field(default_factory=Timeouts)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     router: Strategy = "least_loaded"
     """Which generator a prompt goes to; sticky: a session stays where it was, the rest as least_loaded."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.calls import Group
+from actors.calls import ActorLostError, Group
 from actors.canary import LogprobCanary
 from rl.clock import now_s
 from rl.types import BoxSum, ServeResult
@@ -39,8 +39,21 @@ class SyncCheck:
         """
         self._pushed[version] = _Pushed(sums=sums, expected=expected)
 
-    async def pull(self, version: int, *, generators: Sequence[Group]) -> ServeResult:
+    def forget(self) -> None:
+        """What was pushed is lost with the trainer; its version may come again with other weights."""
+        for pushed in self._pushed.values():
+            if pushed.expected is not None:
+                pushed.expected.cancel()
+        self._pushed = {}
+
+    async def pull(
+        self, version: int, *, generators: Sequence[Group], lost: list[ActorLostError] | None = None
+    ) -> ServeResult:
         """Every generator pulls, and is checked.
+
+        Args:
+            lost: takes the errors of generators that are lost meanwhile, which then are left out. None: such
+                an error is raised, as any other.
 
         Raises:
             WeightCanaryError: names generator, tensor and version.
@@ -49,9 +62,11 @@ class SyncCheck:
         assert version in self._pushed, f"version {version} was not pushed; there are {[*self._pushed]}"
         pushed = self._pushed[version]
         try:
-            await self._pull(version, pushed, generators)
+            pulled = await pull_checked(
+                version, sums=pushed.sums, generators=generators, limit=self._pull_limit, lost=lost
+            )
             started = now_s()
-            diff = await self._compare(version, pushed, generators)
+            diff = await self._compare(version, pushed, pulled, lost)
             canary_s = now_s() - started
         except BaseException:
             if pushed.expected is not None:
@@ -60,19 +75,22 @@ class SyncCheck:
         self._pushed = {number: other for number, other in self._pushed.items() if number >= version}
         return ServeResult(canary_diff=diff, canary_s=canary_s)
 
-    async def _pull(self, version: int, pushed: _Pushed, generators: Sequence[Group]) -> None:
-        """By every generator, whose checksums are compared."""
-        await pull_checked(version, sums=pushed.sums, generators=generators, limit=self._pull_limit)
-
-    async def _compare(self, version: int, pushed: _Pushed, generators: Sequence[Group]) -> float | None:
+    async def _compare(
+        self,
+        version: int,
+        pushed: _Pushed,
+        generators: Sequence[Group],
+        lost: list[ActorLostError] | None,
+    ) -> float | None:
         if self.canary is None or pushed.expected is None:
             return None
         # The trainer's comes first, also where the two take turns.
         logprobs_T = (await pushed.expected)[0][0]
-        answers = await asyncio.gather(
-            *(g.call("compute_logprobs", [self.canary.token_ids], limit="generate_s") for g in generators)
-        )
-        found = {g.name: ranks[0][0] for g, ranks in zip(generators, answers, strict=True)}
+        tokens = [self.canary.token_ids]
+        asked = [(g, g.call("compute_logprobs", tokens, limit="generate_s")) for g in generators]
+        found = {g.name: ranks[0][0] for g, ranks in await _of_the_living(asked, lost)}
+        if not found:
+            return None
         return self.canary.check(policy_version=version, expected_T=logprobs_T, found=found)
 
 
@@ -85,19 +103,44 @@ class _Pushed:
 
 
 async def pull_checked(
-    version: int, *, sums: Sequence[BoxSum], generators: Sequence[Group], limit: str
-) -> None:
+    version: int,
+    *,
+    sums: Sequence[BoxSum],
+    generators: Sequence[Group],
+    limit: str,
+    lost: list[ActorLostError] | None = None,
+) -> list[Group]:
     """Every generator pulls, and what it then holds is compared with the sums of what was pushed.
+
+    `lost` is as of `SyncCheck.pull`; returns those that were not.
 
     Raises:
         WeightCanaryError: names generator, tensor and version.
     """
-    pulls = await asyncio.gather(*(g.call("pull_model_state_dict", version, limit=limit) for g in generators))
-    pulled = {
-        generator.name: [s for rank in ranks for s in rank.sums]
-        for generator, ranks in zip(generators, pulls, strict=True)
-    }
+    asked = [(g, g.call("pull_model_state_dict", version, limit=limit)) for g in generators]
+    pulls = await _of_the_living(asked, lost)
+    pulled = {generator.name: [s for rank in ranks for s in rank.sums] for generator, ranks in pulls}
     check_sums(version=version, pushed=sums, pulled=pulled)
+    return [generator for generator, _ in pulls]
+
+
+async def _of_the_living(
+    asked: Sequence[tuple[Group, Coroutine[Any, Any, list[Any]]]], lost: list[ActorLostError] | None
+) -> list[tuple[Group, list[Any]]]:
+    """The answers; without those that are lost meanwhile, whose errors `lost` takes, if it is not None."""
+
+    async def answer_of(answer: Coroutine[Any, Any, list[Any]]) -> list[Any] | None:
+        try:
+            return await answer
+        except ActorLostError as error:
+            if lost is None:
+                raise
+            lost.append(error)
+            return None
+
+    answers = await asyncio.gather(*(answer_of(answer) for _, answer in asked))
+    pairs = zip((group for group, _ in asked), answers, strict=True)
+    return [(group, answer) for group, answer in pairs if answer is not None]
 
 
 async def give_up(answer: asyncio.Future[list[Any]]) -> None:

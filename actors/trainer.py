@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -30,6 +30,7 @@ from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
+from rl.observability.activity import during
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.sleep import TrainerSleep, check_this_device
@@ -134,12 +135,20 @@ class PolicyTrainer(Actor, Configurable):
             raise RuntimeError("the trainer is asleep: call wake first")
         return self._turns.engine
 
+    @property
+    def policy_version(self) -> int | None:
+        """Of the weights; None before `setup`."""
+        turns: TrainerSleep | None = getattr(self, "_turns", None)
+        return None if turns is None else turns.engine.policy_version
+
     @endpoint
+    @during("setup")
     async def setup(self, hf_assets_path: str) -> None:
         """Make the engine from a Hugging Face folder."""
         await self._compute(self._setup, hf_assets_path)
 
     @concurrent_endpoint
+    @during("forward_backward")
     async def forward_backward(
         self,
         samples: Sequence[TrainingSample],
@@ -152,6 +161,7 @@ class PolicyTrainer(Actor, Configurable):
         return _told_by(rank, await self._compute(add, samples))
 
     @concurrent_endpoint
+    @during("forward")
     async def forward(
         self, samples: Sequence[TrainingSample], loss: Loss | None = None
     ) -> ForwardBackwardResult:
@@ -160,17 +170,20 @@ class PolicyTrainer(Actor, Configurable):
         return _told_by(rank, await self._compute(partial(self.engine.forward, loss=loss), samples))
 
     @concurrent_endpoint
+    @during("drop_gradient")
     async def drop_gradient(self) -> None:
         """Forget what was accumulated since the last step."""
         await self._compute(self.engine.drop_gradient)
 
     @concurrent_endpoint
+    @during("optim_step")
     async def optim_step(
         self, params: OptimParams | None = None, allow_empty: bool = False
     ) -> OptimStepResult:
         return await self._change_weights(partial(self.engine.optim_step, allow_empty=allow_empty), params)
 
     @concurrent_endpoint
+    @during("compute_logprobs")
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """Rank 0 answers; the others take part and answer nothing."""
         rank = current_rank().rank
@@ -178,6 +191,7 @@ class PolicyTrainer(Actor, Configurable):
         return logprobs if rank == 0 else []
 
     @concurrent_endpoint
+    @during("compute_reference_logprobs")
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """As `compute_logprobs`, of the frozen reference policy."""
         rank = current_rank().rank
@@ -185,34 +199,50 @@ class PolicyTrainer(Actor, Configurable):
         return logprobs if rank == 0 else []
 
     @concurrent_endpoint
+    @during("save")
     async def save_checkpoint(
         self,
         folder: str,
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        save = partial(self.engine.save_checkpoint, position=position, model_only=model_only, wait=wait)
+        save = partial(
+            self.engine.save_checkpoint,
+            position=position,
+            model_only=model_only,
+            wait=wait,
+            attachments=attachments,
+        )
         await self._compute(save, folder)
 
     @concurrent_endpoint
+    @during("finish_saving")
     async def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
         await self._compute(self.engine.checkpointer.wait)
 
     @concurrent_endpoint
-    async def load_checkpoint(self, folder: str, model_only: bool = False) -> int:
-        return await self._change_weights(partial(self.engine.load_checkpoint, model_only=model_only), folder)
+    @during("load")
+    async def load_checkpoint(
+        self, folder: str, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        load = partial(self.engine.load_checkpoint, model_only=model_only, exclude=exclude)
+        return await self._change_weights(load, folder)
 
     @concurrent_endpoint
+    @during("export")
     async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
         await self._compute(partial(self.engine.export_hf, dtype=dtype), folder)
 
     @concurrent_endpoint
+    @during("export")
     async def save_adapter(self, folder: str) -> None:
         await self._compute(self.engine.save_adapter, folder)
 
     @concurrent_endpoint
+    @during("push")
     async def push_model_state_dict(self) -> PushResult:
         """Put this rank's shards into the store under the current version; not yet announced.
 
@@ -237,6 +267,7 @@ class PolicyTrainer(Actor, Configurable):
         )
 
     @concurrent_endpoint
+    @during("check_sharing")
     async def check_sharing(self, generator_fraction: float) -> None:
         """Before `setup`, where generators have the same GPU by turns: whether there is memory for both.
 
@@ -252,6 +283,7 @@ class PolicyTrainer(Actor, Configurable):
         await self._compute(check, self.config, self.model_spec)
 
     @concurrent_endpoint
+    @during("sleep")
     async def sleep(self) -> int:
         """Leave the device to somebody else; until `wake`, every other endpoint but `close` raises.
 
@@ -264,11 +296,13 @@ class PolicyTrainer(Actor, Configurable):
         return await self._change_weights(self._turns.sleep)
 
     @concurrent_endpoint
+    @during("wake")
     async def wake(self) -> int:
         """Come back, bit for bit; returns the bytes that this rank moved."""
         return await self._compute(self._turns.wake)
 
     @concurrent_endpoint
+    @during("close")
     async def close(self) -> None:
         await self._compute(self._turns.engine.close)
 

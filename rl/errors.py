@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rl.observability.activity import doing
+
 
 class RunError(RuntimeError):
     """A run cannot go on; the message says why and needs no traceback beside it."""
 
     where = ""
     """Place in the run, such as "step 3"; set by `naming`."""
+    more = ""
+    """What is known of it beside the message, on lines of its own."""
 
     def message(self) -> str:
         """What went wrong, without the place."""
         return super().__str__()
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message()}" if self.where else self.message()
+        message = f"{self.where}: {self.message()}" if self.where else self.message()
+        return f"{message}\n{self.more}" if self.more else message
 
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
     """An error from inside says where in the run it came up: a `RunError` in its message, any other
-    in a note."""
+    in a note. Who looks at this process meanwhile is told the same."""
     try:
-        yield
+        with doing(where):
+            yield
     except RunError as error:
         error.where = error.where or where
         raise

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from actors.vllm.delivery import Samples, deliver
-from actors.vllm.errors import GeneratorError
+from actors.vllm.errors import EngineFailedError, EngineTimeoutError, GeneratorError
 from actors.vllm.lockstep import Drawn, Lockstep, Request, Turn
 from actors.vllm.requests import Sample, Scored
 from rl.worker_thread import WorkerThread
@@ -164,7 +164,8 @@ class Driver:
             self._fail(GeneratorError("the generator was closed"))
         except Exception as error:
             logger.exception("the generator's engine failed")
-            failure = GeneratorError(
+            kind = EngineTimeoutError if isinstance(error, TimeoutError) else EngineFailedError
+            failure = kind(
                 f"the engine of generator rank {self._lockstep.rank} failed: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error

@@ -27,6 +27,10 @@ from rl.types import FinishReason
 IDLE_TURNS_PER_TIMEOUT = 4
 
 
+class SilentRankError(ConnectionError, TimeoutError):
+    """A rank that is connected did not take part within the deadline."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
     """One completion to be made, or one sequence to be scored."""
@@ -162,6 +166,7 @@ class Lockstep:
         try:
             yield
         except RuntimeError as error:
-            raise ConnectionError(
+            kind = SilentRankError if "timed out" in str(error).lower() else ConnectionError
+            raise kind(
                 f"generator rank {self.rank} awaited {what}, at most {self.timeout_s:g} s: {error}"
             ) from error

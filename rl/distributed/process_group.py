@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed import flight_recorder
 from rl.distributed.mesh import CP, fsdp_axis
+from rl.errors import RunError
+
+
+class CollectiveTimeoutError(RunError, TimeoutError):
+    """Other ranks did not take part in a collective within the deadline of the process group."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,13 +182,35 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
     """Add to the error of a failed collective which call it happened in, and on which rank.
 
     `record_in` is a folder that receives the latest collectives of this rank.
+
+    Raises:
+        CollectiveTimeoutError: what failed did so because of its deadline.
     """
+    started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        if dist.is_initialized():
-            error.add_note(f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer, in {what}")
-            file = None if record_in is None else flight_recorder.write_collectives(record_in)
-            if file is not None:
-                error.add_note(f"the latest collectives of this rank are in {file}")
-        raise
+        if not dist.is_initialized():
+            raise
+        told = _late(error, what=what, waited_s=time.monotonic() - started) or error
+        told.add_note(f"{_this_rank()}, in {what}")
+        file = None if record_in is None else flight_recorder.write_collectives(record_in)
+        if file is not None:
+            told.add_note(f"the latest collectives of this rank are in {file}")
+        if told is error:
+            raise
+        raise told from error
+
+
+def _late(error: RuntimeError, *, what: str, waited_s: float) -> CollectiveTimeoutError | None:
+    """What gloo raises as any other error, where it is one of a deadline."""
+    if isinstance(error, RunError) or "timed out" not in str(error).lower():
+        return None
+    return CollectiveTimeoutError(
+        f"{_this_rank()}: in {what} the other ranks did not take part within the deadline of a collective "
+        f"(comm.train_timeout_s; {waited_s:.1f} s in all): {error}"
+    )
+
+
+def _this_rank() -> str:
+    return f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer"

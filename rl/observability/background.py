@@ -6,20 +6,29 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from rl.errors import RunError
 from rl.worker_thread import WorkerThread
 
 CLOSE_S = 30.0
 """For what is being written when a run ends with an error."""
 
+WRITE_S = 600.0
+"""For one piece of writing: what takes longer is a file system that hangs."""
+
 logger = logging.getLogger(__name__)
+
+
+class WriteTimeoutError(RunError, TimeoutError):
+    """What is written in the background did not end within its deadline."""
 
 
 class BackgroundWriter:
     """Runs one piece of writing after another, in order; what one raises is seen before the next begins."""
 
-    def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
+    def __init__(self, name: str, *, close_s: float = CLOSE_S, write_s: float = WRITE_S) -> None:
         self._name = name
         self._close_s = close_s
+        self._write_s = write_s
         self._thread: WorkerThread | None = None
         self._writing: asyncio.Task[None] | None = None
 
@@ -31,10 +40,18 @@ class BackgroundWriter:
         self._writing = asyncio.ensure_future(self._thread.run(write))
 
     async def finish(self) -> None:
-        """Wait for what is under way; raises what it raised, once."""
+        """Wait for what is under way; raises what it raised, once.
+
+        Raises:
+            WriteTimeoutError: a disk takes nothing.
+        """
         if (writing := self._writing) is not None:
             try:
-                await asyncio.shield(writing)
+                await asyncio.wait_for(asyncio.shield(writing), self._write_s)
+            except TimeoutError as error:
+                if writing.done():
+                    raise
+                raise WriteTimeoutError(f"{self._name}: not written after {self._write_s:g} s") from error
             finally:
                 if writing.done():
                     self._writing = None

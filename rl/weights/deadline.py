@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from rl.errors import RunError
+from rl.observability.activity import doing
 from rl.weights.errors import WeightStoreError, WeightTimeoutError
 from rl.weights.volumes import current_torch_rank
 
@@ -33,11 +35,12 @@ async def operation(
     """
     progress = Progress()
     try:
-        async with asyncio.timeout(timeout_s):
-            yield progress
+        with doing(f"waits for the weight store ({name})", version=version):
+            async with asyncio.timeout(timeout_s):
+                yield progress
     except TimeoutError as error:
-        if isinstance(error, WeightStoreError):
-            raise
+        if isinstance(error, RunError):
+            raise  # It has a deadline of its own to tell of.
         raise WeightTimeoutError(
             f"{_describe(name, version, num_tensors)} not finished within timeout_s="
             f"{timeout_s:g}: waited for {progress.waiting_for}"

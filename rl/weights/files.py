@@ -26,7 +26,7 @@ from monarch.actor import ProcMesh
 from torch import Tensor
 
 from rl.distributed.first_rank import on_first_rank
-from rl.distributed.process_group import awaiting
+from rl.distributed.process_group import CollectiveTimeoutError, awaiting
 from rl.distributed.shards import unwrapped
 from rl.distributed.threads import use_threads
 from rl.training.checkpoint import read_tensors, saved_names, write_tensors
@@ -95,6 +95,13 @@ class FileWeightStore(WeightStore):
             self._thread.stop(timeout_s=1.0)
             self._thread = None
 
+    def forget(self) -> None:
+        """As `WeightStore.forget`; the files stay for `discard`."""
+        super().forget()
+        if self._thread is not None:
+            self._thread.stop(timeout_s=1.0)
+            self._thread = None
+
     def discard(self) -> None:
         """Remove all files; those of another run, with which this one could not start, stay."""
         if self._is_started:
@@ -122,6 +129,8 @@ class FileWeightStore(WeightStore):
                 with awaiting(f"push of version {version}"):
                     on_first_rank(lambda _: self._claim(version), None, group=group)
                     files = write_tensors(partial, sent, staged=None, group=group)
+            except CollectiveTimeoutError:
+                raise
             except OSError as error:
                 raise WeightStoreError(
                     f"weight store: version {version} was not written to {partial}: {error}"

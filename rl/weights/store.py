@@ -141,16 +141,22 @@ class WeightStore(Configurable):
 
     async def stop(self) -> None:
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
-        if self._local is not None:
-            self._local.close()
-            self._local = None
-        if self._index is None:
+        index = self._index
+        self.forget()
+        if index is None:
             return
-        index, self._index, self._strategy = self._index, None, None
         # What is dead or stuck frees its memory when its process ends.
         with contextlib.suppress(WeightStoreError):
             async with self._operation("stop"):
                 await index.teardown.call_one()
+
+    def forget(self) -> None:
+        """Let go of the store's actors without a word to them, as they may be dead, and of what this process
+        keeps of it; `start` may follow. Idempotent."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+        self._index, self._strategy, self._hosts = None, None, {}
 
     def discard(self) -> None:
         """Remove what would outlive the processes of a run that ended in whatever way: nothing, here."""

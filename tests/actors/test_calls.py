@@ -1,13 +1,16 @@
 """What a call to real actors gives back, or says when it does not."""
 
+import re
 import subprocess
 import time
 
 import pytest
 
+from actors import launch
 from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts
 from actors.processes import identify
 from rl.errors import RunError
+from rl.observability.process_state import read_states
 from tests.support.call_actors import Answerer
 from tests.support.monarch_meshes import monarch_meshes
 
@@ -19,17 +22,22 @@ def test_a_deadline_that_is_not_positive_is_refused(value):
 
 
 @pytest.fixture(scope="module")
-def called():
-    """Calls an endpoint of two actors, within a second or 30."""
+def meshes():
     with monarch_meshes() as meshes:
-        mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
+        yield meshes
 
-        def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
-            timeouts = Timeouts(train_s=30, close_s=1)
-            group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
-            return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
 
-        yield call
+@pytest.fixture(scope="module")
+def called(meshes):
+    """Calls an endpoint of two actors, within a second or 30."""
+    mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
+
+    def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
+        timeouts = Timeouts(train_s=30, close_s=1)
+        group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
+        return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
+
+    return call
 
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,6 +56,37 @@ def test_no_answer_names_actor_endpoint_and_deadline(called):
         called("never", limit="close_s")
     with pytest.raises(ActorTimeoutError, match=r"within timeouts\.close_s \+ close_s=2$"):
         called("never", limit="close_s + close_s")
+
+
+@pytest.mark.medium
+def test_no_answer_tells_what_each_rank_does_and_where_and_keeps_all_of_it(meshes, tmp_path):
+    mesh = meshes.spawn_mesh(2, process_group=False)
+    actors = mesh.spawn("answerer", Answerer)
+    meshes.run(launch.setup_logs(mesh, folder=tmp_path, console_level="WARNING"))
+    group = ActorGroup(
+        name="trainer", mesh=actors, timeouts=Timeouts(close_s=1), watched=launch.watched(mesh)
+    )
+    with pytest.raises(ActorTimeoutError) as caught:
+        meshes.run(group.call("never", limit="close_s"))
+    with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer") as alone:
+        meshes.run(group.at_rank(1).call("never", limit="close_s"))
+    meshes.stop(mesh)
+    role = launch_role(tmp_path)
+    lines = caught.value.more.splitlines()
+    assert re.fullmatch(rf"  {role}\[0\]: never for [1-9]\.\d s", lines[0])
+    assert any(re.fullmatch(rf"  {role}\[1\]: never for [1-9]\.\d s", line) for line in lines)
+    assert [line for line in lines if "tests/support/call_actors.py" in line and " never" in line]
+    file = tmp_path / "stacks-1.txt"
+    assert lines[-1] == f"  all stacks: {file}"
+    assert file.read_text().count("tests/support/call_actors.py") >= 2
+    assert f"{role}[0]" not in alone.value.more
+    assert f"{role}[1]: never (2 times) for " in alone.value.more
+
+
+def launch_role(logs):
+    """Of the processes that say in these logs what they do."""
+    (role,) = {state.role for state in read_states(logs / "state")}
+    return role
 
 
 @pytest.mark.medium

@@ -10,7 +10,8 @@ import pytest
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Timeouts
 from actors.canary import CanaryError, LogprobCanary
-from actors.fleet import FleetConfig, close_fleet, start_fleet
+from actors.fleet import close_fleet, start_fleet
+from actors.fleet_config import FleetConfig
 from actors.reward import RewardActor
 from actors.roles import LogSettings
 from actors.router import Router

@@ -33,7 +33,7 @@ def test_a_rank_that_drew_other_tokens_stops(ranks):
 
 def test_a_rank_waits_no_longer_than_its_deadline(ranks):
     assert ranks[1]["silence"].startswith(
-        "ConnectionError: generator rank 1 awaited rank 0's next turn, at most 1 s"
+        "SilentRankError: generator rank 1 awaited rank 0's next turn, at most 1 s"
     )
     assert SILENCE_S * 0.9 < ranks[1]["silence_s"] < SILENCE_S * 5
 

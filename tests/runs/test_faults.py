@@ -87,10 +87,12 @@ def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_pat
     ("role", "next_call"),
     [("trainer", "forward_backward"), pytest.param("generator", "generate", marks=pytest.mark.slow)],
 )
-def test_a_killed_actor_stops_the_run_with_its_role_rank_and_step(tmp_path, role, next_call):
+def test_a_killed_actor_that_is_not_replaced_stops_the_run_with_its_role_rank_and_step(
+    tmp_path, role, next_call
+):
     before = list_shared_memory()
     run = kill_role_after_line(
-        tmp_path, "killed", *FAULTY, "short",
+        tmp_path, "killed", *FAULTY, "short", "--recovery.max_restarts", "0",
         "--loop.num_steps", "500", "--loop.eval_every", "500", "--loop.sampling.max_tokens", "96",
         line="reward", role=role, limit_s=60,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import os
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from rl.errors import RunError, naming
+from rl.observability.activity import during
 
 
 class Answerer(Actor):
@@ -17,6 +18,7 @@ class Answerer(Actor):
         return current_rank().rank, first + second
 
     @concurrent_endpoint
+    @during("never")
     async def never(self) -> None:
         """Holds up no later call."""
         await asyncio.Event().wait()

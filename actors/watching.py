@@ -1,0 +1,59 @@
+"""This process as others watch it: what it does, and its stacks for whoever asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl.observability.activity import STATE_FOLDER, THIS_PROCESS
+from rl.observability.events import Events
+from rl.observability.stacks import catch_signal, stop_writing, write_stacks_to
+
+FAULT_VARIABLE = "RELAY_FAULT"
+"""In the environment: where a process is to be killed, see `actors.fault_injection`."""
+
+
+def be_watched(logs: Path, *, role: str, rank: int) -> None:
+    """From now on logs/state says what this process does, and its stacks can be asked for."""
+    folder = logs / STATE_FOLDER
+    # First, so that nobody asks who cannot answer.
+    write_stacks_to(folder / f"{role}-{rank}.stacks")
+    THIS_PROCESS.start(folder, role=role, rank=rank)
+    if FAULT_VARIABLE in os.environ:
+        from actors.fault_injection import arm
+
+        arm(os.environ[FAULT_VARIABLE], logs=logs)
+
+
+def forget_earlier_processes(logs: Path) -> None:
+    """Of a run that is gone on with: those that are not started again would count as dead."""
+    for file in (logs / STATE_FOLDER).glob("*"):
+        file.unlink()
+
+
+@contextmanager
+def watched_controller(logs: Path, events: Events, *, resumed_after: int | None = None) -> Iterator[None]:
+    """Within it this process, a run's controller, is watched; how the run began and ended is an event.
+
+    Args:
+        resumed_after: the step after which an earlier run is gone on with.
+    """
+    forget_earlier_processes(logs)
+    catch_signal()
+    be_watched(logs, role="controller", rank=0)
+    if resumed_after is None:
+        events.add("started")
+    else:
+        events.add("resumed", step=resumed_after)
+    try:
+        yield
+        events.add("finished")
+    except BaseException as error:
+        events.add("stopped", reason=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        # The record of the last moment stays.
+        THIS_PROCESS.stop()
+        stop_writing()

@@ -1,0 +1,105 @@
+"""Groups of actors that die when they are told to, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+
+from actors.calls import ActorLostError, Timeouts
+from actors.vllm.errors import EngineFailedError, GeneratorError
+from rl.types import Completion, PullResult
+
+T = TypeVar("T")
+
+
+class Mortal:
+    """A group of one rank, with the looks at its processes that an `ActorGroup` has."""
+
+    timeouts = Timeouts()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.died = asyncio.Event()
+
+    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+        """Answers at once, while it lives."""
+        return self.while_alive(self._answer(endpoint, args), endpoint)
+
+    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
+        return [0]
+
+    def die(self) -> None:
+        self.died.set()
+
+    def dead(self) -> list[int]:
+        return [0] if self.died.is_set() else []
+
+    async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+        lost = ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
+        waiting = asyncio.ensure_future(answer)
+        if self.died.is_set():
+            waiting.cancel()
+            raise lost
+        died = asyncio.ensure_future(self.died.wait())
+        try:
+            await asyncio.wait({waiting, died}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            raise lost
+        finally:
+            waiting.cancel()
+            died.cancel()
+
+
+class MortalGenerator(Mortal):
+    """Pulls and generates, each for a while, and knows with which version."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        pull_s: float = 1.0,
+        generate_s: float = 2.0,
+        on_generated: Callable[[MortalGenerator], None] = lambda generator: None,
+    ) -> None:
+        super().__init__(name)
+        self.pull_s = pull_s
+        self.generate_s = generate_s
+        self.on_generated = on_generated
+        self.version: int | None = None
+        self.engine_failed = False
+        self.asked: list[str] = []
+
+    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+        self.asked.append(endpoint)
+        return super().call(endpoint, *args, limit=limit, **kwargs)
+
+    async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
+        if endpoint == "pull_model_state_dict":
+            await asyncio.sleep(self.pull_s)
+            (self.version,) = args
+            return [PullResult(policy_version=args[0], time_s=self.pull_s)]
+        if endpoint == "generate":
+            return [await self._generate(args[0])]
+        return [0]
+
+    async def _generate(self, prompts: list[np.ndarray]) -> list[list[Completion]]:
+        if self.version is None:
+            raise GeneratorError("the generator has no weights: a version must be pulled first")
+        await asyncio.sleep(self.generate_s)
+        if self.engine_failed:
+            raise EngineFailedError("the engine of generator rank 0 failed: RuntimeError: broken")
+        self.on_generated(self)
+        return [[self._completion(prompt)] for prompt in prompts]
+
+    def _completion(self, prompt: np.ndarray) -> Completion:
+        """Its prompt once more."""
+        return Completion(
+            token_ids=prompt,
+            logprobs=np.zeros(len(prompt), dtype=np.float32),
+            policy_versions=np.full(len(prompt), self.version, dtype=np.int32),
+            finish_reason="stop",
+        )
