@@ -1,4 +1,4 @@
-"""The chaos test's short version: a generator, the trainer, a reward process and the controller are killed."""
+"""The short chaos test: a generator, the trainer, a reward process and the controller are killed."""
 
 import json
 
