@@ -14,6 +14,7 @@ killed, the kernel kills the actor processes (Monarch sets their parent-death si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -32,6 +33,7 @@ from actors import hosts
 from actors.background import end_background
 from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
 from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
+from actors.ctrl_c import asking_at_ctrl_c
 from actors.launch_config import LaunchConfig
 from actors.members import MEMBER_NAME, Member, import_torch, process_env, process_group_envs
 from actors.placement import Placement
@@ -45,6 +47,7 @@ from actors.processes import (
     remove_unmapped,
     with_descendants,
 )
+from rl.stop_request import StopAskedError, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -304,13 +307,14 @@ async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     await _until_gone("(any)", strays)
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
     """Run a controller's coroutine; afterwards no process of its roles is left.
 
-    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run.
+    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run. Where a loop hears `stop`, the
+    first of them is a request to that, and only the next one cancels.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C. A second one ends the clean-up as well.
+        KeyboardInterrupt: after Ctrl-C. A further one ends the clean-up as well.
         SystemExit: 143 after SIGTERM.
     """
     terminated = False
@@ -322,11 +326,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         def on_sigterm() -> None:
             nonlocal terminated
             terminated = True
-            task.cancel()
+            if stop is None or not stop.ask():
+                task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         try:
-            return await main
+            with contextlib.nullcontext() if stop is None else asking_at_ctrl_c(stop):
+                return await main
         finally:
             await stop_all()
 
@@ -336,6 +342,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
         raise
+    except StopAskedError:
+        if terminated:
+            raise SystemExit(SIGTERM_EXIT_CODE) from None
+        raise KeyboardInterrupt from None
 
 
 def _role_of(mesh: ProcMesh) -> _Role:

@@ -10,8 +10,10 @@ Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +143,18 @@ class MetricsWriter:
     """Appends records to a file, each line flushed when it is written; a context manager."""
 
     def __init__(self, path: Path) -> None:
+        self._num_records = len(read_metrics(path)) if path.exists() else 0
         self._file = path.open("a")
+
+    @property
+    def num_records(self) -> int:
+        """Lines of the file, those of an earlier writer included."""
+        return self._num_records
+
+    async def flush_to_disk(self) -> None:
+        """Return when what is written would outlive a power failure."""
+        self._file.flush()
+        await asyncio.to_thread(os.fsync, self._file.fileno())
 
     def write(self, record: Record) -> None:
         """Append one line; what there is nothing to report of is left out."""
@@ -151,6 +164,7 @@ class MetricsWriter:
                 line[name] = value if math.isfinite(value) else str(value)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        self._num_records += 1
 
     def close(self) -> None:
         self._file.close()

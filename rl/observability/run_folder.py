@@ -32,6 +32,8 @@ OWN_FILES = (
     STATUS,
 )
 OWN_FOLDERS = ("logs", "checkpoints")
+WEIGHTS = "weights"
+"""Where weights travel as files, unless they are elsewhere; gone when the run has ended in order."""
 FAILURE_FILES = "nan_batch_*.npz"
 """Batches that the trainer saves where it stops on a loss that is not finite."""
 
@@ -102,6 +104,33 @@ class RunFolder:
             os.close(lock_fd)
             raise
         return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=created)
+
+    @classmethod
+    def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
+        """Lock the folder of a run that has ended, to go on in it; nothing in it changes before `reopen`.
+
+        Raises:
+            ValueError: it is no run's folder, or in use by one that goes on.
+        """
+        if not path.is_dir() or read_status(path) is None:
+            raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
+        lock_fd = _lock(path, otherwise="only a run that has ended can be resumed")
+        return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its run came to its end."""
+        return read_status(self.path) == "finished"
+
+    def reopen(self) -> None:
+        """The run goes on: it is unfinished again, and what its last process left half done is removed."""
+        for folder in OWN_FOLDERS:
+            if folder == self.logs.name or self.checkpoints.parent == self.path:
+                (self.path / folder).mkdir(exist_ok=True)
+        for leftover in (*self.path.glob("*.jsonl.tmp"), *self.path.glob("*.part")):
+            leftover.unlink()
+        shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
+        _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's."""
@@ -176,7 +205,7 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
                 )
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, *, otherwise: str = "choose another name") -> int:
     """File descriptor that holds the lock; the lock file names the process for others to read."""
     lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -184,7 +213,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError as error:
         holder = os.read(lock_fd, 200).decode() or "another process"
         os.close(lock_fd)
-        raise ValueError(f"{path} is in use by {holder}; choose another name") from error
+        raise ValueError(f"{path} is in use by {holder}; {otherwise}") from error
     os.ftruncate(lock_fd, 0)
     os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock_fd
@@ -194,8 +223,8 @@ def _occupied(path: Path, status: str) -> str:
     if status == "finished":
         return f"{path} holds a finished run; choose another name, or --overwrite to replace it"
     return (
-        f"{path} holds an unfinished run (it failed or was killed); choose another name, or --overwrite "
-        "to replace it"
+        f"{path} holds an unfinished run (it failed or was killed); go on with it by --resume {path}, choose "
+        "another name, or --overwrite to replace it"
     )
 
 
