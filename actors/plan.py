@@ -17,6 +17,7 @@ from actors.checks import (
     check_memory,
     check_reference_weights,
     check_replicas,
+    check_same_tokenizer,
     check_waits,
 )
 from actors.roles import num_gpus
@@ -69,6 +70,7 @@ def make_plan(config: RunConfig) -> Plan:
     environments = tried_environments(config, task=task)
     source = find_load_source(config.trainer.checkpoint)
     start = starting_point(config, task=task, environments=environments, source=source)
+    check_same_tokenizer(source, start=start, fleet=config.fleet)
     check_load_source(
         source,
         fleet=config.fleet,
