@@ -235,7 +235,7 @@ def check_reference_weights(
 
 
 def check_same_tokenizer(source: LoadSource | None, *, start: StartingPoint, fleet: FleetConfig) -> None:
-    """What is loaded was made with the tokenizer of `start`; a folder of Hugging Face brings none that counts.
+    """What is loaded was made with the tokenizer of `start`; a Hugging Face folder notes none.
 
     Raises:
         ValueError: it was not; names both folders and what differs.

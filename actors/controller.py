@@ -32,10 +32,10 @@ from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import to_dict, write_json
-from rl.errors import RunError
+from rl.errors import RunError, writing
 from rl.loop import Loop, Seams
-from rl.observability.console import ConsoleSink, progress
-from rl.observability.curve import write_learning_curve
+from rl.observability.console import ConsoleSink, progress, say
+from rl.observability.curve import draw_learning_curve
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder
@@ -46,6 +46,7 @@ from rl.rollouts.scoring import longest_s
 from rl.step_checkpoints import StepCheckpoints
 from rl.supervised import SupervisedWarmup
 from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER
+from rl.training.errors import unwritten
 from rl.weights.files import make_store
 from rl.weights.store import WeightStore
 
@@ -70,7 +71,7 @@ class Controller(Configurable):
         Raises:
             ValueError: the config cannot run; nothing was started or written, and an earlier run
                 of that name is as it was.
-            RunError: the run stopped; its folder says so.
+            RunError: the run stopped; its folder says so, or is not there where it could not be begun.
         """
         config = self.config
         plan = make_plan(config)
@@ -88,14 +89,16 @@ class Controller(Configurable):
             checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
-                write_json(self.source, folder.config_json)
-                plan.start.make()
+                with writing(folder.config_json):
+                    write_json(self.source, folder.config_json)
+                with unwritten(str(plan.start.folder)):
+                    plan.start.make()
             except BaseException:
                 folder.discard()
                 raise
             if config.print_config:
-                print(json.dumps(resolved, indent=2))
-            print(f"run folder: {folder.path}", flush=True)
+                say(json.dumps(resolved, indent=2))
+            say(f"run folder: {folder.path}")
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
                 logger.info("config %s.%s", self.source.module, self.source.function)
@@ -171,7 +174,7 @@ class Controller(Configurable):
         await asyncio.gather(self._export(learner, folder), self._draw(folder))
         folder.mark_finished()
         run_s = time.monotonic() - started
-        print(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s), flush=True)
+        say(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s))
         await close_fleet(fleet)
 
     async def _export(self, learner: ActorLearner, folder: RunFolder) -> None:
@@ -183,7 +186,7 @@ class Controller(Configurable):
     async def _draw(self, folder: RunFolder) -> None:
         if self.config.loop.num_steps or self.config.loop.eval_every:
             # In a thread: to import matplotlib takes as long as to export.
-            await asyncio.to_thread(write_learning_curve, folder.metrics, folder.learning_curve)
+            await asyncio.to_thread(draw_learning_curve, folder.metrics, folder.learning_curve)
 
     def _seams(self, fleet: Fleet, learner: ActorLearner, *, rubric: Rubric) -> Seams:
         return Seams(

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 
+from rl.errors import writing
+from rl.observability.whole_lines import WholeLines
+
 MetricT = TypeVar("MetricT", bound="Metric")
 
 
@@ -138,19 +141,26 @@ def reduced(metric: Metric | SupportsFloat | None) -> float | None:
 
 
 class MetricsWriter:
-    """Appends records to a file, each line flushed when it is written; a context manager."""
+    """Appends records to a file, each line whole or not at all; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        """Raises UnwrittenError where the file cannot be made."""
+        self._file = WholeLines(path)
+        with writing(path):
+            self._file.open()
 
     def write(self, record: Record) -> None:
-        """Append one line; what there is nothing to report of is left out."""
+        """Append one line; what there is nothing to report of is left out.
+
+        Raises:
+            UnwrittenError: the disk is full, or the file cannot be written; nothing of the line is in it.
+        """
         line: dict[str, float | str] = {}
         for name, metric in record.items():
             if (value := reduced(metric)) is not None:
                 line[name] = value if math.isfinite(value) else str(value)
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._file.path):
+            self._file.append(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

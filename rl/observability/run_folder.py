@@ -16,10 +16,12 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+
+from rl.errors import writing
 
 LOCK, STATUS = ".lock", "status.json"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
@@ -84,28 +86,41 @@ class RunFolder:
         created = _make_folder(path)
         _refuse_foreign(path)
         had_lock = (path / LOCK).exists()
-        lock_fd = _lock(path)
+        try:
+            lock_fd = _lock(path)
+        except ValueError:
+            _remove_empty(path, topmost=created)
+            raise
         try:
             status = read_status(path)
             if status is not None and not overwrite:
                 raise ValueError(_occupied(path, status))
             _refuse_inputs(path, inputs or {})
-            _clear(path)
-            for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
-                (path / folder).mkdir()
-            _write_status(path, "running")
+            with _usable(path):
+                _clear(path)
+                for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
+                    (path / folder).mkdir()
+                _write_status(path, "running")
         except BaseException:
             if created is not None:
                 _remove(path, topmost=created)
             elif not had_lock:
+                for name in OWN_FOLDERS:
+                    with contextlib.suppress(OSError):
+                        (path / name).rmdir()
                 (path / LOCK).unlink()
             os.close(lock_fd)
             raise
         return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=created)
 
     def mark_finished(self) -> None:
-        """From now on the folder is refused without `overwrite`, as a finished run's."""
-        _write_status(self.path, "finished")
+        """From now on the folder is refused without `overwrite`, as a finished run's.
+
+        Raises:
+            UnwrittenError: status.json cannot be written, so that the run still counts as unfinished.
+        """
+        with writing(self.path / STATUS):
+            _write_status(self.path, "finished")
 
     def discard(self) -> None:
         """Undo `create`: a run that was refused before it began leaves no folder behind."""
@@ -176,9 +191,19 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
                 )
 
 
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """An error of the disk, in the folder of a run that begins, as one of the folder that was asked for."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be a run's folder: {error.strerror}") from error
+
+
 def _lock(path: Path) -> int:
     """File descriptor that holds the lock; the lock file names the process for others to read."""
-    lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with _usable(path):
+        lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -186,7 +211,8 @@ def _lock(path: Path) -> int:
         os.close(lock_fd)
         raise ValueError(f"{path} is in use by {holder}; choose another name") from error
     os.ftruncate(lock_fd, 0)
-    os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    with contextlib.suppress(OSError):  # a full disk is told where it is needed
+        os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock_fd
 
 
@@ -214,9 +240,14 @@ def _clear(path: Path) -> None:
 def _remove(path: Path, *, topmost: Path) -> None:
     """Remove a run's folder, and the folders made for it up to `topmost` unless others use them now."""
     shutil.rmtree(path)
+    _remove_empty(path.parent, topmost=topmost)
+
+
+def _remove_empty(path: Path, *, topmost: Path | None) -> None:
+    """Remove the folder and those around it up to `topmost`, as far as there is nothing in them."""
     with contextlib.suppress(OSError):  # not empty
-        for folder in path.parents:
-            if not folder.is_relative_to(topmost):
+        for folder in (path, *path.parents):
+            if topmost is None or not folder.is_relative_to(topmost):
                 break
             folder.rmdir()
 
@@ -224,5 +255,9 @@ def _remove(path: Path, *, topmost: Path) -> None:
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     temporary = path / f"{STATUS}.tmp"
-    temporary.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
-    temporary.replace(path / STATUS)
+    try:
+        temporary.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
+        temporary.replace(path / STATUS)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # of a disk that is full

@@ -59,8 +59,8 @@ class StartingWeights:
         """As `Checkpointer.load`, and the reference policy that goes with it.
 
         Raises:
-            ValueError: beside what that raises, the tokenizer is another, or the reference policy's weights are gone, or it is not known
-                where they were; nothing was loaded.
+            ValueError: beside what that raises, the tokenizer is another, the reference policy's weights are
+                gone, or it is not known where they were; nothing was loaded.
         """
         config = self._checkpointer.config
         patterns = config.exclude_from_loading if exclude is None else tuple(exclude)

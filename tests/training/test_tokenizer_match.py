@@ -46,7 +46,7 @@ def test_other_tokens_are_refused_with_both_folders_and_the_file(assets, saved, 
     engine = make_engine(other)
     for model_only, why in (
         (False, "its policy would be told other tokens"),
-        (True, "the rows of its weigh"),
+        (True, "the rows of its"),
     ):
         says = rf"checkpoint {saved} was made with the tokenizer of {assets}, this run has that of {other}, "
         with pytest.raises(ValueError, match=says + rf"which differs \(tokenizer\.json\): {why}.*; give hf_"):
@@ -56,9 +56,7 @@ def test_other_tokens_are_refused_with_both_folders_and_the_file(assets, saved, 
     assert engine.load_checkpoint(str(saved), model_only=True, exclude=("tokenizer",)) == 0
 
 
-def test_another_template_is_refused_where_the_run_continues_and_free_where_it_starts(
-    assets, saved, tmp_path
-):
+def test_another_template_is_refused_where_the_run_continues_not_where_it_starts(assets, saved, tmp_path):
     other = copy_with(
         assets, tmp_path / "other", file="chat_template.jinja", old="<|im_end|>", new="<|endoftext|>"
     )
