@@ -48,7 +48,7 @@ def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
 
 
 def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
-    """As `write_learning_curve`; where the disk has no room it is a warning: the numbers are in the metrics."""
+    """As `write_learning_curve`; a disk without room is a warning: the numbers are in the file."""
     try:
         write_learning_curve(metrics_path, png_path)
     except OSError as error:
