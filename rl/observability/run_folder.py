@@ -16,7 +16,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -66,12 +67,15 @@ class RunFolder:
         overwrite: bool = False,
         inputs: Mapping[str, Path] | None = None,
         checkpoints: Path | None = None,
+        wall_clock: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> RunFolder:
-        """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name.
+        """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name, and
+        `-2` and so on where there is such a run: a clock that is set back shows a time twice.
 
         Args:
             inputs: files and folders, by field, that the run is going to read.
             checkpoints: a folder elsewhere for them, which is neither made nor cleared here.
+            wall_clock: local time; names the folder and decides nothing.
 
         Raises:
             ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
@@ -79,7 +83,7 @@ class RunFolder:
                 that is to be replaced. Nothing is left behind.
         """
         if time_stamp:
-            name = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+            name = _free_name(Path(dump_folder).expanduser(), f"{name}-{wall_clock():%Y%m%d-%H%M%S}")
         if not name or name in (".", "..") or Path(name).name != name:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
@@ -155,6 +159,11 @@ def read_status(path: Path) -> Literal["running", "finished"] | None:
     except ValueError:  # cut short by the end of its process
         return "running"
     return "finished" if content.get("status") == "finished" else "running"
+
+
+def _free_name(folder: Path, name: str) -> str:
+    names = chain((name,), (f"{name}-{number}" for number in count(2)))
+    return next(free for free in names if not os.path.lexists(folder / free))
 
 
 def _make_folder(path: Path) -> Path | None:

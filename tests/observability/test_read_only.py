@@ -78,9 +78,8 @@ def test_a_folder_that_becomes_read_only_stops_the_metrics_and_not_the_logs(fold
 
     answer, console = json.loads(as_nobody(go_on))
     path = folder / "run"
-    assert answer == (
-        f"UnwrittenError: {path}/metrics.jsonl was not written, what was there is as it was: Permission denied"
-    )
+    unwritten = f"{path}/metrics.jsonl was not written, what was there is as it was: Permission denied"
+    assert answer == f"UnwrittenError: {unwritten}"
     seen, unwritten = console.splitlines()
     assert seen.endswith("rl: seen")
     says = rf".*WARNING .*{path}/logs/controller-0\.log was not written: Permission denied; all goes on, .*"
