@@ -14,10 +14,10 @@ ROOT = Path(__file__).parent.parent
 FLOORS = ("losses", "rl", "actors", "configs")
 
 STAMPS = {
-    "rl/observability/run_folder.py": "the name of a run's folder, and since when status.json says what it says",
+    "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
     "rl/tinker/service/service.py": "the clock of stamps that the API shows",
     "rl/tinker/service/sessions.py": "a stamp in an answer",
-    "rl/tinker/service/storage.py": "stamps in answers; of a checkpoint with a time to live, the date it ends",
+    "rl/tinker/service/storage.py": "stamps in answers; when a checkpoint with a time to live ends",
     "rl/tinker/service/catalogue.py": "a stamp in an answer",
 }
 """Files that look at the wall clock, and what for."""
@@ -35,14 +35,12 @@ def wall_clock_uses(source: str) -> list[int]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            owner = (
-                node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            )
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
             if node.attr in WALL_CLOCKS.get(owner, ()) or node.attr in FILE_TIMES:
                 found.append(node.lineno)
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
             found += [node.lineno for name in node.names if name.name in WALL_CLOCKS["time"]]
-    return found
+    return sorted(found)
 
 
 def test_uses_are_found_however_they_are_written():
@@ -61,12 +59,8 @@ def test_uses_are_found_however_they_are_written():
 
 
 def test_the_library_looks_at_the_wall_clock_only_to_stamp():
-    sources = {
-        str(path.relative_to(ROOT)): path.read_text()
-        for floor in FLOORS
-        for path in (ROOT / floor).rglob("*.py")
-    }
-    using = {path for path, source in sources.items() if wall_clock_uses(source)}
+    files = [path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
+    using = {str(path.relative_to(ROOT)) for path in files if wall_clock_uses(path.read_text())}
     assert using == set(STAMPS)
 
 
