@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from actors.roles import LogSettings, num_gpus
 from actors.router import Router
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck
+from actors.temporary_files import temporary_files
 from losses.types import uses_proximal_logprobs
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
@@ -113,7 +114,9 @@ class Controller(Configurable):
         config = self.config
         store = make_store(config.weights, dtype=config.generator.dtype, run_folder=folder.path)
         try:
-            launch.run(self._main(folder, plan, store))
+            # A folder of this machine; hosts elsewhere have none of that name.
+            with nullcontext() if config.launch.on_cluster else temporary_files():
+                launch.run(self._main(folder, plan, store))
         except BaseException as error:
             # For the log, with its traceback; the console gets the message from the entry.
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
