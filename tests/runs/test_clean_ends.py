@@ -70,6 +70,17 @@ class Run:
     def signal_group(self, number):
         os.killpg(self.process.pid, number)
 
+    def wait_until_taken(self, number):
+        """Until the kernel has handed the signal to the controller."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+            waiting = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd", "ShdPnd"))]
+            if not any(pending & 1 << number - 1 for pending in waiting):
+                return
+            os.sched_yield()
+        raise AssertionError(f"signal {number} is not taken")
+
 
 @pytest.fixture
 def start(tmp_path, watch):
@@ -119,7 +130,7 @@ def test_a_run_that_is_stopped_leaves_nothing(start, watch, number, times, statu
     run.wait_for(line)
     for _ in range(times):
         run.signal_group(number)
-        time.sleep(0.3)  # two signals at once would be one
+        run.wait_until_taken(number)  # two at once would be one
     assert run.end() == status, run.lines
     assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
 

@@ -1,8 +1,8 @@
 """A wall clock that jumps by hours every second, for a process and all that it starts, below Python.
 
 A library that is loaded before libc answers for it: what reads the wall clock, in whatever language, gets
-one that is hours ahead or behind, and another one a second later. Waits until a time of the wall clock wait as
-long as on a machine whose clock stands like that when they begin. Monotonic clocks are as they are.
+one that is hours ahead or behind, and another one a second later. Waits until a time of the wall clock take
+as long as on a machine whose clock stands like that when they begin. Monotonic clocks are as they are.
 """
 
 from __future__ import annotations
