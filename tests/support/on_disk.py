@@ -1,7 +1,9 @@
-"""A command with a folder that is a small disk: `python -m tests.support.on_disk FOLDER BYTES LONGEST KEEP COMMAND ...`
+"""A command with a folder that is a small disk.
 
-The disk is gone when the command has ended; the folder KEEP then has what was on it, but for files of more than
-a megabyte, which are empty there. Where nothing can be mounted, no file may be longer than LONGEST.
+    python -m tests.support.on_disk FOLDER BYTES LONGEST KEEP COMMAND ...
+
+The disk is gone when the command has ended; the folder KEEP then has what was on it, but for files of more
+than a megabyte, which are empty there. Where nothing can be mounted, no file may be longer than LONGEST.
 """
 
 from __future__ import annotations
