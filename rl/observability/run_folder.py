@@ -37,8 +37,8 @@ OWN_FILES = (
 PARTIAL_FILES = (f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
-FAILURE_FILES = "nan_batch_*.npz"
-"""Batches that the trainer saves where it stops on a loss that is not finite."""
+FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
+"""Of a trainer that stops: the batch of a loss that is not finite, and the latest collectives of each rank."""
 
 
 class RunFolder:
@@ -238,7 +238,7 @@ def _occupied(path: Path, status: str) -> str:
 
 def _clear(path: Path) -> None:
     """Remove what a run wrote, and nothing else that somebody put there."""
-    failures = [file.name for file in path.glob(FAILURE_FILES)]
+    failures = [file.name for pattern in FAILURE_FILES for file in path.glob(pattern)]
     for name in (*OWN_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
         target = path / name
         if target.is_dir() and not target.is_symlink():

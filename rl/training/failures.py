@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def non_finite(
             try:
                 write_batch(file, samples)
             except OSError as error:  # the number is what the run stops for
-                file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.unlink()
                 logger.warning("%s was not written: %s", file, error.strerror or error)
                 file = None
     return NonFiniteLossError(what, policy_version, None if file is None else str(file))
