@@ -37,7 +37,7 @@ def name_file_of_watchdog(folder: str | Path) -> None:
 
 
 def write_collectives(folder: str | Path) -> Path | None:
-    """What is recorded, oldest first, as `collectives_rank<r>.json`; None where nothing is, or on a full disk.
+    """What is recorded, oldest first, as `collectives_rank<r>.json`; None where nothing is, or no room.
 
     Of each collective: name, group, number in it, sizes, state, and the lines of code that called it.
     """

@@ -38,7 +38,7 @@ PARTIAL_FILES = (f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.p
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
 FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
-"""Of a trainer that stops: the batch of a loss that is not finite, and the latest collectives of each rank."""
+"""Of a trainer that stops: the batch of a loss that is not finite, the latest collectives of each rank."""
 
 
 class RunFolder:

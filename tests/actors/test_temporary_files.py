@@ -64,7 +64,8 @@ def test_a_run_has_one_folder_from_start_to_end_and_leaves_none(parent):
     assert list(parent.iterdir()) == []
 
 
-def test_what_is_compiled_stays_where_later_runs_find_it(parent):
+def test_what_is_compiled_stays_where_later_runs_find_it(parent, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     _, answer = in_run(parent, lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert Path(answer).parent == parent
     assert Path(answer).name.startswith("torchinductor_")

@@ -1,5 +1,6 @@
 """What a full disk does to each file of a run: what the run needs ends it by name, the rest is a warning."""
 
+import asyncio
 import io
 import json
 import logging
@@ -103,7 +104,7 @@ def test_rollouts_that_cannot_be_written_are_a_warning_and_training_goes_on(tmp_
         loop.sinks = [records, FillsAt(disk, full=1, free=4)]
         console = io.StringIO()
         undo = setup_logging("controller", console=console)
-        run_in_virtual_time(loop.run())
+        asyncio.run(loop.run())
         undo()
         steps = sorted({line["step"] for line in read_rollouts(disk.folder / "rollouts.jsonl")})
         return json.dumps([[r["step"] for r in records.records], steps, console.getvalue()])
@@ -147,12 +148,13 @@ def test_a_console_on_a_full_disk_ends_nothing(tmp_path):
         with (disk.folder / "out.txt").open("w") as stream:
             sink = ConsoleSink(stream=stream)
             disk.fill()
-            for step in range(2000):
+            for step in range(2000):  # more than a stream keeps for later
                 sink.write({"step": step})
             disk.free()
+            sink.write({"step": 7777})
         return (disk.folder / "out.txt").read_text()[-400:]
 
-    assert "1999" in on_small_disk(show, tmp_path)
+    assert "   7777  " in on_small_disk(show, tmp_path)
 
 
 def test_a_status_that_cannot_be_written_is_named_and_the_run_stays_unfinished(tmp_path):
