@@ -24,6 +24,7 @@ FULL = "(No space left on device|File too large)"
 NOBODY = 65534
 NEW_MOUNTS, NEW_USER = 0x0002_0000, 0x1000_0000
 NO_SUID, RECURSIVE, PRIVATE = 0x2, 0x4000, 0x4_0000
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 FILLER = ".filler"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,6 +74,15 @@ def as_nobody(function: Callable[[], str]) -> str:
         return function()
 
     return _answer(drop_and_call)
+
+
+def obey_permissions() -> None:
+    """In a new process, before its program: permissions of files apply to it, be it root's.
+
+    Another user might not be allowed to read the interpreter.
+    """
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused where there is no such privilege
 
 
 def mount_small(folder: Path, *, num_bytes: int) -> bool:
