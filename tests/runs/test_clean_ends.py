@@ -4,7 +4,6 @@ Looked for are processes, ports, files in shared memory, temporary files (of eve
 locks, by `tools.soak.leftovers`.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 ENDLESS = (*SHORT, "--loop.num_steps", "500")
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
 SAVING = (*FAULTY, "saving", "--loop.num_steps", "500")
+HOSTS = (*ENDLESS, "--launch.hosts", "process")
 WARMS_UP = ("--warmup.num_steps", "400")
 GRACE_S = 10.0
 
@@ -62,8 +62,7 @@ class Run:
 
     def end(self, *, limit_s=60):
         """The exit status, once it has ended; what it printed is kept."""
-        with contextlib.closing(self.process.stdout):
-            rest, _ = self.process.communicate(timeout=limit_s)
+        rest, _ = self.process.communicate(timeout=limit_s)
         self.lines.append(rest)
         return self.process.returncode
 
@@ -142,6 +141,7 @@ def test_a_run_that_is_stopped_leaves_nothing(start, watch, number, times, statu
         pytest.param(ENDLESS, "reward", True, id="in a step, with its group", marks=pytest.mark.slow),
         pytest.param(ENDLESS, "starting", False, id="in the start", marks=pytest.mark.slow),
         pytest.param(SAVING, "reward", False, id="in a save", marks=pytest.mark.slow),
+        pytest.param(HOSTS, "reward", False, id="in a step on simulated hosts", marks=pytest.mark.slow),
         pytest.param(WARMS_UP, "warm-up: started", False, id="in the warm-up", marks=pytest.mark.slow),
     ],
 )

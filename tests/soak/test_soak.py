@@ -1,6 +1,7 @@
 """The soak's check sees each thing that a run may leave or lack, and two short runs of it are clean."""
 
 import fcntl
+import getpass
 import json
 import os
 import socket
@@ -70,6 +71,7 @@ def test_what_does_not_heed_tmpdir_is_found_beside(tmp_path):
     watch = Watch(tmp_path / "tmp", also=tmp_path / "also")
     (tmp_path / "also" / "socket").touch()
     (tmp_path / "also" / "torchinductor_me").mkdir()
+    (tmp_path / "also" / getpass.getuser()).mkdir()
     assert watch.left(grace_s=0).temporary == (str(tmp_path / "also" / "socket"),)
 
 

@@ -27,8 +27,9 @@ MARK = "RELAY_WATCHED"
 SHARED_MEMORY = Path("/dev/shm")
 LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
-CACHES = ("torchinductor_", "vllm_")
-"""Beginnings of names of what is kept for later programs, in the folder of temporary files."""
+CACHES = ("torchinductor_",)
+"""Beginnings of names of what is kept for later programs, in the folder of temporary files. Monarch's log is
+one too, in a folder with the user's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,4 +145,4 @@ def _command(pid: int) -> str:
 
 
 def _is_cache(name: str) -> bool:
-    return name.startswith(CACHES)
+    return name.startswith(CACHES) or name == getpass.getuser()

@@ -163,9 +163,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make soak", description="Run after run, each checked.")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--limit_s", type=float, default=300.0, help="of one run")
-    parser.add_argument(
-        "--folder", default=tempfile.gettempdir(), help="a short path, for sockets"
-    )
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a short path, for sockets")
     parser.add_argument(
         "--shared_machine",
         action="store_true",
