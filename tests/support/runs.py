@@ -116,7 +116,7 @@ def kill_roles_after_lines(
 def stop_role_after_line(
     dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
 ) -> FinishedRun:
-    """SIGSTOP for the processes of one role once `line` is printed: they do nothing then, and are not dead."""
+    """SIGSTOP for the processes of one role once `line` is printed: they do nothing, and are not dead."""
 
     def stop_role(run: subprocess.Popen[str]) -> None:
         processes = role_processes(run.pid, role)
@@ -124,7 +124,8 @@ def stop_role_after_line(
         for process in processes:
             os.kill(process.pid, signal.SIGSTOP)
 
-    return _act_after_line(dump_folder, name, *options, line=line, act=stop_role, limit_s=limit_s)
+    run = command(dump_folder, name, *options)
+    return _act_after_lines(run, dump_folder / name, lines=[line], act=stop_role, limit_s=limit_s)
 
 
 def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
