@@ -57,7 +57,7 @@ test-fast: setup ## the tests that start no engine and no actor: at most 2 minut
 	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
 
 test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
-	$(RUN) -m pytest -m slow $(ARGS) $(NO_INPUT)
+	$(RUN) -m pytest $(SHARED) -m slow $(ARGS) $(NO_INPUT)
 
 chaos: setup ## kill a process in each phase of a short run: recovered or not, how fast, numbers equal or not, in a table
 	$(RUN) -m tools.chaos.main $(ARGS) $(NO_INPUT)
