@@ -14,12 +14,12 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError
@@ -71,8 +71,18 @@ def drawn_with(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class Loads(Protocol):
+    """What of a learner is needed to load."""
+
+    async def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        """As `ActorLearner.load_checkpoint`."""
+        ...
+
+
 async def load_newest(
-    learner: ActorLearner,
+    learner: Loads,
     find: Callable[[], LoadSource | None],
     *,
     may_set_aside: Callable[[LoadSource], bool],

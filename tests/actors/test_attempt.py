@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,7 +18,9 @@ class Loading:
         self.damaged = damaged
         self.calls: list[tuple[str, object]] = []
 
-    async def load_checkpoint(self, folder, *, model_only=False, exclude=None):
+    async def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
         name = folder.rpartition("/")[2]
         self.calls.append((name, exclude))
         if name in self.damaged:
