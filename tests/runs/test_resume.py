@@ -130,3 +130,17 @@ def test_a_stopped_run_saves_and_goes_on_from_the_checkpoint_before_one_that_was
     again = run_to_the_end(tmp_path, "run", limit_s=LIMIT_S, resumes=True)
     assert again.status == 2
     assert f"holds a finished run of {last + 2} steps: raise loop.num_steps={last + 2}" in again.output
+
+
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_a_run_killed_before_its_first_checkpoint_starts_from_its_beginning(tmp_path):
+    killed = interrupt_after_line(
+        tmp_path, "run", *SHORT, "--loop.num_steps", "500", "--loop.eval_every", "100",
+        line=f"{'2':>7}  ", signal_number=signal.SIGKILL, limit_s=LIMIT_S,
+    )  # fmt: skip
+    assert len(killed.steps) >= 2
+    ended = run_to_the_end(tmp_path, "run", "--loop.num_steps", "2", limit_s=LIMIT_S, resumes=True)
+    assert ended.status == 0, ended.output
+    assert "starting from the beginning: there is no checkpoint to go on from" in ended.output
+    assert [r["step"] for r in read_metrics(ended.folder / "metrics.jsonl")] == [0, 1, 2, 2]
+    assert list(saved_steps(ended.folder / "checkpoints")) == [2]
