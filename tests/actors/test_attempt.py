@@ -140,7 +140,8 @@ def train(
 
     async def revive(fleet: Fleet, error: RunError) -> Fleet:
         assert "rank 0 of 1 is dead" in str(error)
-        return replace(fleet, trainer=trainers[trainers.index(fleet.trainer) + 1])
+        (place,) = (i for i, trainer in enumerate(trainers) if trainer is fleet.trainer)
+        return replace(fleet, trainer=trainers[place + 1])
 
     with RunFolder.create(tmp_path, name) as folder:
         run = training(config, folder, revive)
