@@ -93,7 +93,7 @@ def kill_role_after_line(
 def stop_role_after_line(
     dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
 ) -> FinishedRun:
-    """SIGSTOP for the processes of one role once `line` is printed: they do nothing then, and are not dead."""
+    """SIGSTOP for the processes of one role once `line` is printed: they do nothing, and are not dead."""
 
     def stop_role(run: subprocess.Popen[str]) -> None:
         processes = role_processes(run.pid, role)
