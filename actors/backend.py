@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorGroup, Group
+from actors.calls import ActorCallError, ActorGroup, Group
 from actors.sync_check import SyncCheck, give_up
 from losses.types import Loss
 from rl.errors import RunError
+from rl.training.checkpoint_files import DamagedCheckpointError
 from rl.training.config import Dtype
 from rl.types import (
     Completion,
@@ -80,11 +81,27 @@ class ActorLearner:
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        await self._rank0("save_checkpoint", folder, position, model_only, wait, limit="checkpoint_s")
+        await self._rank0(
+            "save_checkpoint", folder, position, model_only, wait, attachments, limit="checkpoint_s"
+        )
 
-    async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        return await self._rank0("load_checkpoint", folder, model_only, limit="checkpoint_s")
+    async def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        """As `Learner.load_checkpoint`; `exclude` None takes `checkpoint.exclude_from_loading`.
+
+        Raises:
+            DamagedCheckpointError: names the file; the trainer is as it was.
+        """
+        try:
+            return await self._rank0("load_checkpoint", folder, model_only, exclude, limit="checkpoint_s")
+        except ActorCallError as error:
+            remote = getattr(error.__cause__, "exception", None)
+            if isinstance(remote, DamagedCheckpointError):
+                raise remote from error
+            raise
 
     async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
         """Write the weights as a Hugging Face folder, in `checkpoint.export_dtype` when None."""

@@ -179,7 +179,7 @@ def check_load_source(
     """
     if source is None:
         return
-    if source.position is not None and source.position.step >= num_steps:
+    if source.position is not None and source.position.step >= num_steps and not source.whole:
         raise ValueError(
             f"loop.num_steps={num_steps}: {source.path} has done {source.position.step} steps already; "
             "give more to continue"
@@ -200,7 +200,7 @@ def check_load_source(
         read_state(source.path),
         Destination(tensors=tensors, converters=converters),
         model_only=source.model_only,
-        exclude=trainer.checkpoint.exclude_from_loading,
+        exclude=() if source.whole else trainer.checkpoint.exclude_from_loading,
     )
 
 
@@ -219,7 +219,7 @@ def check_reference_weights(
         source.started_from,
         of=source.path,
         present=start.origin,
-        exclude=fleet.trainer.checkpoint.exclude_from_loading,
+        exclude=() if source.whole else fleet.trainer.checkpoint.exclude_from_loading,
     )
     if folder is None:
         return None
@@ -280,8 +280,10 @@ def has_lora(fleet: FleetConfig) -> bool:
     return any(isinstance(converter, LoRA.Config) for converter in fleet.trainer.converters)
 
 
-def check_end(fleet: FleetConfig, *, warms_up: bool) -> None:
+def check_end(fleet: FleetConfig, *, warms_up: bool, resumes: bool = False) -> None:
     """What would only be noticed when a run starts to train, or when it ends.
+
+    `resumes`: the run replaces what an earlier end of it left.
 
     Raises:
         ValueError: names the field.
@@ -294,7 +296,7 @@ def check_end(fleet: FleetConfig, *, warms_up: bool) -> None:
         )
     if not has_lora(fleet):
         return
-    if checkpoint.saves and checkpoint.shared_folder is not None:
+    if checkpoint.saves and checkpoint.shared_folder is not None and not resumes:
         adapter = checkpoint.shared_folder / ADAPTER_FOLDER
         if adapter.exists():
             raise ValueError(

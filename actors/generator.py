@@ -7,11 +7,11 @@ spawns when its root config holds one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
@@ -111,6 +111,17 @@ class VLLMGenerator(Actor, Configurable):
     async def wake(self) -> None:
         """Take the memory again; a version must be pulled before anything is generated."""
         await self._running().wake()
+
+    @concurrent_endpoint
+    async def random_states(self) -> bytes:
+        """Of the engine and of this process, for `restore_random_states`."""
+        return self._running().random_states()
+
+    @concurrent_endpoint
+    async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
+        """Set those of this rank, if they are among `states`."""
+        if (own := states.get(current_rank().rank)) is not None:
+            self._running().restore_random_states(own)
 
     @endpoint
     async def close(self) -> None:

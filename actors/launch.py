@@ -14,14 +14,16 @@ killed, the kernel kills the actor processes (Monarch sets their parent-death si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
@@ -44,6 +46,7 @@ from actors.processes import (
     remove_unmapped,
     with_descendants,
 )
+from rl.stop_request import StopAskedError, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -246,13 +249,14 @@ async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     await _until_gone("(any)", strays)
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
     """Run a controller's coroutine; afterwards no process of its roles is left.
 
-    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run.
+    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run. Where a loop hears `stop`, the
+    first of them is a request to that, and only the next one cancels.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C. A second one ends the clean-up as well.
+        KeyboardInterrupt: after Ctrl-C. A further one ends the clean-up as well.
         SystemExit: 143 after SIGTERM.
     """
     terminated = False
@@ -264,11 +268,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         def on_sigterm() -> None:
             nonlocal terminated
             terminated = True
-            task.cancel()
+            if stop is None or not stop.ask():
+                task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         try:
-            return await main
+            with contextlib.nullcontext() if stop is None else _asking_at_ctrl_c(stop):
+                return await main
         finally:
             await stop_all()
 
@@ -278,6 +284,31 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
         raise
+    except StopAskedError:
+        if terminated:
+            raise SystemExit(SIGTERM_EXIT_CODE) from None
+        raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def _asking_at_ctrl_c(stop: StopRequest) -> Iterator[None]:
+    """The first Ctrl-C asks; whether or not it is heard, the next does what it would do without this."""
+    otherwise = signal.getsignal(signal.SIGINT)
+    if not callable(otherwise):  # ignored, as in a shell's background job
+        yield
+        return
+
+    def on_sigint(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, otherwise)
+        if not stop.ask():
+            otherwise(number, frame)
+
+    signal.signal(signal.SIGINT, on_sigint)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is on_sigint:
+            signal.signal(signal.SIGINT, otherwise)
 
 
 def _role_of(mesh: ProcMesh) -> _Role:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -26,6 +27,7 @@ from actors.task_checks import check_demonstrations, check_sample_limit, check_t
 from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
+from rl.models.spec import ModelSpec
 from rl.rollouts.demonstrations import demonstrated_now
 from rl.rollouts.renderer import TemplateRenderer, make_renderer
 from rl.rollouts.tried_environments import TriedEnvironments
@@ -37,10 +39,13 @@ from rl.starting_point import (
     warmed_up_model,
 )
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import LoadSource, find_load_source
+from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source
 from rl.training.experts import ExpertBalance
+from rl.training.own_checkpoint import own_checkpoint
 from rl.types import Prompt
 from rl.weights.files import check_unused
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +55,8 @@ class Plan:
     start: StartingPoint
     source: LoadSource | None
     """What the trainer loads instead of the starting point's weights."""
+    resumed: LoadSource | None
+    """What it loads instead of both, of a run that goes on: the run's own latest checkpoint."""
     reference: Path | None
     """What the trainer loads into the reference policy, where that is not the starting point."""
     task: Task
@@ -64,15 +71,24 @@ class Plan:
         return paths | ({} if self.reference is None else {"trainer.reference": self.reference})
 
 
-def make_plan(config: RunConfig) -> Plan:
-    """Check all that can be checked without starting or writing anything."""
+def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
+    """Check all that can be checked without starting or writing anything.
+
+    Checkpoints that turn out to be damaged are set aside where the run can go on from another one.
+
+    Args:
+        resumes: folder of the checkpoints of a run that goes on; None: it is a new one.
+    """
     task: Task = config.task.build()
     environments = tried_environments(config, task=task)
-    source = find_load_source(config.trainer.checkpoint)
+    resumed = None
+    if resumes is not None and config.trainer.checkpoint.saves:
+        resumed = own_checkpoint(resumes, num_steps=config.loop.num_steps)
+    source = _asked_source(config, resumed)
     start = starting_point(config, task=task, environments=environments, source=source)
     check_same_tokenizer(source, start=start, fleet=config.fleet)
     check_load_source(
-        source,
+        resumed or source,
         fleet=config.fleet,
         model_spec=start.spec,
         num_steps=config.loop.num_steps,
@@ -80,15 +96,14 @@ def make_plan(config: RunConfig) -> Plan:
     )
     check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
     check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
-    reference = check_reference_weights(source, start=start, fleet=config.fleet, num_gpus=num_gpus())
-    check_end(config.fleet, warms_up=config.warmup is not None)
+    reference = check_reference_weights(
+        resumed or source, start=start, fleet=config.fleet, num_gpus=num_gpus()
+    )
+    check_end(config.fleet, warms_up=config.warmup is not None, resumes=resumes is not None)
     check_waits(config.fleet, store=config.weights)
     check_unused(config.weights)
     if not config.launch.on_cluster and num_gpus() == 0:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        check_memory(config.fleet, model_spec=start.spec, memory_bytes=memory_bytes)
-        num_cores = len(os.sched_getaffinity(0))
-        check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
+        _check_machine(config, model_spec=start.spec)
     tokenizer, stop_ids = start.tokenizer()
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
     first_prompt = _first_prompt(
@@ -101,6 +116,7 @@ def make_plan(config: RunConfig) -> Plan:
     return Plan(
         start=start,
         source=source,
+        resumed=resumed,
         reference=reference,
         task=task,
         environments=environments,
@@ -114,6 +130,27 @@ def make_plan(config: RunConfig) -> Plan:
             batch_invariant=config.batch_invariant,
         ),
     )
+
+
+def _check_machine(config: RunConfig, *, model_spec: ModelSpec) -> None:
+    """Memory and cores of this one, which has no GPU."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    check_memory(config.fleet, model_spec=model_spec, memory_bytes=memory_bytes)
+    num_cores = len(os.sched_getaffinity(0))
+    check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
+
+
+def _asked_source(config: RunConfig, resumed: LoadSource | None) -> LoadSource | None:
+    """What the config says that the run starts from."""
+    checkpoint = config.trainer.checkpoint
+    if resumed is None:
+        return find_load_source(checkpoint, repairs=not config.launch.dry_run)
+    try:
+        return initial_source(checkpoint)
+    except ValueError as error:
+        # It may be gone: the run has a checkpoint of its own now.
+        logger.info("not looked for any more: %s", error)
+        return resumed
 
 
 def _first_prompt(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from rl.config.configurable import Configurable
 from rl.errors import RunError
+from rl.random_states import process_states, restore_process_states
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
 from rl.rollouts.scoring import ScoringWorker
 from rl.types import Rollout, Score
@@ -64,6 +66,20 @@ class RewardActor(Actor, Configurable):
         if not whole and self._worker.rubric.has_group_functions:
             raise RunError("the rubric has functions of a group, and groups were divided: keep them together")
         return await self._worker.score(groups, alone=alone)
+
+    @concurrent_endpoint
+    async def random_states(self) -> bytes:
+        """Of this process and of the one that calls reward functions, for `restore_random_states`."""
+        return pickle.dumps((process_states(), await self._worker.random_states()))
+
+    @concurrent_endpoint
+    async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
+        """Set those of this rank, if they are among `states`."""
+        if (own := states.get(current_rank().rank)) is not None:
+            of_actor, of_functions = pickle.loads(own)
+            restore_process_states(of_actor)
+            if of_functions is not None:
+                await self._worker.restore_random_states(of_functions)
 
     @endpoint
     async def close(self) -> None:

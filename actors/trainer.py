@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -191,8 +191,15 @@ class PolicyTrainer(Actor, Configurable):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        save = partial(self.engine.save_checkpoint, position=position, model_only=model_only, wait=wait)
+        save = partial(
+            self.engine.save_checkpoint,
+            position=position,
+            model_only=model_only,
+            wait=wait,
+            attachments=attachments,
+        )
         await self._compute(save, folder)
 
     @concurrent_endpoint
@@ -201,8 +208,11 @@ class PolicyTrainer(Actor, Configurable):
         await self._compute(self.engine.checkpointer.wait)
 
     @concurrent_endpoint
-    async def load_checkpoint(self, folder: str, model_only: bool = False) -> int:
-        return await self._change_weights(partial(self.engine.load_checkpoint, model_only=model_only), folder)
+    async def load_checkpoint(
+        self, folder: str, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        load = partial(self.engine.load_checkpoint, model_only=model_only, exclude=exclude)
+        return await self._change_weights(load, folder)
 
     @concurrent_endpoint
     async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:

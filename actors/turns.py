@@ -19,7 +19,7 @@ from actors.sync_check import SyncCheck
 
 Side = Literal["trainer", "generators"]
 
-_NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving"})
+_NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving", "random_states", "restore_random_states"})
 _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -199,9 +199,12 @@ class LocalBackend:
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         await self._learner.run(
-            lambda: self.engine.save_checkpoint(folder, position=position, model_only=model_only, wait=wait)
+            lambda: self.engine.save_checkpoint(
+                folder, position=position, model_only=model_only, wait=wait, attachments=attachments
+            )
         )
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:

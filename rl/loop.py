@@ -23,7 +23,10 @@ from typing import Protocol
 from rl.clock import now_s
 from rl.config.configurable import Configurable
 from rl.errors import RunError, naming
+from rl.loop_checks import check_empty_steps, check_logprobs
 from rl.loop_config import LoopConfig
+from rl.loop_progress import Progress
+from rl.loop_state import LoopState
 from rl.observability.background import BackgroundWriter
 from rl.observability.metrics import Record
 from rl.observability.recorder import Recorder
@@ -32,14 +35,14 @@ from rl.rollout_parts import RolloutParts
 from rl.rollouts.ages import token_ages
 from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.evaluation import FailedEvaluationError
-from rl.rollouts.producer import Batch, NothingToLearnError
 from rl.rollouts.renderer import Renderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.step_clock import StepClock
 from rl.step_metrics import TrainedMinibatch, age_metrics, batch_metrics, time_metrics, training_metrics
 from rl.step_samples import SampleMaker, StepSamples
+from rl.stop_request import StopAskedError, StopRequest
 from rl.tasks.task import Task
-from rl.types import ForwardBackwardResult, LoopPosition
+from rl.types import OptimStepResult
 from rl.weights.sync import WeightSync
 
 
@@ -57,10 +60,6 @@ class Watch(Protocol):
     def __call__(self, title: str, /) -> AbstractContextManager[object]:
         """Entered before something long begins, left when it is done."""
         ...
-
-
-class LogprobMismatchError(RunError):
-    """Trainer and generator disagree about tokens that equal weights should have drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,19 +92,21 @@ class Loop(Configurable):
         seed: int,
         recorder: Recorder | None = None,
         watch: Watch = nullcontext,
-        position: LoopPosition | None = None,
+        state: LoopState | None = None,
         proximal_logprobs: bool = False,
         threads: EnvironmentThreads | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         """
         Args:
             max_sequence_tokens: of one sequence, that generator and trainer can take.
             recorder: is given every batch and evaluation.
             watch: is told of evaluations, which are silent until they are done.
-            position: of an earlier loop that is continued; the learner holds that loop's state.
+            state: of an earlier loop that is continued; the learner holds the weights of its step.
             proximal_logprobs: the loss asks for the logprobs before a step's first update
                 (`losses.types.uses_proximal_logprobs`).
             threads: that the task's environments were called in before; None makes some.
+            stop: heard while the loop runs.
         """
         self.config = config
         self.seams = seams
@@ -114,13 +115,11 @@ class Loop(Configurable):
         self.recorder = recorder
         self._recording = BackgroundWriter("rollouts.jsonl")
         self.watch = watch
-        self._samples = SampleMaker(
-            config=config,
-            learner=seams.learner,
-            # Of a single update, the loss knows them itself.
-            adds_proximal=proximal_logprobs and config.num_minibatches > 1,
-        )
-        self._position = position
+        # Of a single update, the loss knows them itself.
+        adds = proximal_logprobs and config.num_minibatches > 1
+        self._samples = SampleMaker(config=config, learner=seams.learner, adds_proximal=adds)
+        self._stop = stop or StopRequest()
+        self._continued = state
         parts = RolloutParts(
             config=config,
             sampler=seams.sampler,
@@ -132,39 +131,58 @@ class Loop(Configurable):
             threads=threads or EnvironmentThreads(),
         )
         self._evaluator = parts.evaluator()
-        self._problems = parts.problems(position)
+        problems = parts.problems(state)
         worker = parts.worker()
         self._clock = StepClock(worker)
-        self._producer = parts.producer(worker, self._problems, position)
+        self._producer = parts.producer(worker, problems, state)
         self._sync = WeightSync(seams.publisher, on_failure=self._producer.fail)
-        self._step_of_version: dict[int, int] = {}
-        """Step after which each policy version was published, so that ages can be told."""
-        self._num_empty_steps = 0
+        self._progress = Progress(config=config, problems=problems, producer=self._producer, state=state)
 
     async def run(self) -> None:
-        """Publish the starting weights, evaluate, train, evaluate, save."""
-        done = 0 if self._position is None else self._position.step
+        """Publish the starting weights, evaluate, train, evaluate, save; or from where `state` stands.
+
+        Raises:
+            StopAskedError: the loop was asked to end; the last whole step is saved.
+            RunError: why it cannot go on; the last whole step is saved if the learner still has its weights.
+        """
         try:
-            with naming(f"before step {done + 1}"):
-                await self._sync.begin()
-                self._step_of_version[await self._served_version()] = done
-                if self._position is None:
-                    await self._save(done)
-                await self._evaluate(done)
-            for step in range(done + 1, self.config.num_steps + 1):
-                with naming(f"step {step}"):
-                    await self._step(step)
-                with naming(f"after step {step}"):
-                    if self._evaluates(step):
-                        await self._evaluate(step)
-                    await self._save(step)
-            with naming(f"after step {max(done, self.config.num_steps)}"):
-                await self._sync.served()
-                await self._recording.finish()
+            with self._stop.heard(self._what_a_stop_does):
+                await self._run(self._progress.done)
+        except StopAskedError:
+            await self.checkpoints.save_at_stop(self._progress.now())
+            raise
+        except RunError as error:
+            if self._progress.whole is not None:
+                await self.checkpoints.save_after(error, self._progress.whole)
+            raise
         finally:
             await self._recording.close()
             await self._producer.close()
             await self._sync.close()
+
+    async def _run(self, done: int) -> None:
+        with naming(f"before step {done + 1}"):
+            self._stop.check()
+            if self._continued is not None:
+                await self.checkpoints.restore_random_states(self._continued)
+            await self._sync.begin()
+            self._progress.step_of_version[await self._served_version()] = done
+            if self._continued is None:
+                await self._save(done)
+            if not self._progress.evaluated:
+                await self._evaluate(done)
+        for step in range(done + 1, self.config.num_steps + 1):
+            with naming(f"step {step}"):
+                self._stop.check()
+                await self._step(step)
+            with naming(f"after step {step}"):
+                if not self._progress.evaluated:
+                    self._stop.check()
+                    await self._evaluate(step)
+                await self._save(step)
+        with naming(f"after step {max(done, self.config.num_steps)}"):
+            await self._sync.served()
+            await self._recording.finish()
 
     async def _step(self, step: int) -> None:
         clock = self._clock
@@ -172,17 +190,20 @@ class Loop(Configurable):
         if self.config.max_policy_age == 0:
             self._producer.serve(step - 1)
         try:
-            batch = await self._producer.next_batch()
+            batch = await self._stop.cutting_short(self._producer.next_batch())
+        except StopAskedError:
+            raise
         except Exception:
             if self.recorder is not None:
                 unused = self._producer.unused()
                 await self._recording.last(partial(self.recorder.stopped, step, unused))
             raise
+        self._progress.step_begins()
         clock.rollouts(batch)
         ages = token_ages(
             batch.groups,
             step=step,
-            step_of_version=self._step_of_version,
+            step_of_version=self._progress.step_of_version,
             max_age=self.config.max_policy_age,
         )
         made = await self._samples.make(batch)
@@ -204,27 +225,37 @@ class Loop(Configurable):
                 **time_metrics(minibatches=minibatches, published=self._sync.last, clock=clock),
             }
         )
-        self._stop_if_nothing_to_learn(batch, made)
+        self._progress.step_ends(step, teaches=made.teaches)
+        check_empty_steps(self._progress.num_empty_steps, batch, most=self.config.max_empty_steps)
 
     async def _train(self, made: StepSamples, *, is_on_policy: bool) -> list[TrainedMinibatch]:
         minibatches: list[TrainedMinibatch] = []
         for samples in made.minibatches:
             gradient = await self.seams.learner.forward_backward(samples)
             if is_on_policy and not minibatches:  # later ones differ by the updates between
-                self._check_logprobs(gradient)
+                check_logprobs(gradient, max_diff=self.config.max_logprob_diff)
             self._clock.lap("train")
             await self._sync.pushed()
             self._clock.lap("publish")
-            update = await self.seams.learner.optim_step()
+            update = await self._update()
             self._clock.lap("train")
             minibatches.append(TrainedMinibatch(gradient=gradient, update=update))
         return minibatches
 
+    async def _update(self) -> OptimStepResult:
+        progress = self._progress
+        before, progress.whole = progress.whole, None
+        try:
+            return await self.seams.learner.optim_step()
+        except ArithmeticError:  # a gradient that is not finite: nothing was updated
+            progress.whole = before
+            raise
+
     async def _publish(self, step: int, policy_version: int) -> None:
         """Begin to, if it is due; with `max_policy_age` 0 wait until it is done."""
-        if step % self.config.publish_every and not self._evaluates(step):
+        if step % self.config.publish_every and not self._progress.evaluates(step):
             return
-        self._step_of_version[policy_version] = step
+        self._progress.step_of_version[policy_version] = step
         if self.config.max_policy_age == 0:
             await self._sync.begin()
             await self._sync.served()
@@ -234,38 +265,12 @@ class Loop(Configurable):
     async def _served_version(self) -> int:
         return (await self._sync.served()).policy_version
 
-    def _check_logprobs(self, result: ForwardBackwardResult) -> None:
-        if result.logprob_diff_mean > self.config.max_logprob_diff:
-            raise LogprobMismatchError(
-                f"the logprobs of trainer and generator differ by {result.logprob_diff_mean:.3g} nats a "
-                f"token (at most {result.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
-                f"{self.config.max_logprob_diff:g}: they do not hold the same weights, or compute them in "
-                "other precisions"
-            )
-
-    def _stop_if_nothing_to_learn(self, batch: Batch, made: StepSamples) -> None:
-        self._num_empty_steps = 0 if made.teaches else self._num_empty_steps + 1
-        if self._num_empty_steps > self.config.max_empty_steps:
-            rewards = {member.score.reward for group in batch.groups for member in group.scored}
-            raise NothingToLearnError(
-                f"{self._num_empty_steps} steps in a row had equal rewards in every group (the last: "
-                f"{sorted(rewards)[:3]}), more than loop.max_empty_steps={self.config.max_empty_steps}: the "
-                "task is solved or out of reach, so there is no policy gradient"
-            )
-
-    def _evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after this step."""
-        every = self.config.eval_every
-        return bool(every) and (step % every == 0 or step == self.config.num_steps)
-
     async def _evaluate(self, step: int) -> None:
-        if not self.config.eval_every:
-            return
         policy_version = await self._served_version()
         started = now_s()
         with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
             try:
-                evaluation = await self._evaluator.run()
+                evaluation = await self._stop.cutting_short(self._evaluator.run())
             except FailedEvaluationError as error:
                 if self.recorder is not None:
                     stopped = partial(self.recorder.stopped_evaluation, step, error.result)
@@ -277,10 +282,19 @@ class Loop(Configurable):
         self._write(
             {"step": step, "policy_version": policy_version, **evaluation.metrics(), "time/eval_s": eval_s}
         )
+        self._progress.evaluation_ends()
 
     async def _save(self, step: int) -> None:
-        position = self._problems.position(step, outstanding=self._producer.bound.outstanding)
-        await self.checkpoints.save_if_due(position, last=step == self.config.num_steps > 0)
+        """If it is due."""
+        last = step == self.config.num_steps > 0
+        if self.checkpoints.is_due(step, last=last):
+            await self._recording.finish()  # nobody draws these rollouts again
+            await self.checkpoints.save(self._progress.now(), last=last)
+
+    def _what_a_stop_does(self) -> str:
+        step = self._progress.done + self._progress.trains
+        saves = f"saving step {step}" if self.checkpoints.would_save(step) else f"stopping after step {step}"
+        return f"{saves}, then ending; again to end at once"
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:

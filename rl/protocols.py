@@ -6,7 +6,7 @@ weights. Scoring is a fifth that any function could do in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -78,6 +78,10 @@ class Learner(Protocol):
         """Divide by the accumulated denominator, clip, step, clear the gradient."""
         ...
 
+    async def drop_gradient(self) -> None:
+        """Forget what was accumulated since the last step."""
+        ...
+
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         """[T] float32 nats for each sample, entry t of token t; entry 0 is 0."""
         ...
@@ -93,8 +97,9 @@ class Learner(Protocol):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Let a folder appear, whole, with the loop's `position` in it.
+        """Let a folder appear, whole, with the loop's `position` and further files by name in it.
 
         `wait` False allows it to appear later; what goes wrong then is raised by the next call.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rl.loop_config import LoopConfig
+from rl.loop_state import LoopState
 from rl.protocols import Sampler, Scorer
 from rl.rollouts.age_bound import AgeBound
 from rl.rollouts.environment_thread import EnvironmentThreads
@@ -15,7 +16,7 @@ from rl.rollouts.numbered_problems import NumberedProblems
 from rl.rollouts.producer import FailedRewards, GroupFilter, RolloutProducer
 from rl.rollouts.renderer import Renderer
 from rl.tasks.task import Task
-from rl.types import LoopPosition, SamplingParams
+from rl.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,13 @@ class RolloutParts:
             drop_long_prompts=self.config.long_prompts == "drop",
         )
 
-    def problems(self, position: LoopPosition | None) -> NumberedProblems:
-        """Those of training, from a position on."""
+    def problems(self, state: LoopState | None) -> NumberedProblems:
+        """Those of training, from where an earlier loop stood."""
+        position = None if state is None else state.to_draw
         return NumberedProblems(self.task.train_problems(seed=self.seed), position)
 
     def producer(
-        self, worker: RolloutWorker, problems: NumberedProblems, position: LoopPosition | None
+        self, worker: RolloutWorker, problems: NumberedProblems, state: LoopState | None
     ) -> RolloutProducer:
         config = self.config
         limit = config.max_sample_tokens if config.long_samples == "drop_group" else None
@@ -90,7 +92,7 @@ class RolloutParts:
                 max_age=config.max_policy_age,
                 num_prompts=config.num_prompts,
                 num_steps=config.num_steps,
-                step=0 if position is None else position.step,
+                step=0 if state is None else state.position.step,
             ),
             worker=worker.run,
             problems=problems,
@@ -99,4 +101,5 @@ class RolloutParts:
                 max_share=config.max_failed_rewards, rewards_of_step=config.num_prompts * config.num_samples
             ),
             max_dropped=config.max_empty_steps * config.num_prompts,
+            held=None if state is None else state.held,
         )

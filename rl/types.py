@@ -383,4 +383,9 @@ class LoopPosition:
     num_problems: int
     """Training problems drawn until then, in the task's order."""
     outstanding: tuple[int, ...] = ()
-    """Numbers of those whose rollouts were neither trained on nor dropped: they are drawn again."""
+    """Numbers of those whose rollouts were neither trained on nor dropped: they are drawn again, but for
+    those that `rl.loop_state.LoopState` holds."""
+    evaluated: bool = False
+    """Whether no evaluation is due before the next step: it is written, or there was none to do."""
+    num_records: int = 0
+    """Lines of the run's metrics.jsonl until then."""

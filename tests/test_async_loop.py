@@ -374,7 +374,7 @@ def test_a_continued_loop_draws_again_what_was_under_way_and_nothing_twice():
     assert position.step == 2
     assert 1 in position.outstanding  # the slow one was overtaken
     rest.version = rest.served_version = 2
-    run(rest, position=position, **settings)
+    run(rest, state=position, **settings)
 
     def trained(policy: SimulatedPolicy) -> list[int]:
         samples = [s for step in policy.trained for s in step[::4]]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rl.errors import RunError
-from rl.loop import LogprobMismatchError, Loop
+from rl.loop import Loop
+from rl.loop_checks import LogprobMismatchError
 from rl.rollouts.ages import StalePolicyError
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.producer import NothingToLearnError
@@ -44,7 +45,7 @@ def test_checkpoints_are_saved_when_due_and_only_the_last_is_waited_for():
         f"save ckpt/step-{step}" for step in (0, 1, 2, 4, 5)
     ]
     assert policy.calls[2] == "save ckpt/step-0"  # before the first step
-    positions = [LoopPosition(step=step, num_problems=3 * step) for step in (0, 1, 2, 4, 5)]
+    positions = [LoopPosition(step=step, num_problems=3 * step, evaluated=True) for step in (0, 1, 2, 4, 5)]
     assert policy.saved == [(position, False, False) for position in positions[:-1]] + [
         (positions[-1], True, True)
     ]
@@ -70,8 +71,8 @@ def test_a_loop_continues_with_the_steps_problems_and_seeds_of_one_that_did_not_
     every = CheckpointConfig(interval=2, create_seed_checkpoint=True)
     records = run_loop(whole, num_steps=4, problems=problems(), checkpoint=every)
     position, *_ = whole.saved[1]
-    assert position == LoopPosition(step=2, num_problems=4)
-    continued = run_loop(rest, num_steps=4, problems=problems(), checkpoint=every, position=position)
+    assert position == LoopPosition(step=2, num_problems=4, evaluated=True)
+    continued = run_loop(rest, num_steps=4, problems=problems(), checkpoint=every, state=position)
     assert seen(rest) == seen(whole)[2:]
     assert [record["step"] for record in continued] == [record["step"] for record in records[2:]] == [3, 4]
     assert rest.saved == whole.saved[2:]  # and the seed is not saved again

@@ -21,6 +21,7 @@ import asyncio
 import json
 import logging
 import os
+import pickle
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from rl.models.hf import HFFolder
 from rl.models.prompt_requests import End
 from rl.models.spec import ModelSpec
 from rl.models.stop_texts import spells_any
+from rl.random_states import process_states, restore_process_states
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.types import Completion, SamplingParams
 from rl.worker_thread import WorkerThread
@@ -244,6 +246,16 @@ class GeneratorEngine(Configurable):
     async def wake(self) -> None:
         """Take the memory again; nothing happens if it is there. Called on every rank."""
         await self._driver.rest(asleep=False)
+
+    def random_states(self) -> bytes:
+        """Of what calls without a seed are drawn with, and of this process."""
+        return pickle.dumps((self._rng.getstate(), process_states()))
+
+    def restore_random_states(self, states: bytes) -> None:
+        """Set what `random_states` returned."""
+        own, of_process = pickle.loads(states)
+        self._rng.setstate(own)
+        restore_process_states(of_process)
 
     async def close(self) -> None:
         """End the engine and its thread; calls that wait fail. Idempotent."""

@@ -4,7 +4,7 @@ The registry function returns a complete config; every leaf of *that instance* i
 so fields that a subclass adds in a nested place are options too. An option is checked against
 the instance's tree before its value is typed by tyro, hence a typo can never become a default.
 `--from_json outputs/x/config.json` starts from a run's file instead, without what was that run's
-alone (`ONE_RUN`); options override it.
+alone (`ONE_RUN`); options override it. `--resume outputs/x` goes on with that run in its own folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ SOURCE_OPTIONS = {
     "config": "Function of that module that returns the config.",
     "from_json": "Start from a run's config.json instead of --module and --config; under a new name, and "
     "without its leave to overwrite.",
+    "resume": "Go on with the run of this folder, in it, with its config.json; options change fields of it.",
 }
+_OF_THE_FOLDER = ("name", "dump_folder", "overwrite")
+"""Fields that a run which goes on has from its folder's place."""
 
 
 def parse_cli(
@@ -83,6 +86,8 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
             if len(values) != 1:
                 raise ConfigError(f"--{name} takes one value, not {values!r}")
             given[name] = values[0]
+    if "resume" in given:
+        return _resumed(Path(given.pop("resume")), beside=[*given, *options])
     if "from_json" in given:
         if len(given) > 1:
             raise ConfigError(
@@ -95,6 +100,32 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
     if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
         raise TypeError(f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}")
     return run
+
+
+def _resumed(folder: Path, *, beside: Sequence[str]) -> ResolvedRun:
+    """The run of a folder; `beside` are the other options that were given."""
+    for name in beside:
+        root = name.removeprefix("no_")
+        if name in SOURCE_OPTIONS or root in _OF_THE_FOLDER:
+            raise ConfigError(
+                f"--resume goes on with a run as it is, in its own folder: leave out --{name}; other options "
+                "change fields of its config.json"
+            )
+    path = folder.expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(f"--resume {folder}: there is no such folder")
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
+    run = read_json(file)
+    if not set(_OF_THE_FOLDER) <= {entry.name for entry in children(run.config)}:
+        raise ConfigError(
+            f"--resume {folder}: {run.module}.{run.function} is no training run, so it has no steps to go on "
+            "with"
+        )
+    dump_folder = type(run.config.dump_folder)(path.parent)  # a text or a path
+    places = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
+    return dataclasses.replace(run, config=rebuild(run.config, places), resumes=path)
 
 
 def _of_another_run(config: Any) -> Any:
@@ -203,7 +234,7 @@ def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
     sources = [
         (name, Annotated[str | None, tyro.conf.arg(help=text)], dataclasses.field(default=default))
         for (name, text), default in zip(
-            SOURCE_OPTIONS.items(), (run.module, run.function, None), strict=True
+            SOURCE_OPTIONS.items(), (run.module, run.function, None, None), strict=True
         )
     ]
     mirror = dataclasses.make_dataclass("Options", [*sources, *_mirror_fields(run.config, prefix="")])

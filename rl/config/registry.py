@@ -12,6 +12,7 @@ import pkgutil
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,8 @@ class ResolvedRun:
     function: str
     config: Any
     """The root config, an instance of some `Configurable.Config`."""
+    resumes: Path | None = None
+    """Folder of the run that goes on; None for a new run."""
 
 
 def resolve(module: str, function: str) -> ResolvedRun:

@@ -10,6 +10,7 @@ Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -145,9 +146,20 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         """Raises UnwrittenError where the file cannot be made."""
+        self._num_records = len(read_metrics(path)) if path.exists() else 0
         self._file = WholeLines(path)
         with writing(path):
             self._file.open()
+
+    @property
+    def num_records(self) -> int:
+        """Lines of the file, those of an earlier writer included."""
+        return self._num_records
+
+    async def flush_to_disk(self) -> None:
+        """Return when what is written would outlive a power failure; raises UnwrittenError."""
+        with writing(self._file.path):
+            await asyncio.to_thread(self._file.sync)
 
     def write(self, record: Record) -> None:
         """Append one line; what there is nothing to report of is left out.
@@ -161,6 +173,7 @@ class MetricsWriter:
                 line[name] = value if math.isfinite(value) else str(value)
         with writing(self._file.path):
             self._file.append(json.dumps(line, allow_nan=False) + "\n")
+        self._num_records += 1
 
     def close(self) -> None:
         self._file.close()

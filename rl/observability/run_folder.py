@@ -34,9 +34,11 @@ OWN_FILES = (
     "pass_rates.jsonl",
     STATUS,
 )
-PARTIAL_FILES = (f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
+PARTIAL_FILES = ("config.json.tmp", f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
+WEIGHTS = "weights"
+"""Where weights travel as files, unless they are elsewhere; gone when the run has ended in order."""
 FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
 """Of a trainer that stops: the batch of a loss that is not finite, the latest collectives of each rank."""
 
@@ -118,6 +120,34 @@ class RunFolder:
             os.close(lock_fd)
             raise
         return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=created)
+
+    @classmethod
+    def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
+        """Lock the folder of a run that has ended, to go on in it; nothing in it changes before `reopen`.
+
+        Raises:
+            ValueError: it is no run's folder, or in use by one that goes on.
+        """
+        if not path.is_dir() or read_status(path) is None:
+            raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
+        lock_fd = _lock(path, otherwise="only a run that has ended can be resumed")
+        return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its run came to its end."""
+        return read_status(self.path) == "finished"
+
+    def reopen(self) -> None:
+        """The run goes on: it is unfinished again, and what its last process left half done is removed."""
+        for leftover in (*self.path.glob("*.jsonl.tmp"), *(self.path / name for name in PARTIAL_FILES)):
+            leftover.unlink(missing_ok=True)
+        shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
+        with _usable(self.path):
+            for folder in OWN_FOLDERS:
+                if folder == self.logs.name or self.checkpoints.parent == self.path:
+                    (self.path / folder).mkdir(exist_ok=True)
+            _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's.
@@ -211,7 +241,7 @@ def _usable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be a run's folder: {error.strerror}") from error
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, *, otherwise: str = "choose another name") -> int:
     """File descriptor that holds the lock; the lock file names the process for others to read."""
     with _usable(path):
         lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -220,7 +250,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError as error:
         holder = os.read(lock_fd, 200).decode() or "another process"
         os.close(lock_fd)
-        raise ValueError(f"{path} is in use by {holder}; choose another name") from error
+        raise ValueError(f"{path} is in use by {holder}; {otherwise}") from error
     os.ftruncate(lock_fd, 0)
     with contextlib.suppress(OSError):  # a full disk is told where it is needed
         os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -231,8 +261,8 @@ def _occupied(path: Path, status: str) -> str:
     if status == "finished":
         return f"{path} holds a finished run; choose another name, or --overwrite to replace it"
     return (
-        f"{path} holds an unfinished run (it failed or was killed); choose another name, or --overwrite "
-        "to replace it"
+        f"{path} holds an unfinished run (it failed or was killed); go on with it by --resume {path}, choose "
+        "another name, or --overwrite to replace it"
     )
 
 

@@ -47,6 +47,15 @@ class AgeBound:
         assert group not in self._last_steps, f"group {group} has started before"
         self._last_steps[group] = self.served + self.max_age + 1
 
+    def last_step(self, group: int) -> int:
+        """Of an outstanding group: the last that it may be trained on in."""
+        return self._last_steps[group]
+
+    def hold(self, group: int, *, last_step: int) -> None:
+        """A group that an earlier bound had, which this one continues."""
+        assert group not in self._last_steps, f"group {group} has started before"
+        self._last_steps[group] = last_step
+
     def release(self, group: int) -> None:
         """The group is not trained on: its place is free for another one."""
         del self._last_steps[group]

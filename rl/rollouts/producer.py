@@ -10,9 +10,10 @@ is dropped. Whoever awaits `next_batch` is unblocked by finished groups, or by a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rl.errors import RunError
@@ -84,7 +85,21 @@ class Batch:
     groups: list[Group]
     """[P], in the order they were started."""
     dropped: list[tuple[DropReason, Group]]
-    """Since the batch before."""
+    """Since the batch before, in the task's order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """What a producer has between two batches, and another one goes on with."""
+
+    finished: tuple[tuple[Group, int], ...] = ()
+    """Groups that no batch has taken, each with its last step (`AgeBound`)."""
+    dropped: tuple[tuple[DropReason, Group], ...] = ()
+    """Since the last batch."""
+    dropped_in_row: Mapping[DropReason, int] = field(default_factory=dict)
+    num_scored: int = 0
+    failures: tuple[str, ...] = ()
+    """Both of rewards since the last batch."""
 
 
 class RolloutProducer:
@@ -99,12 +114,14 @@ class RolloutProducer:
         group_filter: GroupFilter,
         failed_rewards: FailedRewards,
         max_dropped: int,
+        held: Held | None = None,
     ) -> None:
         """
         Args:
-            problems: with their numbers in the task's order.
+            problems: with their numbers in the task's order, without those of finished groups in `held`.
             failed_rewards: of this producer alone.
             max_dropped: groups in a row that may be dropped; one more stops the run.
+            held: of an earlier producer that is continued.
         """
         self.bound = bound
         self._worker = worker
@@ -119,6 +136,8 @@ class RolloutProducer:
         self._used_up = False
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
+        if held is not None:
+            self._take_over(held)
 
     def serve(self, step: int) -> None:
         """Every generator has the weights after `step`: more groups may start."""
@@ -148,7 +167,7 @@ class RolloutProducer:
             self._check_used_up()
             self._changed.clear()
             await self._changed.wait()
-        batch = Batch(groups=[self._finished.pop(n) for n in numbers], dropped=self._dropped)
+        batch = Batch(groups=[self._finished.pop(n) for n in numbers], dropped=_in_order(self._dropped))
         self._dropped = []
         self._failed_rewards.clear()
         self._start_groups()
@@ -156,7 +175,29 @@ class RolloutProducer:
 
     def unused(self) -> Batch:
         """What was finished or dropped since the last batch; after an error, to show what led to it."""
-        return Batch(groups=[self._finished[n] for n in sorted(self._finished)], dropped=self._dropped)
+        groups = [self._finished[n] for n in sorted(self._finished)]
+        return Batch(groups=groups, dropped=_in_order(self._dropped))
+
+    def held(self) -> Held:
+        """What there is now; of value between two batches."""
+        # By another event loop's clock they were generated long ago.
+        of_old = {n: replace(group, generated_at=-math.inf) for n, group in self._finished.items()}
+        return Held(
+            finished=tuple((of_old[n], self.bound.last_step(n)) for n in sorted(of_old)),
+            dropped=tuple(_in_order(self._dropped)),
+            dropped_in_row=dict(self._dropped_in_row),
+            num_scored=self._failed_rewards.num_scored,
+            failures=tuple(self._failed_rewards.failures),
+        )
+
+    def _take_over(self, held: Held) -> None:
+        for group, last_step in held.finished:
+            self._finished[group.number] = group
+            self.bound.hold(group.number, last_step=last_step)
+        self._dropped = list(held.dropped)
+        self._dropped_in_row.update(held.dropped_in_row)
+        self._failed_rewards.num_scored = held.num_scored
+        self._failed_rewards.failures = list(held.failures)
 
     async def close(self) -> None:
         """End what is under way. Idempotent."""
@@ -230,3 +271,8 @@ class RolloutProducer:
                 f"the task's training problems are used up: {num_left} are left, of loop.num_prompts="
                 f"{needed} that a step takes; let `train_problems` repeat them, or lower loop.num_steps"
             )
+
+
+def _in_order(dropped: Sequence[tuple[DropReason, Group]]) -> list[tuple[DropReason, Group]]:
+    """By number, whatever finished first: sums over them are then the same in every run."""
+    return sorted(dropped, key=lambda pair: pair[1].number)

@@ -25,7 +25,7 @@ from rl.errors import RunError
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric, RubricCall
 from rl.rollouts.rubric_functions import CallResult, Criterion, is_async, named, too_long
 from rl.rollouts.scoring_limit import score_within
-from rl.rollouts.scoring_process import BEGAN, HEADER, frame, serve
+from rl.rollouts.scoring_process import BEGAN, HEADER, StatesCall, frame, serve
 from rl.types import Rollout, Score
 
 __all__ = ["ScoringWorker", "longest_s", "score_within"]
@@ -33,6 +33,7 @@ __all__ = ["ScoringWorker", "longest_s", "score_within"]
 GRACE_S = 1.5
 LOOK_EVERY_S = 0.2
 """How often it is looked whether a call is overdue, and whether the process lives."""
+STATES_S = 5.0
 START_S = 120.0
 """Within this a process has imported the rubric's module."""
 MOST_IDLE_ENDS = 3
@@ -88,6 +89,8 @@ class ScoringWorker:
             function of one. A function of a group has that for each of its rollouts.
         max_concurrency: async reward functions under way at once; who waits for a place is not timed.
         grace_s: how much longer than its limit a call may take before its process is killed.
+        states_s: how long the process may take to tell its random states, which come after functions that
+            run.
     """
 
     def __init__(
@@ -97,15 +100,19 @@ class ScoringWorker:
         time_limit_s: float,
         max_concurrency: int = MAX_CONCURRENCY,
         grace_s: float = GRACE_S,
+        states_s: float = STATES_S,
     ) -> None:
         self.rubric = rubric
         self.time_limit_s = time_limit_s
         self.max_concurrency = max_concurrency
         self.grace_s = grace_s
+        self.states_s = states_s
         self._ids = itertools.count(1)
         self._work: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
         self._suspects: deque[_Work] = deque()
+        self._states: dict[int, asyncio.Future[bytes]] = {}
+        """Answers to `StatesCall` that are awaited."""
         self._link: _Link | None = None
         self._started: asyncio.Future[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -131,6 +138,29 @@ class ScoringWorker:
     async def start(self) -> None:
         """Start the process now rather than at the first score; idempotent. Raises as `score` does."""
         await asyncio.shield(self._ensure_started())
+
+    async def random_states(self) -> bytes | None:
+        """Of the process that calls reward functions; None where none is, or it does not answer soon."""
+        return await self._ask_for_states(StatesCall())
+
+    async def restore_random_states(self, states: bytes) -> None:
+        """Set what `random_states` returned, in the process that is there now."""
+        await self.start()
+        if await self._ask_for_states(StatesCall(restored=states)) is None:
+            logger.warning("random states of the scoring process are not restored: it does not answer")
+
+    async def _ask_for_states(self, call: StatesCall) -> bytes | None:
+        if self._link is None:
+            return None
+        call_id = next(self._ids)
+        answer = self._states[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._link.writer.write(frame(call_id, call))
+            return await asyncio.wait_for(answer, self.states_s)
+        except TimeoutError:
+            return None
+        finally:
+            del self._states[call_id]
 
     async def close(self) -> None:
         """End the process; scores that are awaited fail. Idempotent."""
@@ -234,7 +264,12 @@ class ScoringWorker:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 call_id, message = await link.receive()
-                if message == BEGAN:
+                if (answer := self._states.get(call_id)) is not None:
+                    if not answer.done():
+                        answer.set_result(message)
+                elif isinstance(message, bytes):
+                    continue  # states that nobody awaits any more
+                elif message == BEGAN:
                     self._work[call_id].began_at = time.monotonic()
                 else:
                     self._end(self._work[call_id], message)

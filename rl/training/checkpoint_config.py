@@ -12,13 +12,12 @@ from typing import Literal
 from rl.config.configurable import Configurable
 from rl.training.checkpoint_files import (
     HF_FOLDER,
-    TENSORS_SUFFIX,
-    check_contents,
-    check_sizes,
+    check_small_files,
     is_checkpoint,
     read_state,
     saved_steps,
 )
+from rl.training.damaged import newest_usable
 from rl.types import LoopPosition
 
 RUN_FOLDER = "checkpoints"
@@ -188,6 +187,8 @@ class LoadSource:
     """Where the loop goes on; None starts it anew."""
     started_from: str | None = None
     """Of a checkpoint that is continued: `SavedState.started_from`."""
+    whole: bool = False
+    """A checkpoint of the run itself: all of it is loaded, whatever `exclude_from_loading` says."""
 
     def needs_start(self, *, reference: bool) -> bool:
         """Whether the weights that the run started from have to be made again: a policy that is continued has
@@ -197,9 +198,11 @@ class LoadSource:
         return self.started_from is None or not Path(self.started_from).is_dir()
 
 
-def find_load_source(config: CheckpointConfig) -> LoadSource | None:
+def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> LoadSource | None:
     """What the fields ask for: a checkpoint whose files are all there, of their sizes, or a folder of
     Hugging Face that is there; None to start without. The tensors themselves are not read.
+
+    `repairs`: where the latest checkpoint of `folder` is damaged it is set aside, and the one before taken.
 
     Raises:
         ValueError: names the field and what is missing, the file that is not whole, or the steps there are.
@@ -211,6 +214,9 @@ def find_load_source(config: CheckpointConfig) -> LoadSource | None:
     steps = {} if shared is None else saved_steps(shared)
     if shared is not None and not config.load_only:
         _check_free(config, shared, steps)
+        if repairs and not (_is_of_folder(config) and config.load_step != LATEST):
+            newest_usable(shared, lambda path: _checkpoint(path, config, model_only=False))
+            steps = saved_steps(shared)
     if shared is not None and steps:
         load_step = config.load_step if _is_of_folder(config) else LATEST
         source = _checkpoint(_step_of(steps, load_step, folder=shared), config, model_only=False)
@@ -221,6 +227,11 @@ def find_load_source(config: CheckpointConfig) -> LoadSource | None:
                 "initial_load_path into another folder"
             )
         return source
+    return initial_source(config)
+
+
+def initial_source(config: CheckpointConfig) -> LoadSource | None:
+    """What `initial_load_path` asks for, as `find_load_source` does where `folder` holds nothing."""
     if config.initial_load_path is None:
         for name, value in (("load_step", config.load_step != LATEST), ("load_only", config.load_only)):
             if value:
@@ -297,8 +308,7 @@ def _step_of(steps: dict[int, Path], load_step: int, *, folder: Path) -> Path:
 
 
 def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
-    sums = check_sizes(path)
-    check_contents(path, sums, [name for name in sums if not name.endswith(TENSORS_SUFFIX)])
+    check_small_files(path)
     state = read_state(path)
     if state.model_only and not model_only:
         raise ValueError(

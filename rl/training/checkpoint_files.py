@@ -4,6 +4,7 @@
         step-10/
             __0_0.distcp  __1_0.distcp  .metadata    tensors, by torch.distributed.checkpoint
             state.json                               `SavedState`
+            loop.pickle                              an attachment: the rest of the loop's state
             manifest.json                            size and checksum of each of the others
         hf/                                          a Hugging Face folder
 
@@ -16,8 +17,9 @@ import dataclasses
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ ADAPTER_FOLDER = "adapter"
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK_BYTES = 1 << 20
+
+
+DAMAGED = ".damaged"
+"""Ends the name of a checkpoint that was set aside."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing, or not what was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +90,37 @@ def saved_steps(folder: str | Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if path.is_dir()))
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, which nothing loads then, nor keeps from being saved again."""
+    names = (f"{folder.name}{DAMAGED}{f'-{number}' if number > 1 else ''}" for number in count(1))
+    free = next(path for path in map(folder.with_name, names) if not path.exists())
+    return folder.rename(free)
+
+
 def is_checkpoint(folder: str | Path) -> bool:
     """Whether the folder holds tensors of this project, not of Hugging Face."""
     return any((Path(folder) / name).is_file() for name in (MANIFEST, STATE))
 
 
-def write_description(folder: Path, state: SavedState, sums: Mapping[str, FileSum]) -> None:
-    """Add state and manifest to a folder; `sums` are those of its other files."""
-    content = {"format": FORMAT, **dataclasses.asdict(state)}
-    (folder / STATE).write_text(json.dumps(content, indent=2) + "\n")
-    files = {**sums, STATE: sum_of_file(folder / STATE)}
+def write_description(
+    folder: Path,
+    state: SavedState,
+    sums: Mapping[str, FileSum],
+    attachments: Mapping[str, bytes] | None = None,
+) -> None:
+    """Add attachments, state and manifest to a folder; `sums` are those of its other files.
+
+    Raises:
+        ValueError: an attachment has the name of another file, or that of a path.
+    """
+    files = dict(sums)
+    for name, content in (attachments or {}).items():
+        _check_name(name, taken={*sums, STATE, MANIFEST})
+        (folder / name).write_bytes(content)
+        files[name] = FileSum(num_bytes=len(content), crc32=zlib.crc32(content))
+    described = {"format": FORMAT, **dataclasses.asdict(state)}
+    (folder / STATE).write_text(json.dumps(described, indent=2) + "\n")
+    files[STATE] = sum_of_file(folder / STATE)
     manifest = {name: dataclasses.asdict(files[name]) for name in sorted(files)}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": manifest}, indent=2) + "\n")
 
@@ -98,7 +129,8 @@ def read_state(folder: str | Path) -> SavedState:
     """What `write_description` got.
 
     Raises:
-        ValueError: names the file, and what is wrong with it.
+        DamagedCheckpointError: names the file, and what is wrong with it.
+        ValueError: another version of the code wrote it.
     """
     file = Path(folder) / STATE
     content = _read_json(file)
@@ -114,29 +146,32 @@ def read_state(folder: str | Path) -> SavedState:
             tokenizer=read_tokenizer_print(content.get("tokenizer")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"checkpoint file {file} is corrupted: {error!r}") from error
+        raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
 
 
 def check_sizes(folder: str | Path) -> dict[str, FileSum]:
     """What the manifest lists, each file there and of its size.
 
     Raises:
-        ValueError: names the first file that is missing, truncated, or one that the manifest should list.
+        DamagedCheckpointError: names the first file that is missing, truncated, or one that the manifest
+            should list.
     """
     path = Path(folder)
     sums = _read_manifest(path)
     tensors = {file.name for file in path.iterdir() if file.name.endswith((TENSORS_SUFFIX, METADATA))}
     for name in sorted({STATE, *tensors}):
         if name not in sums:
-            raise ValueError(f"checkpoint file {path / MANIFEST} is corrupted: it does not list {name}")
+            raise DamagedCheckpointError(
+                f"checkpoint file {path / MANIFEST} is corrupted: it does not list {name}"
+            )
     for name, written in sums.items():
         file = path / name
         if not file.is_file():
-            raise ValueError(f"checkpoint file {file} is missing")
+            raise DamagedCheckpointError(f"checkpoint file {file} is missing")
         num_bytes = file.stat().st_size
         if num_bytes != written.num_bytes:
             what = "truncated" if num_bytes < written.num_bytes else "corrupted"
-            raise ValueError(
+            raise DamagedCheckpointError(
                 f"checkpoint file {file} is {what}: it has {num_bytes} bytes, {written.num_bytes} were "
                 "written"
             )
@@ -147,16 +182,26 @@ def check_contents(folder: str | Path, sums: Mapping[str, FileSum], names: Itera
     """Read the files `names` and compare their checksums.
 
     Raises:
-        ValueError: names the first file that is not what was written.
+        DamagedCheckpointError: names the first file that is not what was written.
     """
     for name in names:
         file = Path(folder) / name
         found = sum_of_file(file)
         if found != sums[name]:
-            raise ValueError(
+            raise DamagedCheckpointError(
                 f"checkpoint file {file} is corrupted: its crc32 is {found.crc32:08x}, "
                 f"{sums[name].crc32:08x} was written"
             )
+
+
+def check_small_files(folder: str | Path) -> None:
+    """All that can be checked quickly: `check_sizes`, and the contents of what is no file of tensors.
+
+    Raises:
+        DamagedCheckpointError: as both.
+    """
+    sums = check_sizes(folder)
+    check_contents(folder, sums, [name for name in sums if not name.endswith(TENSORS_SUFFIX)])
 
 
 def sum_of_file(file: Path) -> FileSum:
@@ -177,7 +222,17 @@ def _read_manifest(folder: Path) -> dict[str, FileSum]:
             for name, entry in content["files"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}") from error
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}"
+        ) from error
+
+
+def _check_name(name: str, *, taken: Collection[str]) -> None:
+    of_tensors = name.endswith((TENSORS_SUFFIX, METADATA))
+    if name in taken or of_tensors or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(
+            f"attachment {name!r}: must be a file's name that the checkpoint has no other use for"
+        )
 
 
 def _position(value: dict[str, Any]) -> LoopPosition:
@@ -196,11 +251,13 @@ def _text(value: Any) -> str | None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ValueError(f"checkpoint file {file} is missing: {file.parent} is no checkpoint, or not whole")
+        raise DamagedCheckpointError(
+            f"checkpoint file {file} is missing: {file.parent} is no checkpoint, or not whole"
+        )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"checkpoint file {file} is corrupted: {error}") from error
+        raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
         raise ValueError(f"checkpoint file {file} has format {found!r}; this version reads {FORMAT}")

@@ -72,7 +72,14 @@ class Checkpointer(Configurable):
         self._staging = checkpoint.Staging(pinned=config.async_mode == "async_with_pinned_mem")
         self._background: _Background | None = None
 
-    def save(self, folder: str | Path, state: SavedState, *, wait: bool = True) -> None:
+    def save(
+        self,
+        folder: str | Path,
+        state: SavedState,
+        *,
+        wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Let `folder` appear, whole; where it is a `step-<n>`, remove all but the latest few beside it.
 
         A save that is under way is waited for, and its error raised, first.
@@ -83,6 +90,7 @@ class Checkpointer(Configurable):
                 knows of its weights is added here.
             wait: until it is there. False returns as soon as what is written cannot change any
                 more, if `async_mode` says so.
+            attachments: further files, by name; the first rank writes them.
 
         Raises:
             FileExistsError: `folder` is already there.
@@ -101,7 +109,13 @@ class Checkpointer(Configurable):
             tensors = self._tensors(model_only=state.model_only)
             blobs = {} if state.model_only else {self._random_name: random_states()}
             write = functools.partial(
-                self._write, path, partial, {**tensors, **blobs}, state=state, started=started
+                self._write,
+                path,
+                partial,
+                {**tensors, **blobs},
+                state=state,
+                attachments=attachments or {},
+                started=started,
             )
             if wait or self.config.async_mode == "disabled":
                 write(staged=None)
@@ -143,8 +157,8 @@ class Checkpointer(Configurable):
             exclude: what stays as it is; None takes `exclude_from_loading`.
 
         Raises:
-            ValueError: names the file that is missing, truncated or corrupted, or says what
-                `matching_tensors` does.
+            DamagedCheckpointError: names the file that is missing, truncated or corrupted; all is as it was.
+            ValueError: says what `matching_tensors` does.
             CheckpointError: it could not be read.
         """
         self.wait()
@@ -233,12 +247,13 @@ class Checkpointer(Configurable):
         content: Mapping[str, Tensor | bytes],
         *,
         state: SavedState,
+        attachments: Mapping[str, bytes],
         started: float,
         staged: Mapping[str, Tensor] | None,
     ) -> None:
         def finish(sums_of_ranks: Sequence[dict[str, FileSum]]) -> int:
             sums = {name: file for sums in sums_of_ranks for name, file in sums.items()}
-            write_description(partial, state, sums)
+            write_description(partial, state, sums, attachments)
             publish(partial, path)
             _keep_latest(path, self.config.keep_latest_k)
             return sum(file.num_bytes for file in sums.values())
@@ -249,18 +264,18 @@ class Checkpointer(Configurable):
         logger.info("%s: %.3g GB in %.3g s", path, num_bytes / 1e9, time.perf_counter() - started)
 
     def _verify(self, path: Path) -> None:
-        """Raise ValueError, on every rank, if a file is not what was written; the ranks share the reading."""
-        problem: str | None = None
+        """Raise an error, on every rank, if a file is not what was written; the ranks share the reading."""
+        problem: Exception | None = None
         try:
             sums = check_sizes(path)
             num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
             check_contents(path, sums, sorted(sums)[self._rank :: num_ranks])
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem = error if isinstance(error, ValueError) else ValueError(str(error))
 
-        def raise_first(problems: Sequence[str | None]) -> None:
+        def raise_first(problems: Sequence[Exception | None]) -> None:
             for found in filter(None, problems):
-                raise ValueError(found)
+                raise found
 
         on_first_rank(raise_first, problem, group=self._group)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -204,6 +204,7 @@ class TrainingEngine(Configurable):
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         """Let a folder with weights, optimizer, version and random states appear, as `Checkpointer.save`.
 
@@ -216,7 +217,7 @@ class TrainingEngine(Configurable):
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
         state = self._start.saved_state(self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
-            self.checkpointer.save(folder, state, wait=wait)
+            self.checkpointer.save(folder, state, wait=wait, attachments=attachments)
 
     def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None

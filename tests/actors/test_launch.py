@@ -212,6 +212,51 @@ def test_nothing_of_a_run_is_left(how, signal_number, exit_code):
     assert "Monarch internal logs" not in errors
 
 
+def read_until(controller, line):
+    assert controller.stdout is not None
+    while (found := controller.stdout.readline()) != line:
+        assert found, f"the controller ended before it said {line!r}"
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("signal_number", "exit_code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)]
+)
+def test_a_first_signal_lets_the_loop_save_before_all_is_ended(signal_number, exit_code):
+    controller, run = read_run("hear and save")
+    read_until(controller, "training\n")
+    os.killpg(controller.pid, signal_number)
+    said, errors = controller.communicate(timeout=60)
+    assert said == "saves\nsaved\n"
+    assert controller.returncode == exit_code, errors
+    assert wait_until_gone(run["pids"]) == []
+    assert [file for file in run["files"] if Path(file).exists()] == []
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("first", "second", "exit_code"),
+    [
+        (signal.SIGINT, signal.SIGINT, -signal.SIGINT),
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGINT, signal.SIGTERM, 143),
+    ],
+)
+def test_a_second_signal_ends_at_once_and_in_order(first, second, exit_code):
+    controller, run = read_run("hear")
+    read_until(controller, "training\n")
+    os.killpg(controller.pid, first)
+    read_until(controller, "saves\n")
+    os.killpg(controller.pid, second)
+    said, errors = controller.communicate(timeout=60)
+    assert said == ""
+    assert controller.returncode == exit_code, errors
+    assert wait_until_gone(run["pids"]) == []
+    assert [file for file in run["files"] if Path(file).exists()] == []
+
+
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_actor_processes_die_with_a_killed_controller():

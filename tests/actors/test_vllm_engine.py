@@ -73,6 +73,15 @@ def test_logprobs_are_those_of_our_model_and_of_the_distribution_drawn_from(engi
     assert tokens_of(completions) == tokens_of(generate(MODEL, PROMPTS, sampling=sampling))
 
 
+def test_calls_without_a_seed_draw_again_what_they_drew_after_the_random_states_were_taken(engine):
+    settings = {"max_tokens": 12, "num_samples": 2}
+    states = engine.engine.random_states()
+    first = [tokens_of(engine.generate(PROMPTS, **settings)) for _ in range(2)]
+    assert first[0] != first[1]
+    engine.engine.restore_random_states(states)
+    assert [tokens_of(engine.generate(PROMPTS, **settings)) for _ in range(2)] == first
+
+
 def test_greedy_takes_the_most_likely_token_each_time(engine):
     completions = engine.generate(PROMPTS, max_tokens=8, temperature=0.0)
     for prompt, (completion,) in zip(PROMPTS, completions, strict=True):

@@ -271,3 +271,56 @@ def test_missing_json_file_is_an_error(capsys):
 
 def test_root_config_is_of_the_registry_functions_type():
     assert type(parse()) is Run.Config
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """The folder of a run."""
+    folder = tmp_path / "outputs" / "first"
+    folder.mkdir(parents=True)
+    run = parse_cli(
+        ["--name", "first", "--overwrite", "--dump_folder", "x", "--trainer.optimizer.lr", "0.5"],
+        default_module=MODULE,
+        default_config="large",
+    )
+    write_json(run, folder / "config.json")
+    return folder
+
+
+def test_a_run_is_resumed_where_it_is_with_its_config_and_options_change_fields(killed):
+    run = parse_cli(
+        ["--resume", str(killed), "--trainer.sequence_length", "64"],
+        default_module="nowhere",
+        default_config="tiny",
+    )
+    assert (run.module, run.function, run.resumes) == (MODULE, "large", killed)
+    assert (run.config.name, run.config.dump_folder) == ("first", killed.parent)
+    assert run.config.overwrite is False
+    assert run.config.trainer.optimizer.lr == 0.5
+    assert run.config.trainer.sequence_length == 64
+    moved = killed.rename(killed.with_name("second"))
+    assert parse("--resume", str(moved)).name == "second"
+
+
+def test_a_new_run_resumes_nothing():
+    assert parse_cli([], default_module=MODULE, default_config="tiny").resumes is None
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        ("--module", MODULE), ("--config", "tiny"), ("--from_json", "x"), ("--name", "other"),
+        ("--dump_folder", "y"), ("--overwrite",), ("--no_overwrite",),
+    ],
+)  # fmt: skip
+def test_what_would_make_it_another_run_is_refused_beside_resume(capsys, killed, beside):
+    said = error_of(capsys, "--resume", str(killed), *beside)
+    assert f"in its own folder: leave out {beside[0]};" in said
+
+
+def test_a_folder_that_cannot_be_resumed_is_refused_by_name(capsys, killed, tmp_path):
+    assert "--resume /no/such: there is no such folder" in error_of(capsys, "--resume", "/no/such")
+    said = error_of(capsys, "--resume", str(tmp_path))
+    assert f"--resume {tmp_path}: not the folder of a run: it has no config.json" in said
+    (killed / "config.json").write_text('{"module":')
+    assert "config.json is not JSON" in error_of(capsys, "--resume", str(killed))

@@ -28,7 +28,7 @@ def losses(engine: TrainingEngine) -> list[float]:
 
 @pytest.fixture
 def stopped(tmp_path):
-    """What the snippets name: a batch, the folder that the run started from, a checkpoint of step 10."""
+    """What the snippets name: a batch, the folder that the run started from, a checkpoint of step 12."""
     run = tmp_path / "outputs" / "try-1"
     write_batch(run / "nan_batch_version_12.npz", SAMPLES)
     start = write_random_model(
@@ -37,10 +37,10 @@ def stopped(tmp_path):
         seed=0,
     )
     engine = start_engine(start)
-    for _ in range(10):
+    for _ in range(12):
         engine.forward_backward(SAMPLES)
         engine.optim_step()
-    engine.save_checkpoint(str(run / "checkpoints" / "step-10"))
+    engine.save_checkpoint(str(run / "checkpoints" / "step-12"))
     return start, engine
 
 
@@ -58,5 +58,5 @@ def test_snippets_find_each_samples_loss_from_the_start_and_from_a_checkpoint(
     exec(loading, names)
     engine = names["engine"]
     assert isinstance(engine, TrainingEngine)
-    assert engine.policy_version == 10
+    assert engine.policy_version == 12
     assert losses(engine) == losses(trained)

@@ -192,3 +192,54 @@ def test_status_names_the_process_and_a_broken_one_is_unfinished(tmp_path):
         assert (status["status"], status["pid"]) == ("running", os.getpid())
         (folder.path / "status.json").write_text('{"status": "fin')
         assert read_status(folder.path) == "running"
+
+
+def test_a_run_that_was_killed_is_resumed_with_all_that_is_in_its_folder(tmp_path):
+    with RunFolder.create(tmp_path, "run") as folder:
+        folder.metrics.write_text("{}\n")
+        (folder.checkpoints / "step-2").mkdir()
+        (folder.path / "metrics.jsonl.tmp").write_text("half")
+        (folder.path / "weights").mkdir()
+        (folder.path / "weights" / "v3").write_text("w")
+    with RunFolder.resume(folder.path) as again:
+        assert (again.metrics, again.checkpoints) == (folder.metrics, folder.checkpoints)
+        assert not again.is_finished
+        assert (again.path / "weights" / "v3").exists()  # nothing is touched before it goes on
+        again.reopen()
+        assert not (again.path / "weights").exists()
+        assert not (again.path / "metrics.jsonl.tmp").exists()
+        assert again.metrics.read_text() == "{}\n"
+        assert (again.checkpoints / "step-2").is_dir()
+        assert read_status(again.path) == "running"
+
+
+def test_a_finished_run_is_known_as_such_and_unfinished_once_it_goes_on(tmp_path):
+    with RunFolder.create(tmp_path, "run") as folder:
+        folder.mark_finished()
+    with RunFolder.resume(folder.path) as again:
+        assert again.is_finished
+        again.reopen()
+        assert not again.is_finished
+
+
+def test_a_folder_that_is_no_runs_is_not_resumed(tmp_path):
+    (tmp_path / "notes").mkdir()
+    for path in (tmp_path / "notes", tmp_path / "nothing"):
+        with pytest.raises(ValueError, match=rf"{path} is not the folder of a run"):
+            RunFolder.resume(path)
+    assert list((tmp_path / "notes").iterdir()) == []
+
+
+def test_a_run_that_goes_on_is_not_resumed(tmp_path):
+    says = rf"in use by process {os.getpid()} on .*; only a run that has ended can be resumed"
+    with RunFolder.create(tmp_path, "run") as folder, pytest.raises(ValueError, match=says):
+        RunFolder.resume(folder.path)
+
+
+def test_a_run_with_its_checkpoints_elsewhere_is_resumed_with_them(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    RunFolder.create(tmp_path, "run", checkpoints=elsewhere).close()
+    with RunFolder.resume(tmp_path / "run", checkpoints=elsewhere) as folder:
+        folder.reopen()
+        assert folder.checkpoints == elsewhere
+        assert not (folder.path / "checkpoints").exists()

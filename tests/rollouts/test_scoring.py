@@ -85,6 +85,39 @@ def test_a_worker_that_died_between_calls_is_replaced_and_nothing_fails(driven):
     assert [s.reward for s in scores] == [2.0, 2.0]
 
 
+def test_functions_draw_again_what_they_drew_after_their_random_states_were_taken(driven):
+    def drawn():
+        (scores,) = driven.score([replied("by_chance")] * 3)
+        return [score.parts["obey"] for score in scores]
+
+    driven.start()
+    states = driven.run(driven.worker.random_states())
+    first = drawn()
+    assert len(set(first)) == 3
+    assert drawn() != first
+    driven.run(driven.worker.restore_random_states(states))
+    assert drawn() == first
+
+
+def test_a_worker_without_a_process_has_no_random_states_and_one_that_is_busy_gives_none():
+    driven = Driven(RUBRIC, states_s=0.05)
+    assert driven.run(driven.worker.random_states()) is None
+
+    async def ask_meanwhile():
+        score = asyncio.ensure_future(driven.worker.score([[replied("swallow")]]))
+        while not any(work.began_at for work in driven.worker._work.values()):
+            await asyncio.sleep(0.01)
+        states = await driven.worker.random_states()
+        await score
+        return states
+
+    driven.start()
+    assert driven.run(ask_meanwhile()) is None
+    ((score,),) = driven.score([replied("1")])  # the late answer is in nobody's way
+    assert score.failure is None
+    driven.close()
+
+
 def test_an_alarm_that_a_function_leaves_behind_hits_no_other(driven):
     process = driven.start()
     (scores,) = driven.score([replied("set_an_alarm"), replied("wait_a_little")])

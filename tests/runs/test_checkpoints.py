@@ -27,7 +27,9 @@ def test_a_run_that_is_continued_takes_the_steps_of_one_that_went_on(tmp_path):
     assert not (whole.folder / "checkpoints").exists()
     assert list(saved_steps(elsewhere)) == [0, 2, 4]
     assert (elsewhere / "hf" / "model.safetensors").is_file()
-    assert read_state(elsewhere / "step-2").position == LoopPosition(step=2, num_problems=16)
+    assert read_state(elsewhere / "step-2").position == LoopPosition(
+        step=2, num_problems=16, evaluated=True, num_records=2
+    )
 
     rest = run_to_the_end(
         tmp_path, "rest", *SHORT, "--loop.num_steps", "4",

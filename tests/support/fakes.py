@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class FakePolicy:
     sampled: list[SamplingParams] = field(default_factory=list)
     saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
     """Position, `model_only` and `wait` of each save."""
+    attached: list[dict[str, bytes]] = field(default_factory=list)
+    """Of each save."""
 
     async def generate(
         self,
@@ -145,6 +147,9 @@ class FakePolicy:
         self.version += 1
         return OptimStepResult(grad_norm=self.version, lr=1e-3, policy_version=self.version, time_s=0.0)
 
+    async def drop_gradient(self) -> None:
+        self.calls.append("drop_gradient")
+
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
         return [np.zeros(len(s.token_ids), dtype=np.float32) for s in samples]
 
@@ -158,9 +163,11 @@ class FakePolicy:
         position: LoopPosition | None = None,
         model_only: bool = False,
         wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         self.calls.append(f"save {folder}")
         self.saved.append((position, model_only, wait))
+        self.attached.append(dict(attachments or {}))
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
         return self.version
@@ -208,6 +215,13 @@ class ListSink:
 
     def __init__(self) -> None:
         self.records: list[dict[str, float | None]] = []
+
+    @property
+    def num_records(self) -> int:
+        return len(self.records)
+
+    async def flush_to_disk(self) -> None:
+        """There is none."""
 
     def write(self, record: Record) -> None:
         self.records.append({name: reduced(metric) for name, metric in record.items()})

@@ -1,9 +1,10 @@
 """A controller to be ended in every way: `python -m tests.support.launch_controller HOW`.
 
 It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `return`, `raise`, `wait` for a signal, `stuck` (the same, with an actor that blocks),
-`crash` (an actor process is killed, so that its child has no parent, before the run returns), or
-`broken` (a third role does not come up before the run returns).
+does HOW: `return`, `raise`, `wait` for a signal, `hear` a first one and save for ever, `hear and save` (the
+same, and be done with it), `stuck` (waiting, with an actor that blocks), `crash` (an actor process is killed,
+so that its child has no parent, before the run returns), or `broken` (a third role does not come up before
+the run returns).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from monarch.actor import Actor, endpoint
 
 from actors import launch, processes
+from rl.stop_request import StopAskedError, StopRequest
 
 
 class Holder(Actor):
@@ -47,7 +49,7 @@ class Holder(Actor):
         os._exit(3)
 
 
-async def main(how: str) -> None:
+async def main(how: str, stop: StopRequest) -> None:
     meshes = await asyncio.gather(
         launch.spawn_role("first", num_procs=1), launch.spawn_role("second", num_procs=1)
     )
@@ -72,7 +74,23 @@ async def main(how: str) -> None:
         await meshes[0].spawn("stuck", Holder).block.call()
     if how == "wait":
         await asyncio.sleep(600)
+    if how in ("hear", "hear and save"):
+        await train(stop, save_s=600 if how == "hear" else 0)
+
+
+async def train(stop: StopRequest, *, save_s: float) -> None:
+    """As a loop does that is stopped while it waits for a batch."""
+    try:
+        with stop.heard(lambda: "saving"):
+            print("training", flush=True)
+            await stop.cutting_short(asyncio.sleep(600))
+    except StopAskedError:
+        print("saves", flush=True)
+        await asyncio.sleep(save_s)
+        print("saved", flush=True)
+        raise
 
 
 if __name__ == "__main__":
-    launch.run(main(sys.argv[1]))
+    request = StopRequest()
+    launch.run(main(sys.argv[1], request), stop=request)

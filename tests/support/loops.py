@@ -9,10 +9,12 @@ from itertools import count, repeat
 from typing import Any
 
 from rl.loop import Loop, Seams, Watch
+from rl.loop_state import LoopState
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Rubric
 from rl.step_checkpoints import StepCheckpoints
+from rl.stop_request import StopRequest
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import LoopPosition, Problem
@@ -56,15 +58,20 @@ def make_loop(
     rubric: Rubric | None = None,
     watch: Watch = nullcontext,
     checkpoint: CheckpointConfig | None = None,
-    position: LoopPosition | None = None,
+    state: LoopState | LoopPosition | None = None,
     problems: Iterator[Problem] | None = None,
     proximal_logprobs: bool = False,
     environment: Callable[[Problem], Environment] = SingleTurn.of,
     held_out: Sequence[Problem] = (PROBLEM,),
+    stop: StopRequest | None = None,
+    sink: ListSink | None = None,
+    last_saved: int | None = None,
+    drawn_with: str = "",
     **config: Any,
 ) -> tuple[Loop, ListSink]:
-    """The loop, and where its records go."""
-    sink = ListSink()
+    """The loop, and where its records go; its checkpoints count those of a `sink` that is given."""
+    records, sink = sink, sink or ListSink()
+    state = LoopState(position=state) if isinstance(state, LoopPosition) else state
     settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
     loop: Loop = Loop.Config(**settings).build(
         seams=Seams(
@@ -81,10 +88,18 @@ def make_loop(
         ),
         max_sequence_tokens=96,
         sinks=[sink],
-        checkpoints=StepCheckpoints(learner=policy, config=checkpoint or CheckpointConfig(), folder="ckpt"),
+        checkpoints=StepCheckpoints(
+            learner=policy,
+            config=checkpoint or CheckpointConfig(),
+            folder="ckpt",
+            records=records,
+            drawn_with=drawn_with,
+            last_saved=last_saved,
+        ),
         seed=0,
         watch=watch,
-        position=position,
+        state=None if state is None else state.fit(drawn_with),
+        stop=stop,
         proximal_logprobs=proximal_logprobs,
     )
     return loop, sink

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ from rl.types import Rollout
 
 
 def alone() -> Rubric:
-    """The sample's number, weighing 1, and the process that scored, weighing 0."""
+    """The sample's number, weighing 1; the process that scored, and a number by chance, weighing 0."""
     criteria = (
         Criterion(name="sample", function=_sample),
         Criterion(name="process", function=_process, weight=0.0),
         Criterion(name="meet", function=_meet, weight=0.0),
+        Criterion(name="chance", function=_chance, weight=0.0),
     )
     return Rubric(criteria=criteria, correct=_is_even)
 
@@ -37,6 +39,10 @@ def _sample(rollout: Rollout) -> float:
 
 def _process(rollout: Rollout) -> float:
     return float(os.getpid())
+
+
+def _chance(rollout: Rollout) -> float:
+    return random.random()
 
 
 _num_met = 0

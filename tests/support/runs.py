@@ -40,16 +40,20 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def command(dump_folder: Path, name: str, *options: str) -> list[str]:
+def command(dump_folder: Path, name: str, *options: str, resumes: bool = False) -> list[str]:
     run = [sys.executable, "-m", "rl.simple_grpo_sum_digits"]
+    if resumes:
+        return [*run, "--resume", str(dump_folder / name), *options]
     return [*run, "--dump_folder", str(dump_folder), "--name", name, *options]
 
 
-def run_to_the_end(dump_folder: Path, name: str, *options: str, limit_s: float) -> FinishedRun:
-    """Run until it ends by itself, within `limit_s`."""
+def run_to_the_end(
+    dump_folder: Path, name: str, *options: str, limit_s: float, resumes: bool = False
+) -> FinishedRun:
+    """Run, or go on with an earlier run of that name, until it ends by itself, within `limit_s`."""
     started = time.monotonic()
     done = subprocess.run(
-        command(dump_folder, name, *options),
+        command(dump_folder, name, *options, resumes=resumes),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -66,14 +70,21 @@ def run_to_the_end(dump_folder: Path, name: str, *options: str, limit_s: float) 
 
 
 def interrupt_after_line(
-    dump_folder: Path, name: str, *options: str, line: str, signal_number: signal.Signals, limit_s: float
+    dump_folder: Path,
+    name: str,
+    *options: str,
+    line: str,
+    signal_number: signal.Signals,
+    limit_s: float,
+    resumes: bool = False,
 ) -> FinishedRun:
     """Send the signal to the run's whole process group, as a terminal does, once `line` is printed."""
 
     def interrupt(run: subprocess.Popen[str]) -> None:
         os.killpg(run.pid, signal_number)
 
-    return _act_after_line(dump_folder, name, *options, line=line, act=interrupt, limit_s=limit_s)
+    run = command(dump_folder, name, *options, resumes=resumes)
+    return _act_after_line(run, dump_folder / name, line=line, act=interrupt, limit_s=limit_s)
 
 
 def kill_role_after_line(
@@ -87,7 +98,8 @@ def kill_role_after_line(
         for process in processes:
             kill(process)
 
-    return _act_after_line(dump_folder, name, *options, line=line, act=kill_role, limit_s=limit_s)
+    run = command(dump_folder, name, *options)
+    return _act_after_line(run, dump_folder / name, line=line, act=kill_role, limit_s=limit_s)
 
 
 def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
@@ -99,16 +111,16 @@ def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
 
 
 def _act_after_line(
-    dump_folder: Path,
-    name: str,
-    *options: str,
+    arguments: list[str],
+    folder: Path,
+    *,
     line: str,
     act: Callable[[subprocess.Popen[str]], None],
     limit_s: float,
 ) -> FinishedRun:
     started = time.monotonic()
     run = subprocess.Popen(
-        command(dump_folder, name, *options),
+        arguments,
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
@@ -134,6 +146,6 @@ def _act_after_line(
     return FinishedRun(
         status=run.returncode,
         output="".join(lines) + rest,
-        folder=dump_folder / name,
+        folder=folder,
         seconds=time.monotonic() - started,
     )

@@ -6,6 +6,7 @@ They wait, hang and end: what a scoring process has to live with.
 import asyncio
 import hashlib
 import os
+import random
 import signal
 import time
 
@@ -72,6 +73,10 @@ def wait_a_little(rollout):
     return 1.0
 
 
+def by_chance(rollout):
+    return random.random()
+
+
 def end(rollout):
     os._exit(3)
 
@@ -87,6 +92,7 @@ SYNC = {
         clear_the_alarm,
         set_an_alarm,
         wait_a_little,
+        by_chance,
         end,
     )
 }
@@ -170,6 +176,9 @@ class Driven:
             return await asyncio.gather(*(self.worker.score([group]) for group in groups))
 
         return [scores for (scores,) in self.runner.run(asyncio.wait_for(calls(), 60))]
+
+    def run(self, coroutine):
+        return self.runner.run(asyncio.wait_for(coroutine, 60))
 
     def start(self):
         self.runner.run(self.worker.start())

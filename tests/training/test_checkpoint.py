@@ -10,7 +10,7 @@ from rl.distributed.seeds import seed_everything
 from rl.models.converters.lora import LoRA
 from rl.models.hf import HFFolder, read_parameters
 from rl.training.checkpoint import saved_names
-from rl.training.checkpoint_files import read_state
+from rl.training.checkpoint_files import DamagedCheckpointError, read_state
 from rl.training.checkpointer import Checkpointer
 from rl.types import LoopPosition
 from tests.training.parts import engine_config, make_engine, make_samples, small_spec, write_assets
@@ -109,6 +109,19 @@ def test_the_loops_position_is_kept_with_the_state(assets, tmp_path):
     position = LoopPosition(step=3, num_problems=96)
     engine.save_checkpoint(str(tmp_path / "checkpoint"), position=position)
     assert read_state(tmp_path / "checkpoint").position == position
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_attachments_are_in_the_folder_and_checked_before_a_byte_is_loaded(assets, tmp_path, wait):
+    engine = make_engine(assets)
+    folder = tmp_path / "checkpoint"
+    engine.save_checkpoint(str(folder), attachments={"loop.pickle": b"state of the loop"}, wait=wait)
+    engine.checkpointer.wait()
+    assert (folder / "loop.pickle").read_bytes() == b"state of the loop"
+    assert engine.load_checkpoint(str(folder)) == 0
+    (folder / "loop.pickle").write_bytes(b"state of the lopp")
+    with pytest.raises(DamagedCheckpointError, match=r"loop.pickle is corrupted"):
+        engine.load_checkpoint(str(folder))
 
 
 def test_accumulated_gradient_is_not_lost_silently(assets, tmp_path):

@@ -5,12 +5,15 @@ import pytest
 from rl.training.checkpoint_files import (
     MANIFEST,
     STATE,
+    DamagedCheckpointError,
     FileSum,
     SavedState,
     check_contents,
     check_sizes,
+    check_small_files,
     read_state,
     saved_steps,
+    set_aside,
     step_folder,
     sum_of_file,
     write_description,
@@ -25,6 +28,36 @@ def checkpoint(tmp_path):
     (tmp_path / "tensors.distcp").write_bytes(b"123456789")
     write_description(tmp_path, SAVED, {"tensors.distcp": sum_of_file(tmp_path / "tensors.distcp")})
     return tmp_path
+
+
+def test_attachments_are_files_with_size_and_checksum_in_the_manifest(tmp_path):
+    write_description(tmp_path, SAVED, {}, {"loop.pickle": b"123456789"})
+    assert (tmp_path / "loop.pickle").read_bytes() == b"123456789"
+    sums = check_sizes(tmp_path)
+    assert sums["loop.pickle"] == FileSum(num_bytes=9, crc32=0xCBF43926)
+    check_small_files(tmp_path)
+    (tmp_path / "loop.pickle").write_bytes(b"123456780")
+    with pytest.raises(DamagedCheckpointError, match=r"loop.pickle is corrupted: its crc32 is"):
+        check_small_files(tmp_path)
+    (tmp_path / "loop.pickle").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"loop.pickle is missing"):
+        check_small_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", [STATE, MANIFEST, "a.distcp", ".metadata", "a/b", "..", "t"])
+def test_attachments_take_no_other_files_place(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"attachment '{name}': must be a file's name that the"):
+        write_description(tmp_path, SAVED, {"t": FileSum(num_bytes=0, crc32=0)}, {name: b""})
+
+
+def test_what_is_set_aside_is_no_step_any_more_and_never_in_the_way(tmp_path):
+    for _ in range(3):
+        (tmp_path / "step-4").mkdir()
+        set_aside(tmp_path / "step-4")
+    (tmp_path / "step-2").mkdir()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-2", "step-4.damaged", "step-4.damaged-2", "step-4.damaged-3"]
+    assert list(saved_steps(tmp_path)) == [2]
 
 
 def test_checksum_is_that_of_crc_32(tmp_path):

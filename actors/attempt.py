@@ -1,0 +1,321 @@
+"""A run's training on a fleet: from where it stands to its end, through trainers that are lost.
+
+    prepare     the trainer loads the run's latest checkpoint, or what the config says it starts from
+    loop        from the state in that checkpoint
+    finish      Hugging Face folder, adapter, learning curve
+
+A trainer that is lost is replaced, and all of this begins again, with the same generators. A run that is
+resumed by another process does the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
+from actors.calls import ActorCallError
+from actors.checks import has_lora
+from actors.fleet import Fleet
+from actors.plan import Plan
+from actors.processes import is_alive
+from actors.random_states import ActorRandomStates
+from actors.revive import revive_trainer
+from actors.router import Router
+from actors.run_config import RunConfig
+from losses.types import uses_proximal_logprobs
+from rl.atomic_folder import remove
+from rl.config.serialize import to_dict
+from rl.errors import RunError
+from rl.loop import Loop, Seams
+from rl.loop_state import LoopState, read_loop_state
+from rl.observability.console import ConsoleSink, progress
+from rl.observability.curve import draw_learning_curve
+from rl.observability.cut_back import cut_back
+from rl.observability.metrics import MetricsWriter
+from rl.observability.recorder import Recorder
+from rl.observability.run_folder import RunFolder
+from rl.rollouts.rubric import Rubric
+from rl.rollouts.scoring import longest_s
+from rl.step_checkpoints import StepCheckpoints
+from rl.stop_request import StopAskedError, StopRequest
+from rl.supervised import SupervisedWarmup
+from rl.training.checkpoint_config import RANDOM, LoadSource, excluded, find_load_source
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, DamagedCheckpointError
+from rl.training.damaged import put_aside
+from rl.training.own_checkpoint import own_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_NOT_OF_ROLLOUTS = {
+    "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps",
+    "max_logprob_diff", "eval_every", "evaluation", "advantage",
+}  # fmt: skip
+"""Fields of the loop that the rollouts of training do not depend on."""
+
+
+def drawn_with(config: RunConfig) -> str:
+    """Of the settings that rollouts depend on: those of others cannot be trained on."""
+    values = to_dict(config)
+    loop = {name: value for name, value in values["loop"].items() if name not in _NOT_OF_ROLLOUTS}
+    used = {name: values[name] for name in ("seed", "hf_assets_path", "task", "renderer", "batch_invariant")}
+    text = json.dumps({**used, "loop": loop}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+async def load_newest(
+    learner: ActorLearner,
+    find: Callable[[], LoadSource | None],
+    *,
+    may_set_aside: Callable[[LoadSource], bool],
+) -> LoadSource | None:
+    """Load what `find` finds, and return it; None where there is nothing.
+
+    A checkpoint whose tensors turn out to be damaged is set aside, and `find` is asked again.
+
+    Raises:
+        DamagedCheckpointError: of one that may not be set aside.
+    """
+    while (source := find()) is not None:
+        try:
+            version = await learner.load_checkpoint(
+                str(source.path), model_only=source.model_only, exclude=() if source.whole else None
+            )
+        except DamagedCheckpointError as error:
+            if not may_set_aside(source):
+                raise
+            put_aside(source.path, error)
+        else:
+            logger.info("loaded %s, policy version %d", source.path, version)
+            return source
+    return None
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """Of one run; `events` is told of what happens to it."""
+
+    config: RunConfig
+    plan: Plan
+    folder: RunFolder
+    rubric: Rubric
+    stop: StopRequest
+    events: Callable[..., None] = field(default=lambda event, **fields: None)
+    _began: bool = field(init=False, default=False)
+    """Whether the run's folder may hold records of this run."""
+
+    def __post_init__(self) -> None:
+        self._began = self.plan.resumed is not None or self.folder.metrics.exists()
+
+    async def run(self, fleet: Fleet) -> Fleet:
+        """To the end; the fleet as it is then.
+
+        Raises:
+            StopAskedError: the run was asked to end.
+            RunError: it cannot go on.
+        """
+        while True:
+            try:
+                await self._attempt(fleet)
+                return fleet
+            except RunError as error:
+                if self.stop.was_asked:
+                    raise
+                fleet = await revive_trainer(fleet, error)
+                logger.warning("the trainer is there again; the run goes back to its last checkpoint")
+
+    async def _attempt(self, fleet: Fleet) -> None:
+        learner = ActorLearner(fleet.trainer)
+        source = await self._prepare(learner)
+        state = None if source is None else _state(source, self.config)
+        if self._began:
+            self._go_back(source)
+        self._began = True
+        with MetricsWriter(self.folder.metrics) as metrics:
+            loop = self._loop(fleet, learner, metrics=metrics, state=state, source=source)
+            background = self.config.trainer.checkpoint.async_mode != "disabled"
+            async with _last_save_ends(fleet, background=background):
+                await loop.run()
+        await asyncio.gather(self._export(learner), self._draw())
+
+    async def _prepare(self, learner: ActorLearner) -> LoadSource | None:
+        """Load what the run goes on from; None: it starts from its beginning."""
+        source = await load_newest(learner, self._source, may_set_aside=self._may_set_aside)
+        if source is not None:
+            return source
+        if self.plan.start.warmed_up is not None:
+            await self._warm_up(learner, destination=self.plan.start.warmed_up)
+        return None
+
+    def _source(self) -> LoadSource | None:
+        """The latest checkpoint of the run, or else what the config says."""
+        folder, asked = self.folder.checkpoints, self.plan.source
+        if self._began and self.config.trainer.checkpoint.saves:
+            own = own_checkpoint(folder, num_steps=self.config.loop.num_steps)
+            if own is not None:
+                return asked if asked is not None and asked.path == own.path else own
+        if asked is None or asked.path.is_dir():
+            return asked
+        return find_load_source(self.config.trainer.checkpoint, repairs=True)
+
+    def _may_set_aside(self, source: LoadSource) -> bool:
+        """Checkpoints of the run's own folder; others are somebody else's."""
+        return self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
+
+    def _go_back(self, source: LoadSource | None) -> None:
+        position = None if source is None or not source.whole else source.position
+        step = 0 if position is None else position.step
+        logger.info("going on after step %d", step)
+        cut_back(metrics=self.folder.metrics, rollouts=self.folder.rollouts, position=position)
+        self.events("went_back", to_step=step)
+
+    def _loop(
+        self,
+        fleet: Fleet,
+        learner: ActorLearner,
+        *,
+        metrics: MetricsWriter,
+        state: LoopState | None,
+        source: LoadSource | None,
+    ) -> Loop:
+        config, plan = self.config, self.plan
+        in_folder = source is not None and source.path.parent == self.folder.checkpoints
+        loop: Loop = config.loop.build(
+            seams=self._seams(fleet, learner),
+            renderer=plan.renderer,
+            task=plan.task,
+            max_sequence_tokens=config.generator.max_model_len,
+            sinks=[metrics, ConsoleSink()],
+            checkpoints=StepCheckpoints(
+                learner=learner,
+                config=config.trainer.checkpoint,
+                folder=str(self.folder.checkpoints),
+                records=metrics,
+                processes=ActorRandomStates([*fleet.generators, fleet.reward]),
+                can_answer=lambda error: _has_all_processes(fleet.trainer),
+                drawn_with=drawn_with(config),
+                last_saved=state.position.step if state is not None and in_folder else None,
+            ),
+            seed=config.seed,
+            recorder=Recorder(self.folder.rollouts, config=config.recorder),
+            watch=progress,
+            state=state,
+            proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
+            threads=plan.environments.threads,
+            stop=self.stop,
+        )
+        return loop
+
+    def _seams(self, fleet: Fleet, learner: ActorLearner) -> Seams:
+        reward = self.config.reward
+        return Seams(
+            sampler=Router(
+                [ActorSampler(generator) for generator in fleet.generators], strategy=self.config.router
+            ),
+            learner=learner,
+            publisher=ActorPublisher(
+                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
+            ),
+            scorer=ActorScorer(
+                fleet.reward,
+                num_procs=reward.num_procs,
+                keep_groups=self.rubric.has_group_functions,
+                longest_s=partial(
+                    longest_s,
+                    self.rubric,
+                    time_limit_s=reward.time_limit_s,
+                    max_concurrency=reward.max_concurrency,
+                ),
+            ),
+        )
+
+    async def _warm_up(self, learner: ActorLearner, *, destination: Path) -> None:
+        """Supervised steps, kept as a Hugging Face folder; the trainer then starts from that folder,
+        as every later run does."""
+        config = self.config.warmup
+        assert config is not None
+        if not destination.exists():  # else a trainer that was lost since has made it
+            warmup: SupervisedWarmup = config.build(
+                learner=learner, renderer=self.plan.renderer, environments=self.plan.environments
+            )
+            with progress("warm-up", total=config.num_steps) as advance:
+                await warmup.run(
+                    self.plan.task.warmup_problems(seed=self.config.seed),
+                    on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
+                )
+            try:
+                await learner.export_hf(str(destination), dtype="float32")
+            except ActorCallError:
+                # Another run with the same starting point may have finished its own first.
+                if not destination.exists():
+                    raise
+        await learner.load_checkpoint(str(destination))
+        logger.info("warmed up; starting from %s", destination)
+
+    async def _export(self, learner: ActorLearner) -> None:
+        checkpoint, folder = self.config.trainer.checkpoint, self.folder.checkpoints
+        if checkpoint.exports:
+            _remove_earlier(folder / HF_FOLDER)
+            await learner.export_hf(str(folder / HF_FOLDER))
+        if checkpoint.saves and has_lora(self.config.fleet):
+            _remove_earlier(folder / ADAPTER_FOLDER)
+            await learner.save_adapter(str(folder / ADAPTER_FOLDER))
+
+    async def _draw(self) -> None:
+        if self.config.loop.num_steps or self.config.loop.eval_every:
+            # In a thread: to import matplotlib takes as long as to export.
+            await asyncio.to_thread(draw_learning_curve, self.folder.metrics, self.folder.learning_curve)
+
+
+def _state(source: LoadSource, config: RunConfig) -> LoopState | None:
+    """Of the loop that saved it; None where the loop starts anew."""
+    state = None if source.position is None else read_loop_state(source.path)
+    if state is None:
+        return None
+    state = state.fit(drawn_with(config))
+    if source.whole:
+        return state
+    # Another run's: this one has no record of its evaluation.
+    keeps_random = not excluded(RANDOM, config.trainer.checkpoint.exclude_from_loading)
+    return replace(
+        state,
+        position=replace(state.position, evaluated=False),
+        random_states=state.random_states if keeps_random else {},
+    )
+
+
+def _remove_earlier(folder: Path) -> None:
+    """What an earlier end of the run left; that of another run was refused before the start."""
+    if folder.exists():
+        remove(folder)
+
+
+def _has_all_processes(trainer: Any) -> bool:
+    """As far as they are on this host."""
+    processes = getattr(trainer, "processes", {})
+    return all(map(is_alive, processes.values()))
+
+
+@asynccontextmanager
+async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[None]:
+    """A run that ends before its last step lets its trainer finish the checkpoint that is written in the
+    background."""
+    try:
+        yield
+    except StopAskedError:
+        if background:
+            await fleet.trainer.call("finish_saving", limit="checkpoint_s")
+        raise
+    except RunError:
+        if background and _has_all_processes(fleet.trainer):
+            with suppress(RunError):  # the trainer itself may be what the run stops for
+                await fleet.trainer.call("finish_saving", limit="checkpoint_s")
+        raise

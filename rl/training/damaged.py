@@ -1,0 +1,29 @@
+"""Checkpoints that turn out to be damaged: set aside, and the one before is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rl.training.checkpoint_files import DamagedCheckpointError, saved_steps, set_aside
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def newest_usable(folder: Path, check: Callable[[Path], T]) -> T | None:
+    """What `check` says of the latest checkpoint that it does not call damaged; those are set aside."""
+    for path in reversed(saved_steps(folder).values()):
+        try:
+            return check(path)
+        except DamagedCheckpointError as error:
+            put_aside(path, error)
+    return None
+
+
+def put_aside(path: Path, error: DamagedCheckpointError) -> None:
+    """Say what is wrong with a checkpoint, and let nobody load it any more."""
+    logger.warning("%s; it is set aside as %s, and an earlier one is taken", error, set_aside(path).name)

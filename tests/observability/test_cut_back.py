@@ -1,0 +1,98 @@
+import json
+import os
+
+import pytest
+
+from rl.observability.cut_back import cut_back
+from rl.types import LoopPosition
+
+
+def at(step: int, *, evaluated: bool = True, num_records: int = 0) -> LoopPosition:
+    return LoopPosition(step=step, num_problems=0, evaluated=evaluated, num_records=num_records)
+
+
+def metrics_of(*records: tuple[int, str]) -> str:
+    """Of steps, or of evaluations, as "eval"."""
+    keys = {"step": "reward/mean", "eval": "eval/correct"}
+    return "".join(json.dumps({"step": step, keys[kind]: 0.5}) + "\n" for step, kind in records)
+
+
+def rollouts_of(*records: tuple[int, str]) -> str:
+    hard = {"set": 'held "kind": "train"'}
+    lines = (
+        {"step": step, **(hard if "eval" in kind else {}), "kind": kind, "reply": "{}"}
+        for step, kind in records
+    )
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def cut(tmp_path):
+    """Cuts back files with this content, and says what is left in them."""
+
+    def act(*, metrics: str = "", rollouts: str = "", older: str = "", position: LoopPosition | None):
+        files = {"metrics.jsonl": metrics, "rollouts.jsonl": rollouts, "rollouts.1.jsonl": older}
+        for name, text in files.items():
+            if text:
+                (tmp_path / name).write_text(text)
+        done = cut_back(
+            metrics=tmp_path / "metrics.jsonl", rollouts=tmp_path / "rollouts.jsonl", position=position
+        )
+        assert {p.name for p in tmp_path.iterdir()} <= set(files)  # no temporary file
+        left = [(tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in files]
+        return done, left
+
+    return act
+
+
+WRITTEN = ((0, "eval"), (1, "step"), (2, "step"), (2, "eval"), (3, "step"))
+
+
+@pytest.mark.parametrize(
+    ("position", "num_left"),
+    [(at(2), 4), (at(2, evaluated=False), 3), (at(1), 2), (at(3), 5), (at(0), 1), (None, 0)],
+)
+def test_records_after_the_checkpoint_are_removed(cut, position, num_left):
+    done, (metrics, *_) = cut(metrics=metrics_of(*WRITTEN), position=position)
+    assert metrics == metrics_of(*WRITTEN[:num_left])
+    assert (done.num_kept, done.num_cut) == (num_left, 5 - num_left)
+
+
+def test_a_last_line_that_was_cut_short_is_removed(cut):
+    whole = metrics_of((1, "step"))
+    _, (metrics, *_) = cut(metrics=whole + '{"step": 1, "eval/cor', position=at(1))
+    assert metrics == whole
+
+
+def test_a_line_that_is_no_record_is_removed_and_shown(cut, caplog):
+    whole = metrics_of((1, "step"))
+    _, (metrics, *_) = cut(metrics=whole + "\0\0\0\n" + metrics_of((2, "step")), position=at(2))
+    assert metrics == whole + metrics_of((2, "step"))
+    assert r"a line that is no record was removed: b'\x00\x00\x00" in caplog.text
+
+
+def test_rollouts_are_cut_by_step_and_kind_in_both_files(cut):
+    older = rollouts_of((0, "eval"), (1, "train"), (1, "dropped"))
+    kept = rollouts_of((2, "train"), (2, "dropped"))
+    later = rollouts_of((2, "eval"), (2, "eval_sampled"), (3, "train"), (3, "pending"))
+    _, (_, rollouts, before) = cut(rollouts=kept + later, older=older, position=at(2, evaluated=False))
+    assert (rollouts, before) == (kept, older)
+    _, (_, rollouts, before) = cut(rollouts=kept + later, older=older, position=at(0))
+    assert (rollouts, before) == ("", rollouts_of((0, "eval")))
+
+
+def test_files_that_need_no_cut_are_not_written_again(cut, tmp_path):
+    text = metrics_of(*WRITTEN)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    before = os.stat(tmp_path / "metrics.jsonl")
+    cut(position=at(3))
+    after = os.stat(tmp_path / "metrics.jsonl")
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_lines_that_are_missing_are_told_of(cut, caplog):
+    cut(metrics=metrics_of((1, "step")), position=at(2, num_records=3))
+    assert "has 1 lines up to step 2, 3 were written: some are lost" in caplog.text
+    caplog.clear()
+    cut(metrics=metrics_of(*WRITTEN), position=at(2, num_records=4))
+    assert caplog.text == ""

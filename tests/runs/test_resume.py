@@ -1,0 +1,101 @@
+"""Runs that are killed or stopped, as a user's machine does it, and go on with --resume."""
+
+import re
+import signal
+
+import pytest
+
+from rl.observability.metrics import read_metrics
+from rl.observability.recorder import read_rollouts
+from rl.observability.run_folder import read_status
+from rl.training.checkpoint_files import saved_steps
+from tests.support.runs import interrupt_after_line, run_to_the_end
+
+pytestmark = pytest.mark.slow
+EXACT = (
+    "--module", "tests.support.invariant_configs", "--config", "short_noise",
+    "--loop.num_steps", "7", "--loop.eval_every", "3", "--trainer.checkpoint.interval", "2",
+)  # fmt: skip
+SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
+LIMIT_S = 240
+
+
+def without_times(folder):
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("time/", "perf/"))}
+        for record in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def trained_on(folder):
+    """Rollouts of each step, but for what depends on when they were drawn."""
+    return [
+        (r["step"], r["kind"], r["problem"], r["sample"], r["reward"], r["turns"][0]["token_ids"])
+        for r in read_rollouts(folder / "rollouts.jsonl")
+    ]
+
+
+@pytest.mark.timeout(4 * LIMIT_S + 60)
+def test_a_run_killed_twice_and_resumed_has_the_metrics_of_an_undisturbed_one_in_every_bit(tmp_path):
+    whole = run_to_the_end(tmp_path, "whole", *EXACT, limit_s=LIMIT_S)
+    assert whole.status == 0, whole.output
+    killed = interrupt_after_line(
+        tmp_path,
+        "killed",
+        *EXACT,
+        line="evaluation at step 3:",
+        signal_number=signal.SIGKILL,
+        limit_s=LIMIT_S,
+    )
+    assert killed.status == -signal.SIGKILL
+    # In the fifth step, or behind it.
+    again = interrupt_after_line(
+        tmp_path, "killed", line=f"{'4':>7}  ", signal_number=signal.SIGKILL,
+        limit_s=LIMIT_S, resumes=True,
+    )  # fmt: skip
+    assert again.status == -signal.SIGKILL
+    assert "going on after step 2" in again.output
+    ended = run_to_the_end(tmp_path, "killed", limit_s=LIMIT_S, resumes=True)
+    assert ended.status == 0, ended.output
+    assert re.search("going on after step [24]", ended.output)
+    assert without_times(ended.folder) == without_times(whole.folder)
+    assert trained_on(ended.folder) == trained_on(whole.folder)
+    assert read_status(ended.folder) == "finished"
+    assert (ended.folder / "checkpoints" / "hf" / "model.safetensors").read_bytes() == (
+        whole.folder / "checkpoints" / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.timeout(3 * LIMIT_S + 60)
+def test_a_stopped_run_saves_and_goes_on_from_the_checkpoint_before_one_that_was_damaged(tmp_path):
+    stopped = interrupt_after_line(
+        tmp_path, "run", *SHORT, "--loop.num_steps", "500", "--trainer.checkpoint.interval", "2",
+        line=f"{'3':>7}  ", signal_number=signal.SIGTERM, limit_s=LIMIT_S,
+    )  # fmt: skip
+    assert stopped.status == 143, stopped.output
+    assert re.search(r"saving step \d+, then ending; again to end at once", stopped.output)
+    assert f"continue with --resume {stopped.folder}\n" in stopped.output
+    steps = list(saved_steps(stopped.folder / "checkpoints"))
+    last = int(stopped.steps[-1]["step"])
+    assert steps[-1] == last >= 3
+    assert len(steps) >= 2
+    (tensors,) = (stopped.folder / "checkpoints" / f"step-{last}").glob("*.distcp")
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+
+    more = ("--loop.num_steps", str(last + 2))
+    ended = run_to_the_end(tmp_path, "run", *more, limit_s=LIMIT_S, resumes=True)
+    assert ended.status == 0, ended.output
+    assert f"changed: loop.num_steps: 500 -> {last + 2}" in ended.output
+    assert f"{tensors} is corrupted: its crc32 is" in ended.output
+    assert f"set aside as step-{last}.damaged, and an earlier one is taken" in ended.output
+    assert (ended.folder / "checkpoints" / f"step-{last}.damaged").is_dir()
+    assert [record["step"] for record in ended.steps] == list(range(1, last + 3))
+    assert [record["policy_version"] for record in ended.steps] == list(range(1, last + 3))
+    ids = {(r["step"], r["problem"], r["sample"]) for r in read_rollouts(ended.folder / "rollouts.jsonl")}
+    assert len(ids) == len(read_rollouts(ended.folder / "rollouts.jsonl"))
+
+    again = run_to_the_end(tmp_path, "run", limit_s=LIMIT_S, resumes=True)
+    assert again.status == 2
+    assert f"holds a finished run of {last + 2} steps: raise loop.num_steps={last + 2}" in again.output
