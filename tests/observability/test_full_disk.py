@@ -75,20 +75,22 @@ def test_a_piece_that_does_not_fit_leaves_nothing_of_itself(tmp_path):
 
 def test_metrics_that_cannot_be_written_stop_the_run_with_step_file_and_reason(tmp_path):
     def run(disk):
-        loop, _ = make_loop(FakePolicy(reply=half_right), num_steps=4)
+        policy = FakePolicy(reply=half_right)
+        loop, _ = make_loop(policy, num_steps=4)
         with MetricsWriter(disk.folder / "metrics.jsonl") as metrics:
             loop.sinks = [FillsAt(disk, full=3), _Longer(metrics)]
             error = said(lambda: run_in_virtual_time(loop.run()))
         steps = [record["step"] for record in read_metrics(disk.folder / "metrics.jsonl")]
         whole = (disk.folder / "metrics.jsonl").read_text().endswith("}\n")
-        return json.dumps([error, steps, whole])
+        return json.dumps([error, steps, whole, len(policy.saved)])
 
-    error, steps, whole = json.loads(on_small_disk(run, tmp_path))
+    error, steps, whole, num_saved = json.loads(on_small_disk(run, tmp_path))
     says = (
         rf"UnwrittenError: step 3: {tmp_path}/metrics\.jsonl was not written, what was there is as it was: "
     )
     assert_matches(says + FULL, error)
     assert (steps, whole) == ([1, 2], True)
+    assert num_saved == 0  # weights of a step whose line is lost: the run goes on from before it
 
 
 def test_metrics_that_cannot_be_begun_are_named(tmp_path):

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.processes import ProcessId, carrying_environment, kill
+from actors.processes import ProcessId, all_pids, carrying_environment, kill, mapped_shared_memory
 
 MARK = "RELAY_WATCHED"
 SHARED_MEMORY = Path("/dev/shm")
@@ -81,9 +81,16 @@ class Watch:
     def left(self, *, grace_s: float, run_folder: Path | None = None) -> Leftovers:
         """What is there after the process has ended, and its last children have had their time to."""
         deadline = time.monotonic() + grace_s
-        while (processes := self.processes()) and time.monotonic() < deadline:
+        while (left := self._now(run_folder)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        return left
+
+    def _now(self, run_folder: Path | None) -> Leftovers:
+        processes = self.processes()
         files = self._entries() - self._before
+        if any(name.startswith(str(SHARED_MEMORY)) for name in files):
+            others = set(all_pids()) - {process.pid for process in processes}
+            files -= set(map(str, mapped_shared_memory(others)))  # another program's
         return Leftovers(
             processes={process.pid: _command(process.pid) for process in processes},
             ports=tuple(sorted(port for process in processes for port in listening_ports(process.pid))),
