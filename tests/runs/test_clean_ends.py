@@ -145,8 +145,8 @@ def test_what_a_killed_controller_leaves_is_one_folder_and_the_next_start_remove
     else:
         run.process.kill()
     assert run.end() == -signal.SIGKILL
-    left = watch.left(grace_s=GRACE_S, run_folder=run.folder)
-    assert (left.processes, left.ports, left.shared_memory, left.locks) == ({}, (), (), ())
+    left = watch.left(grace_s=GRACE_S, run_folder=run.folder, temporary=False)
+    assert str(left) == "nothing"
     (folder,) = temporary(watch)
     assert folder.startswith(PREFIX)
     assert [path.name for path in remove_dead(watch.folder)] == [folder]
