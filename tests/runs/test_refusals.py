@@ -285,7 +285,7 @@ def test_a_run_that_would_replace_what_it_starts_from_is_refused(tmp_path, capsy
     assert read_status(folder.path) == "finished"
 
 
-def resume(capsys, folder: Path, *options: str) -> str:
+def resume(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
     """A run that must be refused, and leave its folder as it is."""
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
@@ -301,7 +301,7 @@ def resume(capsys, folder: Path, *options: str) -> str:
 
 
 @pytest.fixture
-def ended(checkpoints, tmp_path) -> RunFolder:
+def ended(checkpoints: Path, tmp_path: Path) -> RunFolder:
     """The folder of a run that ended after three steps, with its process."""
     with RunFolder.create(tmp_path / "outputs", "ended") as folder:
         write_json(resolve("tests.support.faulty_configs", "short"), folder.config_json)
