@@ -82,10 +82,7 @@ class Controller(Configurable):
             checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
-                with writing(folder.config_json):
-                    write_json(self.source, folder.config_json)
-                with unwritten(str(plan.start.folder)):
-                    plan.start.make()
+                self._write_start(folder, plan)
             except BaseException:
                 folder.discard()
                 raise
@@ -101,14 +98,18 @@ class Controller(Configurable):
             try:
                 plan = make_plan(config, resumes=folder.checkpoints)
                 check_resumes(plan, folder=folder, num_steps=config.loop.num_steps)
-                plan.start.make()
             finally:
                 undo_logging()
-            with writing(folder.config_json):
-                write_json(self.source, folder.config_json)
+            self._write_start(folder, plan)
             folder.reopen()
             self._run_in(folder, plan, changes=changes)
         return folder.path
+
+    def _write_start(self, folder: RunFolder, plan: Plan) -> None:
+        with writing(folder.config_json):
+            write_json(self.source, folder.config_json)
+        with unwritten(str(plan.start.folder)):
+            plan.start.make()
 
     def _run_in(self, folder: RunFolder, plan: Plan, *, changes: Sequence[str] = ()) -> None:
         """`changes` are said of fields that differ from those of the run until now."""

@@ -37,7 +37,7 @@ OWN_FILES = (
     EVENTS,
     STATUS,
 )
-PARTIAL_FILES = (f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
+PARTIAL_FILES = ("config.json.tmp", f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
 WEIGHTS = "weights"
@@ -144,13 +144,14 @@ class RunFolder:
 
     def reopen(self) -> None:
         """The run goes on: it is unfinished again, and what its last process left half done is removed."""
-        for folder in OWN_FOLDERS:
-            if folder == self.logs.name or self.checkpoints.parent == self.path:
-                (self.path / folder).mkdir(exist_ok=True)
-        for leftover in (*self.path.glob("*.jsonl.tmp"), *self.path.glob("*.part")):
-            leftover.unlink()
+        for leftover in (*self.path.glob("*.jsonl.tmp"), *(self.path / name for name in PARTIAL_FILES)):
+            leftover.unlink(missing_ok=True)
         shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
-        _write_status(self.path, "running")
+        with _usable(self.path):
+            for folder in OWN_FOLDERS:
+                if folder == self.logs.name or self.checkpoints.parent == self.path:
+                    (self.path / folder).mkdir(exist_ok=True)
+            _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's.

@@ -9,15 +9,19 @@ import re
 
 import pytest
 
+from rl.config.registry import resolve
+from rl.config.serialize import write_json
 from rl.errors import RunError
 from rl.observability.console import ConsoleSink
 from rl.observability.curve import draw_learning_curve
+from rl.observability.cut_back import cut_back
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.observability.run_folder import RunFolder, read_status
 from rl.observability.whole_lines import WholeLines
 from rl.training.failures import non_finite
+from rl.types import LoopPosition
 from tests.support.disks import FULL, SmallDisk, on_small_disk
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
@@ -71,20 +75,22 @@ def test_a_piece_that_does_not_fit_leaves_nothing_of_itself(tmp_path):
 
 def test_metrics_that_cannot_be_written_stop_the_run_with_step_file_and_reason(tmp_path):
     def run(disk):
-        loop, _ = make_loop(FakePolicy(reply=half_right), num_steps=4)
+        policy = FakePolicy(reply=half_right)
+        loop, _ = make_loop(policy, num_steps=4)
         with MetricsWriter(disk.folder / "metrics.jsonl") as metrics:
             loop.sinks = [FillsAt(disk, full=3), _Longer(metrics)]
             error = said(lambda: run_in_virtual_time(loop.run()))
         steps = [record["step"] for record in read_metrics(disk.folder / "metrics.jsonl")]
         whole = (disk.folder / "metrics.jsonl").read_text().endswith("}\n")
-        return json.dumps([error, steps, whole])
+        return json.dumps([error, steps, whole, len(policy.saved)])
 
-    error, steps, whole = json.loads(on_small_disk(run, tmp_path))
+    error, steps, whole, num_saved = json.loads(on_small_disk(run, tmp_path))
     says = (
         rf"UnwrittenError: step 3: {tmp_path}/metrics\.jsonl was not written, what was there is as it was: "
     )
     assert_matches(says + FULL, error)
     assert (steps, whole) == ([1, 2], True)
+    assert num_saved == 0  # weights of a step whose line is lost: the run goes on from before it
 
 
 def test_metrics_that_cannot_be_begun_are_named(tmp_path):
@@ -183,6 +189,42 @@ def test_a_run_that_has_no_room_to_begin_is_refused_and_leaves_nothing(tmp_path,
     error, entries = json.loads(on_small_disk(begin, tmp_path))
     assert_matches(rf"ValueError: .*/outputs/run (cannot be a run's folder|cannot be made): {FULL}", error)
     assert entries == (["outputs", "outputs/run"] if existing else [])
+
+
+def test_records_that_cannot_be_cut_back_stay_as_they_are(tmp_path):
+    def cut(disk):
+        metrics = disk.folder / "metrics.jsonl"
+        with MetricsWriter(metrics) as writer:
+            for step in range(1, 300):
+                _Longer(writer).write({"step": step})
+        before = metrics.read_bytes()
+        disk.fill()
+        at = LoopPosition(step=200, num_problems=0)
+        rollouts = disk.folder / "rollouts.jsonl"
+        error = said(lambda: cut_back(metrics=metrics, rollouts=rollouts, position=at))
+        return json.dumps([error, metrics.read_bytes() == before, disk.entries()])
+
+    error, same, entries = json.loads(on_small_disk(cut, tmp_path, num_bytes=8 << 20))
+    assert_matches(rf"UnwrittenError: .*/metrics\.jsonl was not written, what was there is .*: {FULL}", error)
+    assert (same, entries) == (True, ["metrics.jsonl"])
+
+
+def test_a_config_that_cannot_be_written_again_stays_as_it_is(tmp_path):
+    def write(disk):
+        run = resolve("configs.sum_digits", "tiny")
+        write_json(run, disk.folder / "config.json")
+        before = (disk.folder / "config.json").read_text()
+        disk.fill()
+        try:
+            write_json(run, disk.folder / "config.json")
+        except OSError as error:
+            same = (disk.folder / "config.json").read_text() == before
+            return json.dumps([error.strerror, same, disk.entries()])
+        return "no error"
+
+    error, same, entries = json.loads(on_small_disk(write, tmp_path))
+    assert_matches(FULL, error)
+    assert (same, entries) == (True, ["config.json"])
 
 
 def test_a_learning_curve_that_has_no_room_is_a_warning_and_leaves_no_part_of_it(tmp_path):
