@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from actors.calls import ActorCallError, ActorGroup, Timeouts
 from actors.fleet import Fleet
+from actors.replaceable import Replaceable
 from actors.sync_check import SyncCheck
 from rl.rollouts.rubric import Rubric
 from rl.training.checkpoint_files import SavedState, read_state, sum_of_file, write_description
@@ -110,7 +111,7 @@ def fake_fleet(trainer: FakeTrainer, *, rubric: Rubric) -> Fleet:
     return Fleet(
         trainer=trainer,
         generators=(FakeGenerator(),),
-        reward=cast(ActorGroup, FakeReward(rubric=rubric)),
+        reward=Replaceable(cast(ActorGroup, FakeReward(rubric=rubric))),
         store=cast(WeightStore, FakeStore()),
         check=SyncCheck(None),
     )
