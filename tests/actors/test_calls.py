@@ -20,17 +20,22 @@ def test_a_deadline_that_is_not_positive_is_refused(value):
 
 
 @pytest.fixture(scope="module")
-def called():
-    """Calls an endpoint of two actors, within a second or 30."""
+def meshes():
     with monarch_meshes() as meshes:
-        mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
+        yield meshes
 
-        def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
-            timeouts = Timeouts(train_s=30, close_s=1)
-            group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
-            return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
 
-        yield call
+@pytest.fixture(scope="module")
+def called(meshes):
+    """Calls an endpoint of two actors, within a second or 30."""
+    mesh = meshes.spawn_mesh(2, process_group=False).spawn("answerer", Answerer)
+
+    def call(endpoint, *args, limit="train_s", processes=(), **kwargs):
+        timeouts = Timeouts(train_s=30, close_s=1)
+        group = ActorGroup(name="trainer", mesh=mesh, timeouts=timeouts, processes=dict(processes))
+        return meshes.run(group.call(endpoint, *args, limit=limit, **kwargs))
+
+    return call
 
 
 pytestmark = pytest.mark.timeout(120)
@@ -78,20 +83,19 @@ def test_a_death_of_which_monarch_says_nothing_is_seen_and_named_by_its_rank(cal
 
 
 @pytest.mark.medium
-def test_an_error_of_a_rank_whose_peer_is_gone_a_moment_later_is_the_loss_of_that_peer(tmp_path):
-    with monarch_meshes() as meshes:
-        mesh = meshes.spawn_mesh(2, process_group=False)
-        group = ActorGroup(
-            name="trainer",
-            mesh=mesh.spawn("answerer", Answerer),
-            timeouts=Timeouts(train_s=30),
-            processes=launch.local_processes(mesh),
-        )
-        marker = str(tmp_path / "marker")
-        with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
-            meshes.run(group.call("exit_on_rank_1_as_0_tells", marker, limit="train_s"))
-        assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
-        assert group.dead() == [1]
+def test_an_error_of_a_rank_whose_peer_is_gone_a_moment_later_is_the_loss_of_that_peer(meshes, tmp_path):
+    mesh = meshes.spawn_mesh(2, process_group=False)
+    group = ActorGroup(
+        name="trainer",
+        mesh=mesh.spawn("answerer", Answerer),
+        timeouts=Timeouts(train_s=30),
+        processes=launch.local_processes(mesh),
+    )
+    marker = str(tmp_path / "marker")
+    with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
+        meshes.run(group.call("exit_on_rank_1_as_0_tells", marker, limit="train_s"))
+    assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
+    assert group.dead() == [1]
 
 
 @pytest.mark.medium
