@@ -145,8 +145,7 @@ async def spawn_role(
 
 def role_processes(role: str) -> list[ProcessId]:
     """The processes on this host of the role with this name."""
-    states = [state for state in _roles if state.name == role]
-    return [process for state in states for process in state.local_processes.values()]
+    return [p for state in _roles if state.name == role for p in state.local_processes.values()]
 
 
 def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
@@ -350,21 +349,18 @@ def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
 
     try:
         return asyncio.run(supervised())
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, StopAskedError) as error:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
+        if isinstance(error, StopAskedError):
+            raise KeyboardInterrupt from None
         raise
-    except StopAskedError:
-        if terminated:
-            raise SystemExit(SIGTERM_EXIT_CODE) from None
-        raise KeyboardInterrupt from None
 
 
 def _role_of(mesh: ProcMesh) -> _Role:
-    for role in _roles:
-        if role.mesh is mesh:
-            return role
-    raise ValueError(f"mesh {mesh} is not a running role of spawn_role")
+    if (role := next((role for role in _roles if role.mesh is mesh), None)) is None:
+        raise ValueError(f"mesh {mesh} is not a running role of spawn_role")
+    return role
 
 
 async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:

@@ -249,7 +249,7 @@ def test_rollouts_that_all_keep_their_limit_stop_no_run_however_many_are_scored(
 
 
 def test_a_process_that_does_not_answer_still_stops_the_run():
-    says = r"reward\.score gave no answer within timeouts\.score_s=600 and the 30 s that its work may take"
+    says = r"reward\.score of rank 0 of 1 gave no answer within timeouts\.score_s=600 and the 30 s that its"
     with pytest.raises(ActorTimeoutError, match=says):
         scored_one_by_one(alone(), 1, takes_s=1e6)
 
