@@ -11,7 +11,14 @@ from typing import Any, Protocol, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from actors.diagnosis import Watched, place_of, reports_of_role, told, write_reports
+from actors.diagnosis import (
+    Watched,
+    exceeded_a_deadline,
+    place_of,
+    reports_of_role,
+    told,
+    write_reports,
+)
 from actors.processes import ProcessId, is_alive
 from rl.errors import RunError
 from rl.observability.activity import doing
@@ -56,6 +63,9 @@ class Timeouts:
 
 class ActorTimeoutError(RunError, TimeoutError):
     """No answer from an actor within its deadline."""
+
+    role = ""
+    """Whose answer it was, where that is known."""
 
 
 class ActorCallError(RunError):
@@ -143,6 +153,7 @@ class ActorGroup:
             one = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
             message = f"{self.name}.{endpoint}{one} gave no answer within timeouts.{limit}={limit_s:g}{more}"
             late = ActorTimeoutError(message)
+            late.role = self.name
             late.more = await self._told(message)
             raise late from error
         except ActorError as error:
@@ -202,6 +213,17 @@ class ActorGroup:
         ranks, num_ranks = ", ".join(map(str, dead)), self.num_ranks or self.mesh.size()
         message = f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
         return ActorLostError(message, role=self.name, ranks=dead)
+
+
+def may_hang(role: str, *, after: BaseException) -> bool:
+    """Whether this role may give no answer any more, so that nothing of any use can be asked of it.
+
+    So it is after every deadline but that of an answer of another role: ranks that wait for each other, and a
+    weight store that lives in the trainer's processes, do not say who holds them up.
+    """
+    if isinstance(after, ActorTimeoutError) and after.role:
+        return after.role == role
+    return exceeded_a_deadline(after)
 
 
 def lost_rank(error: SupervisionError) -> str:

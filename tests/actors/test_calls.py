@@ -7,10 +7,12 @@ import time
 import pytest
 
 from actors import launch
-from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts
+from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts, may_hang
 from actors.processes import identify
+from rl.distributed.process_group import CollectiveTimeoutError
 from rl.errors import RunError
 from rl.observability.process_state import read_states
+from rl.weights.errors import WeightTimeoutError
 from tests.support.call_actors import Answerer
 from tests.support.monarch_meshes import monarch_meshes
 
@@ -19,6 +21,27 @@ from tests.support.monarch_meshes import monarch_meshes
 def test_a_deadline_that_is_not_positive_is_refused(value):
     with pytest.raises(ValueError, match=f"train_s={value} is not positive"):
         Timeouts(train_s=value)
+
+
+def late(role):
+    error = ActorTimeoutError("no answer")
+    error.role = role
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "hangs"),
+    [
+        (late("trainer"), True),
+        (late("generator_0"), False),
+        (late(""), True),
+        (WeightTimeoutError("pull"), True),
+        (CollectiveTimeoutError("rank 0"), True),
+        (ActorCallError("trainer.optim_step failed"), False),
+    ],
+)
+def test_nothing_is_asked_of_a_role_that_may_hang(error, hangs):
+    assert may_hang("trainer", after=error) is hangs
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +93,8 @@ def test_no_answer_tells_what_each_rank_does_and_where_and_keeps_all_of_it(meshe
         meshes.run(group.call("never", limit="close_s"))
     with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer") as alone:
         meshes.run(group.at_rank(1).call("never", limit="close_s"))
+    (_, asked), *_ = meshes.run(launch.watched(mesh).members.stacks.call()).items()
+    assert "(most recent call first):" in asked  # as those of another host are asked
     meshes.stop(mesh)
     role = launch_role(tmp_path)
     lines = caught.value.more.splitlines()

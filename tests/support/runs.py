@@ -102,6 +102,20 @@ def kill_role_after_line(
     return _act_after_line(run, dump_folder / name, line=line, act=kill_role, limit_s=limit_s)
 
 
+def stop_role_after_line(
+    dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
+) -> FinishedRun:
+    """SIGSTOP for the processes of one role once `line` is printed: they do nothing, and are not dead."""
+
+    def stop_role(run: subprocess.Popen[str]) -> None:
+        processes = role_processes(run.pid, role)
+        assert processes, f"the run has no process of role {role!r}"
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+
+    return _act_after_line(dump_folder, name, *options, line=line, act=stop_role, limit_s=limit_s)
+
+
 def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
     """The actor processes of a role, and what they started."""
     controller = identify(controller_pid)
