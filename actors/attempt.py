@@ -14,12 +14,12 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError
@@ -71,8 +71,18 @@ def drawn_with(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class Loads(Protocol):
+    """What of a learner is needed to load."""
+
+    async def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
+        """As `ActorLearner.load_checkpoint`."""
+        ...
+
+
 async def load_newest(
-    learner: ActorLearner,
+    learner: Loads,
     find: Callable[[], LoadSource | None],
     *,
     may_set_aside: Callable[[LoadSource], bool],
@@ -101,14 +111,17 @@ async def load_newest(
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """Of one run; `events` is told of what happens to it."""
+    """Of one run."""
 
     config: RunConfig
     plan: Plan
     folder: RunFolder
     rubric: Rubric
     stop: StopRequest
+    revive: Callable[[Fleet, RunError], Awaitable[Fleet]] = revive_trainer
+    """Replaces a lost trainer, or raises the error that it was lost with."""
     events: Callable[..., None] = field(default=lambda event, **fields: None)
+    """Is told of what happens to the run."""
     _began: bool = field(init=False, default=False)
     """Whether the run's folder may hold records of this run."""
 
@@ -129,7 +142,7 @@ class Training:
             except RunError as error:
                 if self.stop.was_asked:
                     raise
-                fleet = await revive_trainer(fleet, error)
+                fleet = await self.revive(fleet, error)
                 logger.warning("the trainer is there again; the run goes back to its last checkpoint")
 
     async def _attempt(self, fleet: Fleet) -> None:

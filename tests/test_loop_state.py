@@ -1,4 +1,5 @@
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def state() -> LoopState:
     )
 
 
-def checkpoint(folder, *, attachment: bytes | None, position: LoopPosition | None = POSITION):
+def checkpoint(folder: Path, *, attachment: bytes | None, position: LoopPosition | None = POSITION) -> Path:
     saved = SavedState(policy_version=6, model_only=False, position=position)
     write_description(folder, saved, {}, None if attachment is None else {ATTACHMENT: attachment})
     return folder

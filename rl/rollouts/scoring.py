@@ -89,8 +89,8 @@ class ScoringWorker:
             function of one. A function of a group has that for each of its rollouts.
         max_concurrency: async reward functions under way at once; who waits for a place is not timed.
         grace_s: how much longer than its limit a call may take before its process is killed.
-        states_s: how long the process may take to tell its random states, which come after functions that
-            run.
+        states_s: how long the process may take to tell its random states; a function that holds the
+            interpreter's lock is in the way.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ What goes over the link, each as a frame (number of the call, length, pickle):
     to the process      RubricCall
                         StatesCall
     from the process    READY once; for each call BEGAN, when its functions are called, and its CallResult;
-                        for a StatesCall the random states of the process, between two sync functions
+                        for a StatesCall the random states of the process, at once
 
 That a call began is told before anything of somebody else's code runs, so that who started the process knows
 what it was at when it ends or hangs.
@@ -60,7 +60,7 @@ class _Process:
         self._rubric = rubric
         self._time_limit_s = time_limit_s
         self._sending = threading.Lock()
-        self._sync: SimpleQueue[tuple[int, RubricCall | StatesCall]] = SimpleQueue()
+        self._sync: SimpleQueue[tuple[int, RubricCall]] = SimpleQueue()
         self._loop = asyncio.new_event_loop() if rubric.has_async_functions else None
         self._concurrency = Concurrency(max_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,11 +75,6 @@ class _Process:
         self._send(0, READY)
         while True:
             call_id, call = self._sync.get()
-            if isinstance(call, StatesCall):
-                if call.restored is not None:
-                    restore_process_states(call.restored)
-                self._send(call_id, process_states())
-                continue
             self._send(call_id, BEGAN)
             made = result_within(self._rubric, call, limits=limits, time_limit_s=self._time_limit_s)
             self._send(call_id, made)
@@ -106,7 +101,12 @@ class _Process:
         except Exception as error:  # noqa: BLE001  (a class of somebody else's, in a rollout)
             self._send(call_id, CallResult(failure=f"the scoring process cannot read it: {shown(error)}"))
             return
-        if isinstance(call, StatesCall) or not self._rubric.is_async(call):
+        if isinstance(call, StatesCall):
+            if call.restored is not None:
+                restore_process_states(call.restored)
+            self._send(call_id, process_states())
+            return
+        if not self._rubric.is_async(call):
             self._sync.put((call_id, call))
             return
         assert self._loop is not None

@@ -1,12 +1,29 @@
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from actors.attempt import drawn_with, load_newest
+from actors.attempt import Training, drawn_with, load_newest
+from actors.controller import Controller
+from actors.fleet import Fleet
+from actors.plan import Plan
 from configs.sum_digits import tiny
+from rl.errors import RunError
+from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import RunFolder
+from rl.rollouts.tried_environments import TriedEnvironments
+from rl.starting_point import StartingPoint
+from rl.stop_request import StopRequest
+from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import DamagedCheckpointError, saved_steps
 from rl.training.own_checkpoint import own_checkpoint
+from tests.support.fake_fleet import FakeTrainer, fake_fleet
+from tests.support.fakes import RENDERER
+from tests.support.faulty_configs import short
 from tests.training.test_own_checkpoint import save
 
 
@@ -17,7 +34,9 @@ class Loading:
         self.damaged = damaged
         self.calls: list[tuple[str, object]] = []
 
-    async def load_checkpoint(self, folder, *, model_only=False, exclude=None):
+    async def load_checkpoint(
+        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
+    ) -> int:
         name = folder.rpartition("/")[2]
         self.calls.append((name, exclude))
         if name in self.damaged:
@@ -85,3 +104,79 @@ def test_rollouts_are_of_the_settings_that_they_depend_on(path, value, changes):
         node = getattr(node, parent)
     setattr(node, name, value)
     assert (drawn_with(config) != before) == changes
+
+
+def run_config() -> Controller.Config:
+    config = short()
+    config.task = SumDigits.Config(num_integers=2, num_eval=4)
+    config.loop.num_steps, config.loop.eval_every = 5, 2
+    config.loop.num_prompts, config.loop.num_samples = 2, 4
+    config.trainer.checkpoint.last_save_in_hf = False
+    return config
+
+
+def training(config: Controller.Config, folder: RunFolder, revive: Any) -> Training:
+    task = config.task.build()
+    plan = Plan(
+        start=StartingPoint(folder=folder.path, spec=config.model),
+        source=None,
+        resumed=None,
+        reference=None,
+        task=task,
+        environments=TriedEnvironments(make=task.environment, step_timeout_s=20.0),
+        renderer=RENDERER,
+        canary=None,
+    )
+    rubric = task.rubric(seed=0)
+    stop = StopRequest(say=lambda text: None)
+    return Training(config=config, plan=plan, folder=folder, rubric=rubric, stop=stop, revive=revive)
+
+
+def train(
+    config: Controller.Config, tmp_path: Path, name: str, *, dies_at: Sequence[int] = ()
+) -> tuple[list[dict[str, float]], list[FakeTrainer]]:
+    """The records of a run whose trainers die one after another, and the trainers."""
+    trainers = [FakeTrainer(dies_at=at) for at in (*dies_at, None)]
+
+    async def revive(fleet: Fleet, error: RunError) -> Fleet:
+        assert "rank 0 of 1 is dead" in str(error)
+        (place,) = (i for i, trainer in enumerate(trainers) if trainer is fleet.trainer)
+        return replace(fleet, trainer=trainers[place + 1])
+
+    with RunFolder.create(tmp_path, name) as folder:
+        run = training(config, folder, revive)
+        fleet = asyncio.run(run.run(fake_fleet(trainers[0], rubric=run.rubric)))
+        assert fleet.trainer is trainers[-1]
+        assert folder.learning_curve.exists()
+        records = read_metrics(folder.metrics)
+    return [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in records], trainers
+
+
+def test_a_run_that_loses_its_trainer_goes_back_and_ends_as_one_that_did_not(tmp_path):
+    config = run_config()
+    config.trainer.checkpoint.interval = 2
+    whole, _ = train(config, tmp_path, "whole")
+    assert [r["step"] for r in whole] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    records, trainers = train(config, tmp_path, "lost", dies_at=(3, 3, 4))
+    assert [trainer.loaded for trainer in trainers] == [[], ["step-2"], ["step-2"], ["step-4"]]
+    assert records == whole
+
+
+def test_a_trainer_that_is_lost_before_a_checkpoint_starts_the_run_from_its_beginning(tmp_path):
+    config = run_config()
+    whole, _ = train(config, tmp_path, "whole")
+    records, trainers = train(config, tmp_path, "lost", dies_at=(1,))
+    assert [trainer.loaded for trainer in trainers] == [[], []]
+    assert records == whole
+
+
+def test_a_trainer_that_may_not_be_replaced_ends_the_run_with_its_error(tmp_path):
+    config = run_config()
+
+    async def revive(fleet: Fleet, error: RunError) -> Fleet:
+        raise error
+
+    with RunFolder.create(tmp_path, "run") as folder:
+        run = training(config, folder, revive)
+        with pytest.raises(RunError, match=r"^step 2: trainer.forward_backward failed: rank 0 of 1 is dead"):
+            asyncio.run(run.run(fake_fleet(FakeTrainer(dies_at=1), rubric=run.rubric)))

@@ -25,6 +25,7 @@ from rl.rollouts.episodes import Episodes
 from rl.rollouts.samples import policy_sample
 from rl.rollouts.settings import EpisodeLimits
 from rl.tasks.sum_digits import make_problem
+from rl.training.checkpoint_files import DamagedCheckpointError
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
@@ -188,6 +189,21 @@ def test_a_loaded_checkpoint_brings_back_weights_and_version_to_all_ranks_and_th
 
     assert running.run(running.learner.load_checkpoint(running.assets)) == 0
     assert_close(running.logprobs(), start, atol=0)
+
+
+def test_a_checkpoint_that_is_damaged_is_said_to_be_so_through_the_actors_and_nothing_is_loaded(
+    running, tmp_path
+):
+    folder, before = tmp_path / "damaged", running.logprobs()
+    running.run(running.learner.save_checkpoint(str(folder), attachments={"loop.pickle": b"state"}))
+    assert (folder / "loop.pickle").read_bytes() == b"state"
+    tensors = next(folder.glob("*.distcp"))
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=rf"{tensors} is corrupted: its crc32 is"):
+        running.run(running.learner.load_checkpoint(str(folder)))
+    assert_close(running.logprobs(), before, atol=0)
 
 
 async def train(running, learner=None):

@@ -12,6 +12,7 @@ import pytest
 from actors import launch
 from actors.backend import ActorScorer
 from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts
+from actors.random_states import ActorRandomStates
 from actors.reward import RewardActor
 from rl.errors import RunError
 from rl.rollouts.scoring import longest_s
@@ -83,6 +84,21 @@ def test_scores_come_in_order_from_both_processes_in_turn(rewards, sizes):
     assert len(set(asked[::2])) <= 1
     assert len(set(asked[1::2])) <= 1
     assert len(set(asked)) == min(len(asked), 2)
+
+
+@pytest.mark.medium
+def test_reward_functions_draw_again_what_they_drew_after_their_random_states_were_taken(rewards):
+    def drawn():
+        (scores,) = rewards.score(rewards.alone, ["x"] * 4)
+        return sorted((s.parts["process"], s.parts["chance"]) for s in scores)
+
+    processes = ActorRandomStates([rewards.alone])
+    states = rewards.run(processes.random_states())
+    assert list(states) == ["alone-0", "alone-1"]
+    first = drawn()
+    assert drawn() != first
+    rewards.run(processes.restore_random_states(states))
+    assert drawn() == first
 
 
 @pytest.mark.medium

@@ -1,11 +1,12 @@
 from rl.config.changes import changed_fields
 from rl.config.cli import parse_cli
+from rl.config.registry import ResolvedRun
 from rl.config.serialize import write_json
 
 MODULE = "tests.config.example_configs"
 
 
-def parse(*argv: str):
+def parse(*argv: str) -> ResolvedRun:
     return parse_cli(argv, default_module=MODULE, default_config="large")
 
 

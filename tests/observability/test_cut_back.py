@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from rl.observability.cut_back import cut_back
+from rl.observability.cut_back import CutFile, cut_back
 from rl.types import LoopPosition
 
 
@@ -30,7 +30,9 @@ def rollouts_of(*records: tuple[int, str]) -> str:
 def cut(tmp_path):
     """Cuts back files with this content, and says what is left in them."""
 
-    def act(*, metrics: str = "", rollouts: str = "", older: str = "", position: LoopPosition | None):
+    def act(
+        *, metrics: str = "", rollouts: str = "", older: str = "", position: LoopPosition | None
+    ) -> tuple[CutFile, list[str]]:
         files = {"metrics.jsonl": metrics, "rollouts.jsonl": rollouts, "rollouts.1.jsonl": older}
         for name, text in files.items():
             if text:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import math
 
@@ -89,3 +90,15 @@ def test_nothing_to_report_is_left_out(tmp_path):
 def test_line_that_was_cut_short_is_left_out(tmp_path):
     (tmp_path / "m").write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(tmp_path / "m") == [{"step": 1}]
+
+
+def test_a_writer_counts_the_lines_of_the_file_also_those_of_an_earlier_one(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        assert writer.num_records == 0
+        for step in (1, 2):
+            writer.write({"step": step})
+        asyncio.run(writer.flush_to_disk())
+        assert writer.num_records == 2
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write({"step": 3})
+        assert writer.num_records == 3

@@ -99,22 +99,32 @@ def test_functions_draw_again_what_they_drew_after_their_random_states_were_take
     assert drawn() == first
 
 
-def test_a_worker_without_a_process_has_no_random_states_and_one_that_is_busy_gives_none():
-    driven = Driven(RUBRIC, states_s=0.05)
+async def states_while_it_scores(worker, text):
+    """Random states that are asked for when the function of this reply is called, and its score."""
+    score = asyncio.ensure_future(worker.score([[replied(text)]]))
+    while not any(work.began_at for work in worker._work.values()):
+        await asyncio.sleep(0.01)
+    states = await worker.random_states()
+    return states, await score
+
+
+def test_random_states_are_told_while_a_function_runs_and_there_are_none_without_a_process():
+    driven = Driven(RUBRIC)
     assert driven.run(driven.worker.random_states()) is None
-
-    async def ask_meanwhile():
-        score = asyncio.ensure_future(driven.worker.score([[replied("swallow")]]))
-        while not any(work.began_at for work in driven.worker._work.values()):
-            await asyncio.sleep(0.01)
-        states = await driven.worker.random_states()
-        await score
-        return states
-
     driven.start()
-    assert driven.run(ask_meanwhile()) is None
-    ((score,),) = driven.score([replied("1")])  # the late answer is in nobody's way
-    assert score.failure is None
+    states, ((score,),) = driven.run(states_while_it_scores(driven.worker, "wait_a_little"))
+    assert states is not None
+    assert score.reward == 2.0
+    driven.close()
+
+
+@pytest.mark.medium
+def test_random_states_of_a_process_that_cannot_answer_are_not_waited_for():
+    driven = Driven(RUBRIC, states_s=0.05)
+    driven.start()
+    states, ((score,),) = driven.run(states_while_it_scores(driven.worker, "busy_in_c"))
+    assert states is None
+    assert "took longer than time_limit_s" in failure_of(score)
     driven.close()
 
 

@@ -33,6 +33,7 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
     (batch,) = run.folder.glob("nan_batch_version_1*")
     assert len(read_batch(batch)) == 8 * 4
     assert read_status(run.folder) == "running"  # not marked as finished
+    assert run.output.splitlines()[-2] == f"continue with --resume {run.folder}"
     # The checkpoint that was being written is there, and whole.
     assert list(saved_steps(run.folder / "checkpoints")) == [1]
     check_sizes(run.folder / "checkpoints" / "step-1")
@@ -103,6 +104,9 @@ def test_a_killed_actor_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     error = rf"step \d+: {role}\.{next_call} failed: rank 0 of 1 is dead: {reason}"
     assert re.fullmatch(rf"error: the run stopped: {error}", run.output.splitlines()[-1]), run.output
     assert "Traceback" not in run.output
+    # The trainer alone could have saved the last whole step.
+    assert bool(saved_steps(run.folder / "checkpoints")) == (role != "trainer")
+    assert (f"continue with --resume {run.folder}" in run.output) == (role != "trainer")
     log = (run.folder / "logs" / "controller-0.log").read_text()
     assert re.search(error, log)
     assert "Traceback (most recent call last)" in log

@@ -8,6 +8,8 @@ import pytest
 
 from configs.sum_digits import tiny
 from rl.config.entry import main
+from rl.config.registry import resolve
+from rl.config.serialize import write_json
 from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
@@ -281,3 +283,53 @@ def test_a_run_that_would_replace_what_it_starts_from_is_refused(tmp_path, capsy
     assert f"hf_assets_path='{weights}' lies in the folder of the run" in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in weights.iterdir()} == before
     assert read_status(folder.path) == "finished"
+
+
+def resume(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
+    """A run that must be refused, and leave its folder as it is."""
+    before = {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+    argv = ["--resume", str(folder), *options]
+    status = main(argv, default_module="sum_digits", default_config="tiny", prog="test")
+    assert status == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    after = {path: path.read_bytes() for path in before if path.exists()}
+    assert after == before
+    return told
+
+
+@pytest.fixture
+def ended(checkpoints: Path, tmp_path: Path) -> RunFolder:
+    """The folder of a run that ended after three steps, with its process."""
+    with RunFolder.create(tmp_path / "outputs", "ended") as folder:
+        write_json(resolve("tests.support.faulty_configs", "short"), folder.config_json)
+        folder.checkpoints.rmdir()
+        shutil.copytree(checkpoints, folder.checkpoints)
+        folder.mark_finished()
+    return folder
+
+
+def test_a_finished_run_goes_on_only_for_more_steps_and_from_a_checkpoint(ended, capsys):
+    says = resume(capsys, ended.path)
+    assert f"{ended.path} holds a finished run of 3 steps: raise loop.num_steps=3 to go on with it" in says
+    says = resume(capsys, ended.path, "--loop.num_steps", "2")
+    assert "loop.num_steps=2: " in says
+    assert "step-3 has done 3 steps already; must be at least as many" in says
+    shutil.rmtree(ended.checkpoints)
+    says = resume(capsys, ended.path, "--loop.num_steps", "5")
+    assert f"{ended.path} holds a finished run and no checkpoint that it could go on from" in says
+
+
+def test_a_run_that_goes_on_in_another_process_is_not_resumed(ended, capsys):
+    with RunFolder.resume(ended.path):
+        says = resume(capsys, ended.path, "--loop.num_steps", "5")
+    assert f"{ended.path} is in use by process" in says
+    assert "only a run that has ended can be resumed" in says
+
+
+def test_a_run_is_not_resumed_with_a_model_that_its_checkpoint_is_not_of(ended, capsys):
+    more = ("--loop.num_steps", "5", "--trainer.optimizer.name", "Muon")
+    assert "it was made with Adam or AdamW, this run has Muon" in resume(capsys, ended.path, *more)
+    assert read_status(ended.path) == "finished"

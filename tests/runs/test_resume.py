@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from rl.loop_state import read_loop_state
 from rl.observability.metrics import read_metrics
 from rl.observability.recorder import read_rollouts
 from rl.observability.run_folder import read_status
@@ -66,6 +67,36 @@ def test_a_run_killed_twice_and_resumed_has_the_metrics_of_an_undisturbed_one_in
     ).read_bytes()
 
 
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_an_asynchronous_run_goes_on_with_the_groups_that_it_had_finished(tmp_path):
+    ahead = (*SHORT, "--loop.num_steps", "400", "--loop.max_policy_age", "3", "--recorder.num_groups", "8")
+    stopped = interrupt_after_line(
+        tmp_path, "run", *ahead, line=f"{'4':>7}  ", signal_number=signal.SIGINT, limit_s=LIMIT_S
+    )
+    assert stopped.status == 130, stopped.output
+    assert "stopped by Ctrl-C" in stopped.output.splitlines()[-1]
+    last, folder = list(saved_steps(stopped.folder / "checkpoints").items())[-1]
+    state = read_loop_state(folder)
+    assert state is not None
+    held = {group.number for group, _ in state.held.finished}
+    assert held  # generation was ahead
+    assert held <= set(state.position.outstanding)
+
+    more = ("--loop.num_steps", str(last + 4))
+    ended = run_to_the_end(tmp_path, "run", *more, limit_s=LIMIT_S, resumes=True)
+    assert ended.status == 0, ended.output
+    assert [record["step"] for record in ended.steps] == list(range(1, last + 5))
+    assert max(record["age/max"] for record in ended.steps) <= 3
+    trained = [r for r in read_rollouts(ended.folder / "rollouts.jsonl") if r["kind"] == "train"]
+    samples = [(r["problem"], r["sample"]) for r in trained]
+    assert len(samples) == len(set(samples)) == 8 * 4 * (last + 4)
+    # What was finished is trained on with the weights that drew it, before the stop.
+    names = {r.prompt.problem.id for group, _ in state.held.finished for r in group.rollouts}
+    versions = [r["turns"][0]["policy_versions"] for r in trained if r["problem"] in names]
+    assert versions
+    assert all(max([v] if isinstance(v, int) else v) <= last for v in versions)
+
+
 @pytest.mark.timeout(3 * LIMIT_S + 60)
 def test_a_stopped_run_saves_and_goes_on_from_the_checkpoint_before_one_that_was_damaged(tmp_path):
     stopped = interrupt_after_line(
@@ -99,3 +130,17 @@ def test_a_stopped_run_saves_and_goes_on_from_the_checkpoint_before_one_that_was
     again = run_to_the_end(tmp_path, "run", limit_s=LIMIT_S, resumes=True)
     assert again.status == 2
     assert f"holds a finished run of {last + 2} steps: raise loop.num_steps={last + 2}" in again.output
+
+
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_a_run_killed_before_its_first_checkpoint_starts_from_its_beginning(tmp_path):
+    killed = interrupt_after_line(
+        tmp_path, "run", *SHORT, "--loop.num_steps", "500", "--loop.eval_every", "100",
+        line=f"{'2':>7}  ", signal_number=signal.SIGKILL, limit_s=LIMIT_S,
+    )  # fmt: skip
+    assert len(killed.steps) >= 2
+    ended = run_to_the_end(tmp_path, "run", "--loop.num_steps", "2", limit_s=LIMIT_S, resumes=True)
+    assert ended.status == 0, ended.output
+    assert "starting from the beginning: there is no checkpoint to go on from" in ended.output
+    assert [r["step"] for r in read_metrics(ended.folder / "metrics.jsonl")] == [0, 1, 2, 2]
+    assert list(saved_steps(ended.folder / "checkpoints")) == [2]

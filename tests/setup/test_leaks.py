@@ -27,7 +27,8 @@ def test_a_child_is_named_and_ended() -> None:
     try:
         before = leaks.list_shared_memory()
         with pytest.raises(leaks.LeakError, match=rf"process {child.pid}: sleep 61"):
-            leaks.check_nothing_left(mark="no-such-mark", shared_memory_before=before, grace_s=0.0)
+            # Time to have its arguments: Popen returns in the middle of the exec.
+            leaks.check_nothing_left(mark="no-such-mark", shared_memory_before=before, grace_s=1.0)
         assert child.wait(timeout=10) == -9
     finally:
         child.kill()
@@ -37,7 +38,8 @@ def test_a_child_is_named_and_ended() -> None:
 def test_an_orphan_is_found_by_its_mark() -> None:
     mark = uuid.uuid4().hex
     out = subprocess.run(
-        ["sh", "-c", "sleep 62 > /dev/null 2>&1 & echo $!"],
+        # It ends when the orphan has its own arguments.
+        ["sh", "-c", "sleep 62 > /dev/null 2>&1 & echo $!; until grep -q sleep /proc/$!/cmdline; do :; done"],
         env={**os.environ, leaks.MARK: mark},
         capture_output=True,
         text=True,
@@ -76,7 +78,7 @@ def test_a_file_that_another_program_holds_is_not_ours(shared_file: Path) -> Non
 def test_a_session_that_leaves_something_fails_though_its_tests_pass(tmp_path: Path, workers: int) -> None:
     """Also where a worker of it ran the test, and what is left has no parent any more."""
     hooks = "from tests.support.leaks import pytest_sessionfinish, pytest_sessionstart\n"
-    hooks += "from tests.support import leaks\nleaks.GRACE_S = 0.0\n"
+    hooks += "from tests.support import leaks\nleaks.GRACE_S = 1.0\n"
     leaky = "import subprocess\ndef test_leaky():\n"
     leaky += "    subprocess.Popen(['sleep', '64'], start_new_session=True)\n"
     (tmp_path / "conftest.py").write_text(hooks)

@@ -55,11 +55,14 @@ def _descends(pid: int, parents: dict[int, int]) -> bool:
 
 
 def _read_command(pid: int) -> str:
-    """Empty for a process that has ended."""
+    """Empty for a process that has ended; its bare name where it has no arguments (yet), as in an exec."""
+    process = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        name, _, rest = (process / "stat").read_text(errors="replace").rpartition(")")
     except OSError:
         return ""
+    return "" if rest.split()[0] in "ZX" else command or f"[{name.partition('(')[2]}]"
 
 
 def list_shared_memory() -> set[str]:
