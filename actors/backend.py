@@ -263,7 +263,7 @@ class ActorScorer:
     ) -> None:
         self.keep_groups = keep_groups
         self._longest_s = longest_s
-        self._reward = Replaceable(reward) if isinstance(reward, ActorGroup) else reward
+        self._reward = reward if isinstance(reward, Replaceable) else Replaceable(reward)
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
         self._room = ScoringRoom(MAX_SCORED_AT_ONCE * num_procs)

@@ -20,10 +20,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
@@ -34,6 +33,7 @@ from actors import hosts
 from actors.background import end_background
 from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
 from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
+from actors.ctrl_c import asking_at_ctrl_c
 from actors.diagnosis import Watched, tell_what_run_does
 from actors.launch_config import LaunchConfig
 from actors.members import MEMBER_NAME, Member, import_torch, process_env, process_group_envs
@@ -340,7 +340,7 @@ def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         try:
-            with contextlib.nullcontext() if stop is None else _asking_at_ctrl_c(stop):
+            with contextlib.nullcontext() if stop is None else asking_at_ctrl_c(stop):
                 return await main
         except Exception as error:
             await _tell_stacks(error)
@@ -358,27 +358,6 @@ def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
         raise KeyboardInterrupt from None
-
-
-@contextlib.contextmanager
-def _asking_at_ctrl_c(stop: StopRequest) -> Iterator[None]:
-    """The first Ctrl-C asks; whether or not it is heard, the next does what it would do without this."""
-    otherwise = signal.getsignal(signal.SIGINT)
-    if not callable(otherwise):  # ignored, as in a shell's background job
-        yield
-        return
-
-    def on_sigint(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, otherwise)
-        if not stop.ask():
-            otherwise(number, frame)
-
-    signal.signal(signal.SIGINT, on_sigint)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is on_sigint:
-            signal.signal(signal.SIGINT, otherwise)
 
 
 async def _tell_stacks(error: Exception) -> None:

@@ -11,6 +11,7 @@ from actors.calls import Timeouts
 from actors.canary import CanaryConfig
 from actors.controller import Controller
 from actors.launch_config import LaunchConfig
+from actors.supervision import RecoveryConfig
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
 from losses.cispo import CISPOLoss
@@ -123,6 +124,12 @@ def test_every_field_of_loop_and_canary_is_in_their_page_and_no_other():
     rows, _ = documented((DOCS / "async.md").read_text())
     fields = {*fields_of(Loop.Config, prefix="loop."), *fields_of(CanaryConfig, prefix="canary.")}
     assert sorted(rows) == sorted(fields)
+
+
+def test_recovery_has_a_table_with_a_row_for_each_of_its_fields():
+    rows, _ = documented((DOCS / "reliability.md").read_text())
+    recovery = {row for row in rows if row.startswith("recovery.")}
+    assert sorted(recovery) == sorted(fields_of(RecoveryConfig, prefix="recovery."))
 
 
 def test_renderers_have_a_page_with_a_row_for_each_field_and_no_other():

@@ -7,7 +7,14 @@ import time
 import pytest
 
 from actors import launch
-from actors.calls import ActorCallError, ActorGroup, ActorTimeoutError, Timeouts, may_hang
+from actors.calls import (
+    ActorCallError,
+    ActorGroup,
+    ActorLostError,
+    ActorTimeoutError,
+    Timeouts,
+    may_hang,
+)
 from actors.processes import identify
 from rl.distributed.process_group import CollectiveTimeoutError
 from rl.errors import RunError
@@ -141,10 +148,27 @@ def test_a_death_of_which_monarch_says_nothing_is_seen_and_named_by_its_rank(cal
 
 
 @pytest.mark.medium
+def test_an_error_of_a_rank_whose_peer_is_gone_a_moment_later_is_the_loss_of_that_peer(tmp_path):
+    with monarch_meshes() as meshes:
+        mesh = meshes.spawn_mesh(2, process_group=False)
+        group = ActorGroup(
+            name="trainer",
+            mesh=mesh.spawn("answerer", Answerer),
+            timeouts=Timeouts(train_s=30),
+            processes=launch.local_processes(mesh),
+        )
+        marker = str(tmp_path / "marker")
+        with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
+            meshes.run(group.call("exit_on_rank_1_as_0_tells", marker, limit="train_s"))
+        assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
+        assert group.dead() == [1]
+
+
+@pytest.mark.medium
 def test_a_process_that_dies_in_a_call_is_named_by_its_rank_at_once_and_ever_after(called):
     started = time.monotonic()
     with pytest.raises(
-        ActorCallError, match=r"^trainer\.exit_on_rank_1 failed: rank 1 of 2 is dead: .*code 3"
+        ActorLostError, match=r"^trainer\.exit_on_rank_1 failed: rank 1 of 2 is dead: .*code 3"
     ):
         called("exit_on_rank_1")
     assert time.monotonic() - started < 10

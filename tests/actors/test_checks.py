@@ -6,6 +6,7 @@ from functools import reduce
 import pytest
 
 from actors.checks import check_end, check_layout, check_replicas, check_waits
+from actors.launch_config import LaunchConfig
 from actors.plan import starting_point
 from configs.sum_digits import qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
@@ -97,6 +98,22 @@ def test_who_shares_devices_can_sleep_and_does_not_work_at_the_same_time():
     config.loop.max_policy_age, config.generator.can_sleep = 0, False
     with pytest.raises(ValueError, match=r"share_gpus=True with generator\.can_sleep=False: must be True"):
         check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("launch", "says"),
+    [
+        ({"hosts": "process"}, r"spare_generators=2 with launch\.hosts='process': spares are made with"),
+        ({"share_gpus": True}, r"spare_generators=2 with launch\.share_gpus=True: .*, so it must be 0"),
+    ],
+)
+def test_spare_generators_are_refused_where_none_can_be_made(launch, says):
+    config = tiny()
+    config.recovery.spare_generators = 2
+    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+    config.launch = LaunchConfig(**launch)
+    with pytest.raises(ValueError, match=says):
+        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
 
 
 def test_trainer_and_generator_have_the_same_arithmetic_in_the_batch_invariant_mode():

@@ -67,14 +67,14 @@ class Running:
 
     sampling = SAMPLING
 
-    def __init__(self, meshes, folder, *, config=CONFIG):
+    def __init__(self, meshes, folder, *, config=CONFIG, store=None):
         self.run = meshes.run
         self.folder = folder
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
         self.told: list[tuple[str, dict[str, Any]]] = []
         starting = start_fleet(
             config,
-            store=MortalStore.Config().build(dtype="float32"),
+            store=store or MortalStore.Config().build(dtype="float32"),
             check=SyncCheck(LogprobCanary(token_ids=CANARY, max_diff=0.0)),
             model_spec=SPEC,
             hf_assets_path=self.assets,
@@ -123,7 +123,7 @@ class Running:
 
     async def all_up(self):
         """Until every generator serves."""
-        while len(self.fleet.pool.up()) < 2:
+        while len(self.fleet.pool.up()) < len(self.fleet.pool.slots):
             await asyncio.sleep(0.05)
 
     def lost(self):
@@ -313,6 +313,34 @@ def test_a_trainer_that_dies_in_a_push_is_replaced_while_generators_draw(running
 
     drawn, samples, logprobs, error = running.run(steps(), timeout_s=LIMIT_S)
     revive(running, error)
+    again, drawn_again = running.run(goes_on(running, tmp_path / "saved", samples), timeout_s=LIMIT_S)
+    assert_equal(again, logprobs)
+    assert drawn_again == drawn
+    assert running.lost() == ["trainer"]
+
+
+def test_a_trainer_that_dies_while_generators_pull_leaves_them_waiting_for_nothing(running, tmp_path):
+    async def steps():
+        samples, logprobs = await saved(running, tmp_path / "saved")
+        drawn = await running.draw()
+        for slot in running.fleet.pool.slots:
+            await slot.call("use_store", running.fleet.store.deadly("hang"), limit="sync_s")
+        publisher = running.publisher()
+        await running.learner.forward_backward(samples)
+        await running.learner.optim_step()
+        version = await publisher.push()
+        serving = asyncio.ensure_future(publisher.serve(version))
+        # Behind its pull a generator's engine makes no step: this has come to all when they answer.
+        await asyncio.gather(*(s.call("abort", None, limit="close_s") for s in running.fleet.pool.slots))
+        kill(processes(running.fleet.trainer)[1])
+        with pytest.raises(
+            ActorLostError, match=rf"^trainer\.pull of version {version} failed: rank 1 of 2"
+        ) as e:
+            await serving
+        return drawn, samples, logprobs, e.value
+
+    drawn, samples, logprobs, error = running.run(steps(), timeout_s=LIMIT_S)
+    assert revive(running, error) < CONFIG.timeouts.sync_s / 2
     again, drawn_again = running.run(goes_on(running, tmp_path / "saved", samples), timeout_s=LIMIT_S)
     assert_equal(again, logprobs)
     assert drawn_again == drawn

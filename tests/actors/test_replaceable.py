@@ -1,25 +1,42 @@
 """A role that is started again whole, over fakes in virtual time."""
 
+from __future__ import annotations
+
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from actors.backend import ActorScorer
 from actors.background import end_background
 from actors.calls import ActorLostError
 from actors.replaceable import Replaceable
 from actors.supervision import RecoveryConfig, RestartsUsedUpError, Supervisor
-from tests.support.mortal import MortalGenerator
+from rl.errors import RunError
+from rl.tasks.sum_digits import make_problem
+from tests.support.fakes import prompt_of
+from tests.support.mortal import Mortal
+from tests.support.scored import replied
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
 START_S = 5.0
 
 
+class Process(Mortal):
+    """Its only one, by its number."""
+
+    def at_rank(self, rank: int) -> Process:
+        assert rank == 0
+        return self
+
+
 class Reward:
     """Two callers, and the starts that they cause."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.first = cast(Any, MortalGenerator("reward"))
+    def __init__(self, *, starts_dead: bool = False, **settings: Any) -> None:
+        self.first = cast(Any, Process("reward"))
+        self.starts_dead = starts_dead
         self.num_started = 0
         start: Any = self.start
         self.role = Replaceable(
@@ -28,10 +45,13 @@ class Reward:
             supervisor=Supervisor(RecoveryConfig(**settings), now_s=now_s),
         )
 
-    async def start(self) -> MortalGenerator:
+    async def start(self) -> Process:
         self.num_started += 1
         await asyncio.sleep(START_S)
-        return MortalGenerator("reward")
+        started = Process("reward")
+        if self.starts_dead:
+            started.die()
+        return started
 
     async def until_answered(self) -> int:
         """How often it was asked."""
@@ -91,3 +111,21 @@ def test_restarts_that_are_used_up_are_told_to_everybody():
         return [type(error) for error in told]
 
     assert run(steps) == [RestartsUsedUpError] * 2
+
+
+def test_after_the_last_restart_the_error_names_the_problems_that_were_being_scored():
+    prompts = [prompt_of(make_problem([n, 11])) for n in (12, 13)]
+    groups = [[replace(replied("x", sample=i), prompt=prompt) for i in range(2)] for prompt in prompts]
+
+    async def steps():
+        reward = Reward(max_restarts=1, starts_dead=True)
+        reward.first.die()
+        with pytest.raises(RunError) as raised:
+            await ActorScorer(reward.role, num_procs=1).score(groups)
+        return str(raised.value)
+
+    assert run(steps) == (
+        "reward is lost once more, after 1 restarts within 3600 s (recovery.max_restarts=1, "
+        "recovery.window_s=3600); the last reason: reward.score failed: rank 0 of 1 is dead; rollouts of "
+        "these problems were being scored: sum-digits/12-11, sum-digits/13-11"
+    )

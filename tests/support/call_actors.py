@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
@@ -28,6 +29,17 @@ class Answerer(Actor):
         if current_rank().rank == 1:
             with naming("here"):
                 raise RunError("no good") if run_error else KeyError("missing")
+
+    @concurrent_endpoint
+    async def exit_on_rank_1_as_0_tells(self, marker: str) -> None:
+        """Rank 0 raises what a collective raises that has lost a peer, before that one is gone."""
+        if current_rank().rank == 0:
+            Path(marker).touch()
+            raise RuntimeError("connection closed by peer")
+        while not Path(marker).exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        os._exit(3)
 
     @concurrent_endpoint
     async def exit_on_rank_1(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import signal
@@ -21,7 +22,8 @@ from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Rollout
 from rl.weights.store import Transfer, WeightStore
 
-Moment = Literal["pull", "push"]
+Moment = Literal["pull", "push", "hang"]
+"""Where it dies, or hangs: in a pull."""
 
 
 def die() -> None:
@@ -46,6 +48,8 @@ class MortalStore(WeightStore):
         return store
 
     async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
+        if self.moment == "hang":
+            await asyncio.Event().wait()
         self._die_if("pull")
         return await super().pull(version=version, state_dict=state_dict)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def interrupt_after_line(
         os.killpg(run.pid, signal_number)
 
     run = command(dump_folder, name, *options, resumes=resumes)
-    return _act_after_line(run, dump_folder / name, line=line, act=interrupt, limit_s=limit_s)
+    return _act_after_lines(run, dump_folder / name, lines=[line], act=interrupt, limit_s=limit_s)
 
 
 def kill_role_after_line(
@@ -92,14 +92,25 @@ def kill_role_after_line(
 ) -> FinishedRun:
     """SIGKILL the processes of one role, as the kernel does when memory is short, once `line` is printed."""
 
+    return kill_roles_after_lines(dump_folder, name, *options, victims=[(line, role)], limit_s=limit_s)
+
+
+def kill_roles_after_lines(
+    dump_folder: Path, name: str, *options: str, victims: Sequence[tuple[str, str]], limit_s: float
+) -> FinishedRun:
+    """SIGKILL the processes of a role once a line is printed; then of another, and so on: (line, role)."""
+    left = list(victims)
+
     def kill_role(run: subprocess.Popen[str]) -> None:
+        _, role = left.pop(0)
         processes = role_processes(run.pid, role)
         assert processes, f"the run has no process of role {role!r}"
         for process in processes:
             kill(process)
 
     run = command(dump_folder, name, *options)
-    return _act_after_line(run, dump_folder / name, line=line, act=kill_role, limit_s=limit_s)
+    lines = [line for line, _ in victims]
+    return _act_after_lines(run, dump_folder / name, lines=lines, act=kill_role, limit_s=limit_s)
 
 
 def stop_role_after_line(
@@ -124,11 +135,11 @@ def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
     return [process for process in carrying_environment("RELAY_ROLE", role) if process in descendants]
 
 
-def _act_after_line(
+def _act_after_lines(
     arguments: list[str],
     folder: Path,
     *,
-    line: str,
+    lines: Sequence[str],
     act: Callable[[subprocess.Popen[str]], None],
     limit_s: float,
 ) -> FinishedRun:
@@ -145,13 +156,16 @@ def _act_after_line(
         preexec_fn=hear_ctrl_c,
     )
     assert run.stdout is not None
-    lines: list[str] = []
+    printed: list[str] = []
+    awaited = list(lines)
     try:
         for text in run.stdout:
-            lines.append(text)
-            if line in text:
+            printed.append(text)
+            if awaited and awaited[0] in text:
+                del awaited[0]
                 act(run)
-                break
+                if not awaited:
+                    break
         rest, _ = run.communicate(timeout=limit_s)
     finally:
         if run.poll() is None:
@@ -159,7 +173,7 @@ def _act_after_line(
             run.wait()
     return FinishedRun(
         status=run.returncode,
-        output="".join(lines) + rest,
+        output="".join(printed) + rest,
         folder=folder,
         seconds=time.monotonic() - started,
     )

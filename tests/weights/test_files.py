@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +238,27 @@ def test_the_transport_chooses_the_store(tmp_path):
 def test_settings_without_effect_or_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         WeightStore.Config(**settings)
+
+
+def test_a_store_whose_pushers_are_lost_starts_again_without_their_versions(tmp_path):
+    store = make_store(WeightStore.Config(transport="files"), dtype="float32", run_folder=tmp_path)
+    mesh: Any = None  # it has no part in it
+    weights = {"w": torch.ones(3)}
+
+    async def steps():
+        await store.start(mesh)
+        await store.push(version=4, state_dict=weights)
+        await store.announce(4)
+        await store.push(version=5, state_dict=weights)  # never announced
+        store.forget()
+        store.discard()
+        await store.start(mesh)
+        assert await store.versions() == []
+        await store.push(version=4, state_dict={"w": torch.full((3,), 7.0)})
+        await store.announce(4)
+        await store.pull(version=4, state_dict=weights)
+        await store.stop()
+
+    asyncio.run(steps())
+    assert weights["w"].tolist() == [7, 7, 7]
+    assert list(tmp_path.iterdir()) == []
