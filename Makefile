@@ -18,7 +18,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos test test-fast test-slow lint format types check bench golden soak hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -80,6 +80,10 @@ bench: setup ## speed: whole steps beside TRL, sync and async, time to a reward,
 
 golden: setup ## losses of ten steps of the tiny config, renewed for this machine: old and new side by side
 	$(RUN) -m tests.training.golden
+
+soak: ## 50 shortened runs one after another, each checked for how it ended and what it left; the last line is JSON
+	@$(SETUP)
+	$(RUN) -m tools.soak.main $(ARGS) $(NO_INPUT)
 
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
 	@$(SETUP) test trl tasks tinker hooks

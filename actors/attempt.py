@@ -38,7 +38,7 @@ from rl.errors import RunError
 from rl.loop import Loop, Seams
 from rl.loop_state import LoopState, read_loop_state
 from rl.observability.console import ConsoleSink, progress
-from rl.observability.curve import write_learning_curve
+from rl.observability.curve import draw_learning_curve
 from rl.observability.cut_back import cut_back
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
@@ -291,7 +291,7 @@ class Training:
     async def _draw(self) -> None:
         if self.config.loop.num_steps or self.config.loop.eval_every:
             # In a thread: to import matplotlib takes as long as to export.
-            await asyncio.to_thread(write_learning_curve, self.folder.metrics, self.folder.learning_curve)
+            await asyncio.to_thread(draw_learning_curve, self.folder.metrics, self.folder.learning_curve)
 
 
 def _state(source: LoadSource, config: RunConfig) -> LoopState | None:

@@ -33,6 +33,7 @@ from rl.training.policy import check_sequence_length
 from rl.training.reference import check_reference
 from rl.training.schedule import check_total_steps
 from rl.training.starting_weights import reference_folder
+from rl.training.tokenizer_match import check_tokenizer
 from rl.weights.store import WeightStore
 
 
@@ -232,6 +233,21 @@ def check_reference_weights(
         adapter = start.spec.adapter(start.spec.model)
         HFFolder(folder).check(model, adapter, names=set(converters.plain_names))
     return folder
+
+
+def check_same_tokenizer(source: LoadSource | None, *, start: StartingPoint, fleet: FleetConfig) -> None:
+    """What is loaded was made with the tokenizer of `start`; a Hugging Face folder notes none.
+
+    Raises:
+        ValueError: it was not; names both folders and what differs.
+    """
+    if source is None or source.in_hf:
+        return
+    saved = read_state(source.path).tokenizer
+    exclude = () if source.whole else fleet.trainer.checkpoint.exclude_from_loading
+    check_tokenizer(
+        source.path, saved, start.tokenizer_print(), model_only=source.model_only, exclude=exclude
+    )
 
 
 def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int) -> None:

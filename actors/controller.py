@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +22,14 @@ from actors.plan import Plan, make_plan
 from actors.roles import LogSettings, num_gpus
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck
+from actors.temporary_files import temporary_files
 from actors.watching import watched_controller
 from rl.config.changes import changed_fields
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import to_dict, write_json
-from rl.errors import RunError
-from rl.observability.console import progress
+from rl.errors import RunError, writing
+from rl.observability.console import progress, say
 from rl.observability.events import Events
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import read_metrics
@@ -36,6 +38,7 @@ from rl.observability.summary import summary
 from rl.rollouts.rubric import Rubric
 from rl.stop_request import StopRequest
 from rl.training.checkpoint_files import saved_steps
+from rl.training.errors import unwritten
 from rl.weights.files import make_store
 from rl.weights.store import WeightStore
 
@@ -60,7 +63,7 @@ class Controller(Configurable):
         Raises:
             ValueError: the config cannot run; nothing was started or written, and an earlier run
                 of that name is as it was.
-            RunError: the run stopped; its folder says so.
+            RunError: the run stopped; its folder says so, or is not there where it could not be begun.
         """
         config = self.config
         if self.source.resumes is not None and not config.launch.dry_run:
@@ -79,8 +82,7 @@ class Controller(Configurable):
             checkpoints=config.trainer.checkpoint.shared_folder,
         ) as folder:
             try:
-                write_json(self.source, folder.config_json)
-                plan.start.make()
+                self._write_start(folder, plan)
             except BaseException:
                 folder.discard()
                 raise
@@ -96,30 +98,35 @@ class Controller(Configurable):
             try:
                 plan = make_plan(config, resumes=folder.checkpoints)
                 check_resumes(plan, folder=folder, num_steps=config.loop.num_steps)
-                plan.start.make()
             finally:
                 undo_logging()
-            write_json(self.source, folder.config_json)
+            self._write_start(folder, plan)
             folder.reopen()
             self._run_in(folder, plan, changes=changes)
         return folder.path
+
+    def _write_start(self, folder: RunFolder, plan: Plan) -> None:
+        with writing(folder.config_json):
+            write_json(self.source, folder.config_json)
+        with unwritten(str(plan.start.folder)):
+            plan.start.make()
 
     def _run_in(self, folder: RunFolder, plan: Plan, *, changes: Sequence[str] = ()) -> None:
         """`changes` are said of fields that differ from those of the run until now."""
         config = self.config
         if config.print_config:
-            print(json.dumps(to_dict(config), indent=2))
-        print(f"run folder: {folder.path}", flush=True)
+            say(json.dumps(to_dict(config), indent=2))
+        say(f"run folder: {folder.path}")
         undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
         try:
             logger.info("config %s.%s", self.source.module, self.source.function)
             for change in changes:
                 logger.info("changed: %s", change)
-                print(f"changed: {change}", flush=True)
+                say(f"changed: {change}")
             if plan.resumed is not None and plan.resumed.position is not None:
-                print(f"going on after step {plan.resumed.position.step}", flush=True)
+                say(f"going on after step {plan.resumed.position.step}")
             elif self.source.resumes is not None:
-                print("starting from the beginning: there is no checkpoint to go on from", flush=True)
+                say("starting from the beginning: there is no checkpoint to go on from")
             logger.info("starting from %s", plan.start.folder)
             position = None if plan.resumed is None else plan.resumed.position
             resumed_after = 0 if position is None else position.step
@@ -138,12 +145,14 @@ class Controller(Configurable):
         store = make_store(config.weights, dtype=config.generator.dtype, run_folder=folder.path)
         stop = StopRequest()
         try:
-            launch.run(self._main(folder, plan, store, stop), stop=stop)
+            # A folder of this machine; hosts elsewhere have none of that name.
+            with nullcontext() if config.launch.on_cluster else temporary_files():
+                launch.run(self._main(folder, plan, store, stop), stop=stop)
         except BaseException as error:
             # For the log, with its traceback; the console gets the message from the entry.
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
             if saved_steps(folder.checkpoints):
-                print(f"continue with --resume {folder.path}", file=sys.stderr, flush=True)
+                say(f"continue with --resume {folder.path}", stream=sys.stderr)
             if not isinstance(error, ValueError) or isinstance(error, RunError):
                 raise
             # Only before the start does a ValueError mean a config that cannot run.
@@ -168,7 +177,7 @@ class Controller(Configurable):
         fleet = await training.run(fleet)
         folder.mark_finished()
         run_s = time.monotonic() - started
-        print(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s), flush=True)
+        say(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s))
         await close_fleet(fleet)
 
     async def _start_fleet(

@@ -37,7 +37,7 @@ def carrying_environment(name: str, value: str) -> list[ProcessId]:
     """The living processes that were started with this environment variable."""
     wanted = f"{name}={value}".encode()
     found: list[ProcessId] = []
-    for pid in _all_pids():
+    for pid in all_pids():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -47,7 +47,8 @@ def carrying_environment(name: str, value: str) -> list[ProcessId]:
     return found
 
 
-def _all_pids() -> list[int]:
+def all_pids() -> list[int]:
+    """Of every process there is."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
@@ -82,7 +83,7 @@ def remove_unmapped(files: Iterable[Path]) -> list[Path]:
     candidates = {file for file in files if file.exists()}
     if not candidates:
         return []
-    orphans = sorted(candidates - mapped_shared_memory(_all_pids()))
+    orphans = sorted(candidates - mapped_shared_memory(all_pids()))
     for file in orphans:
         file.unlink(missing_ok=True)
     return orphans

@@ -28,6 +28,7 @@ from actors.calls import Timeouts
 from actors.generator import VLLMGenerator
 from actors.launch_config import LaunchConfig
 from actors.roles import LogSettings
+from actors.temporary_files import temporary_files
 from actors.tinker_calls import TrainerCalls
 from actors.tinker_fleet import TinkerFleet, TinkerFleetConfig, end_tinker_fleet, start_tinker_fleet
 from actors.tinker_samplers import Snapshot, SnapshotServer
@@ -126,6 +127,8 @@ class ActorBackend(Configurable):
             raise RuntimeError("this process has actors already: close what runs them first")
         config = self.config
         base = await asyncio.to_thread(self._open_base)
+        if not config.launch.on_cluster:
+            self._left.enter_context(temporary_files())
         folder = Path(self._left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
         self._store = make_store(config.weights, dtype=config.generator.dtype, run_folder=folder)
         logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rl.observability.activity import doing
 
@@ -23,6 +24,20 @@ class RunError(RuntimeError):
     def __str__(self) -> str:
         message = f"{self.where}: {self.message()}" if self.where else self.message()
         return f"{message}\n{self.more}" if self.more else message
+
+
+class UnwrittenError(RunError):
+    """A file of the run could not be written; what it held before is whole."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An error of the disk as an `UnwrittenError` that names the file, and says what the disk did."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UnwrittenError(f"{path} was not written, what was there is as it was: {why}") from error
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
 from rl.models.starting_point import write_random_model
 from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.tokenizer_print import TokenizerPrint, tokenizer_print
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.types import TrainingSample
 
@@ -59,11 +61,23 @@ class StartingPoint:
     def tokenizer(self) -> tuple[Any, tuple[int, ...]]:
         """The tokenizer and the tokens that end a reply; writes nothing, also before `make`."""
         vocab_size: int = self.spec.model.vocab_size  # type: ignore[attr-defined]
+        with self._tokenizer_folder() as folder:
+            return open_tokenizer(folder, vocab_size=vocab_size)
+
+    def tokenizer_print(self) -> TokenizerPrint:
+        """Of that tokenizer, as checkpoints note it."""
+        with self._tokenizer_folder() as folder:
+            return tokenizer_print(folder, known_as=self.folder)
+
+    @contextmanager
+    def _tokenizer_folder(self) -> Iterator[Path]:
+        """Its own, or one with the tokenizer that it will have."""
         if self.seed is None or self.folder.exists():
-            return open_tokenizer(self.folder, vocab_size=vocab_size)
+            yield self.folder
+            return
         with tempfile.TemporaryDirectory() as folder:
             build_byte_tokenizer(folder)
-            return open_tokenizer(Path(folder), vocab_size=vocab_size)
+            yield Path(folder)
 
 
 def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:

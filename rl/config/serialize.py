@@ -52,9 +52,14 @@ def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
 
 
 def write_json(run: ResolvedRun, path: Path) -> None:
-    """Write a run's `config.json`."""
+    """Write a run's `config.json`, whole or not at all."""
     content = {"module": run.module, "config": run.function, "values": to_dict(run.config)}
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a disk that is full
 
 
 def read_json(path: Path) -> ResolvedRun:

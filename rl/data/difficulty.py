@@ -103,8 +103,11 @@ def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
         json.dumps({"id": key, "pass_rate": _checked(rate, "pass_rate")}, ensure_ascii=False)
         for key, rate in rates.items()
     )
-    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a disk that is full
 
 
 def _checked(rate: Any, name: str) -> float:

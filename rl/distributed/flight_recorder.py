@@ -7,13 +7,17 @@ from the environment, once in the life of a process.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 SIZE = "TORCH_FR_BUFFER_SIZE"
 FILE_OF_WATCHDOG = "TORCH_FR_DUMP_TEMP_FILE"
@@ -33,7 +37,7 @@ def name_file_of_watchdog(folder: str | Path) -> None:
 
 
 def write_collectives(folder: str | Path) -> Path | None:
-    """What is recorded, oldest first, as `collectives_rank<r>.json`; None where nothing is.
+    """What is recorded, oldest first, as `collectives_rank<r>.json`; None where nothing is, or no room.
 
     Of each collective: name, group, number in it, sizes, state, and the lines of code that called it.
     """
@@ -43,8 +47,14 @@ def write_collectives(folder: str | Path) -> Path | None:
     if not entries:
         return None
     file = Path(folder) / f"collectives_rank{dist.get_rank()}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(entries, indent=1) + "\n")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(entries, indent=1) + "\n")
+    except OSError as error:  # what these collectives failed by is to be told, not this
+        logger.warning("%s was not written: %s", file, error.strerror or error)
+        with suppress(OSError):
+            file.unlink()
+        return None
     return file
 
 

@@ -20,6 +20,15 @@ from rl.observability.metrics import Record, reduced
 ROWS_PER_HEADER = 20
 
 
+def say(text: str, *, stream: TextIO | None = None) -> None:
+    """Print a line at once; None is standard output.
+
+    A line that nobody can read (a file on a full disk, a pipe whose reader left) ends no run.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stdout, flush=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """One number of a step's line."""
@@ -73,7 +82,7 @@ class ConsoleSink:
         self._print("  ".join(column.cell(record) for column in COLUMNS))
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream or sys.stdout, flush=True)
+        say(line, stream=self._stream)
 
 
 def _evaluation_line(record: Record) -> str:
@@ -158,7 +167,7 @@ class _Lines:
         return f"{count} ({self.note})" if self.note else count
 
     def _print(self, text: str) -> None:
-        print(f"{self.title}: {text}", file=self.stream, flush=True)
+        say(f"{self.title}: {text}", stream=self.stream)
 
 
 @contextlib.contextmanager

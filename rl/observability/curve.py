@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
 from rl.observability.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
 
 REWARD, CORRECT, EVALUATION = "#8a94a6", "#2f6fbb", "#d1495b"
 Points = tuple[list[float], list[float]]
@@ -37,8 +40,19 @@ def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
     _draw_difference(lower, series)
     figure.align_ylabels()
     temporary = png_path.with_name(f".{png_path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(png_path)
+    try:
+        figure.savefig(temporary, format="png")
+        temporary.replace(png_path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a disk that is full
+
+
+def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
+    """As `write_learning_curve`; a disk without room is a warning: the numbers are in the file."""
+    try:
+        write_learning_curve(metrics_path, png_path)
+    except OSError as error:
+        logger.warning("%s was not written: %s", png_path, error.strerror or error)
 
 
 def _points(records: list[dict[str, float]], name: str) -> Points:

@@ -11,10 +11,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.errors import writing
 from rl.observability.recorder import previous_file
 from rl.types import LoopPosition
 
@@ -41,6 +42,9 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) ->
         metrics: metrics.jsonl.
         rollouts: rollouts.jsonl; the one before it is cut too.
         position: of the checkpoint; None: the run starts from its beginning.
+
+    Raises:
+        UnwrittenError: there is no room for what is kept; the file is as it was.
     """
     cut = _cut(metrics, lambda line: _keeps_record(line, position))
     for file in (previous_file(rollouts), rollouts):
@@ -87,13 +91,21 @@ def _cut(file: Path, keeps: Callable[[bytes], bool]) -> CutFile:
     if not done.num_kept:
         file.unlink()
     elif done.num_cut:
-        temporary = file.with_name(f"{file.name}.tmp")
+        with writing(file):
+            _write_kept(file, kept)
+    return done
+
+
+def _write_kept(file: Path, kept: Sequence[bool]) -> None:
+    temporary = file.with_name(f"{file.name}.tmp")
+    try:
         with file.open("rb") as lines, temporary.open("wb") as shorter:
             shorter.writelines(line for line, keep in zip(lines, kept, strict=True) if keep)
             shorter.flush()
             os.fsync(shorter.fileno())
         temporary.replace(file)
-    return done
+    finally:
+        temporary.unlink(missing_ok=True)  # of a disk that is full
 
 
 def _is_whole_and(keeps: Callable[[bytes], bool], line: bytes) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from rl.observability.whole_lines import WholeLines
+
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
 
 QUIET_ENVIRONMENT = {
@@ -56,7 +58,7 @@ def setup_logging(
     handlers: list[logging.Handler] = [printed]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(folder / f"{role}-{rank}.log", encoding="utf-8", delay=True))
+        handlers.append(_FileHandler(folder / f"{role}-{rank}.log", console=printed))
     root = logging.getLogger()
     level, hook, thread_hook = root.level, sys.excepthook, threading.excepthook
     for handler in handlers:
@@ -113,6 +115,38 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return self._console or sys.stderr
+
+
+class _FileHandler(logging.Handler):
+    """Appends to a log file; what the disk does not take is lost, and said once on the console."""
+
+    def __init__(self, path: Path, *, console: logging.Handler) -> None:
+        super().__init__()
+        self._file = WholeLines(path)
+        self._console = console
+        self._fails = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.append(self.format(record) + "\n")
+            self._fails = False
+        except OSError as error:
+            if not self._fails:
+                self._fails = True
+                self._warn(error)
+        except Exception:  # noqa: BLE001  (a record that cannot be formatted, as any handler of logging does)
+            self.handleError(record)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _warn(self, error: OSError) -> None:
+        why = error.strerror or str(error)
+        text = f"{self._file.path} was not written: {why}; all goes on, and what fits later is written"
+        self._console.handle(
+            logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, args=None, exc_info=None)
+        )
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
+
+from rl.errors import writing
+from rl.observability.whole_lines import WholeLines
 
 MetricT = TypeVar("MetricT", bound="Metric")
 
@@ -140,11 +142,14 @@ def reduced(metric: Metric | SupportsFloat | None) -> float | None:
 
 
 class MetricsWriter:
-    """Appends records to a file, each line flushed when it is written; a context manager."""
+    """Appends records to a file, each line whole or not at all; a context manager."""
 
     def __init__(self, path: Path) -> None:
+        """Raises UnwrittenError where the file cannot be made."""
         self._num_records = len(read_metrics(path)) if path.exists() else 0
-        self._file = path.open("a")
+        self._file = WholeLines(path)
+        with writing(path):
+            self._file.open()
 
     @property
     def num_records(self) -> int:
@@ -152,18 +157,22 @@ class MetricsWriter:
         return self._num_records
 
     async def flush_to_disk(self) -> None:
-        """Return when what is written would outlive a power failure."""
-        self._file.flush()
-        await asyncio.to_thread(os.fsync, self._file.fileno())
+        """Return when what is written would outlive a power failure; raises UnwrittenError."""
+        with writing(self._file.path):
+            await asyncio.to_thread(self._file.sync)
 
     def write(self, record: Record) -> None:
-        """Append one line; what there is nothing to report of is left out."""
+        """Append one line; what there is nothing to report of is left out.
+
+        Raises:
+            UnwrittenError: the disk is full, or the file cannot be written; nothing of the line is in it.
+        """
         line: dict[str, float | str] = {}
         for name, metric in record.items():
             if (value := reduced(metric)) is not None:
                 line[name] = value if math.isfinite(value) else str(value)
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._file.path):
+            self._file.append(json.dumps(line, allow_nan=False) + "\n")
         self._num_records += 1
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from rl.data.difficulty import write_pass_rates
+from rl.observability.whole_lines import WholeLines
 from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.grading import failure_of
 from rl.rollouts.group import Group
@@ -71,6 +73,7 @@ class Recorder:
     def __init__(self, path: Path, *, config: RecorderConfig) -> None:
         self.path = path
         self.config = config
+        self._fails = False
 
     def step(self, step: int, batch: Batch, advantages_PG: Sequence[Sequence[np.ndarray]]) -> None:
         """Of a step's groups, in order, and of those that were dropped before it."""
@@ -81,7 +84,8 @@ class Recorder:
         the share of right replies to each, for a difficulty filter."""
         self._append(self._of_evaluation(step, result))
         if self.config.enable and (rates := result.pass_rates()):
-            write_pass_rates(self.path.with_name(PASS_RATES), rates)
+            with self._going_on(PASS_RATES):
+                write_pass_rates(self.path.with_name(PASS_RATES), rates)
 
     def stopped(self, step: int, batch: Batch) -> None:
         """Of what the producer had when the run stopped before this step's batch."""
@@ -162,15 +166,36 @@ class Recorder:
     def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         if not self.config.enable:
             return
-        limit = self.config.max_megabytes * 1e6 / 2
         texts = [json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines]
+        with self._going_on(self.path.name):
+            self._write(texts)
+
+    @contextmanager
+    def _going_on(self, name: str) -> Iterator[None]:
+        """Training needs nothing of it: a full disk is a warning, once until it is written again."""
+        try:
+            yield
+        except OSError as error:
+            if not self._fails:
+                logger.warning(
+                    "%s was not written: %s; training goes on, and what fits later is written",
+                    self.path.with_name(name),
+                    error.strerror or error,
+                )
+            self._fails = True
+        else:
+            self._fails = False
+
+    def _write(self, texts: list[str]) -> None:
+        limit = self.config.max_megabytes * 1e6 / 2
+        file = WholeLines(self.path)
         size = self.path.stat().st_size if self.path.exists() else 0
         while texts:
             # In ASCII: as many bytes as characters.
             num_fit = sum(end <= limit - size for end in accumulate(map(len, texts)))
             if num_fit:
-                with self.path.open("a", encoding="ascii") as file:
-                    file.write("".join(texts[:num_fit]))
+                with closing(file):
+                    file.append("".join(texts[:num_fit]))
                 del texts[:num_fit]
             elif size:
                 self.path.replace(previous_file(self.path))

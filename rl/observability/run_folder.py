@@ -17,10 +17,13 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+
+from rl.errors import writing
 
 LOCK, STATUS = ".lock", "status.json"
 EVENTS = "events.jsonl"
@@ -34,11 +37,13 @@ OWN_FILES = (
     EVENTS,
     STATUS,
 )
+PARTIAL_FILES = ("config.json.tmp", f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
+"""Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
 WEIGHTS = "weights"
 """Where weights travel as files, unless they are elsewhere; gone when the run has ended in order."""
-FAILURE_FILES = "nan_batch_*.npz"
-"""Batches that the trainer saves where it stops on a loss that is not finite."""
+FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
+"""Of a trainer that stops: the batch of a loss that is not finite, the latest collectives of each rank."""
 
 
 class RunFolder:
@@ -70,12 +75,15 @@ class RunFolder:
         overwrite: bool = False,
         inputs: Mapping[str, Path] | None = None,
         checkpoints: Path | None = None,
+        wall_clock: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> RunFolder:
-        """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name.
+        """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name, and
+        `-2` and so on where there is such a run: a clock that is set back shows a time twice.
 
         Args:
             inputs: files and folders, by field, that the run is going to read.
             checkpoints: a folder elsewhere for them, which is neither made nor cleared here.
+            wall_clock: local time; names the folder and decides nothing.
 
         Raises:
             ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
@@ -83,27 +91,35 @@ class RunFolder:
                 that is to be replaced. Nothing is left behind.
         """
         if time_stamp:
-            name = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+            name = _free_name(Path(dump_folder).expanduser(), f"{name}-{wall_clock():%Y%m%d-%H%M%S}")
         if not name or name in (".", "..") or Path(name).name != name:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
         created = _make_folder(path)
         _refuse_foreign(path)
         had_lock = (path / LOCK).exists()
-        lock_fd = _lock(path)
+        try:
+            lock_fd = _lock(path)
+        except ValueError:
+            _remove_empty(path, topmost=created)
+            raise
         try:
             status = read_status(path)
             if status is not None and not overwrite:
                 raise ValueError(_occupied(path, status))
             _refuse_inputs(path, inputs or {})
-            _clear(path)
-            for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
-                (path / folder).mkdir()
-            _write_status(path, "running")
+            with _usable(path):
+                _clear(path)
+                for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
+                    (path / folder).mkdir()
+                _write_status(path, "running")
         except BaseException:
             if created is not None:
                 _remove(path, topmost=created)
             elif not had_lock:
+                for name in OWN_FOLDERS:
+                    with contextlib.suppress(OSError):
+                        (path / name).rmdir()
                 (path / LOCK).unlink()
             os.close(lock_fd)
             raise
@@ -128,17 +144,23 @@ class RunFolder:
 
     def reopen(self) -> None:
         """The run goes on: it is unfinished again, and what its last process left half done is removed."""
-        for folder in OWN_FOLDERS:
-            if folder == self.logs.name or self.checkpoints.parent == self.path:
-                (self.path / folder).mkdir(exist_ok=True)
-        for leftover in (*self.path.glob("*.jsonl.tmp"), *self.path.glob("*.part")):
-            leftover.unlink()
+        for leftover in (*self.path.glob("*.jsonl.tmp"), *(self.path / name for name in PARTIAL_FILES)):
+            leftover.unlink(missing_ok=True)
         shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
-        _write_status(self.path, "running")
+        with _usable(self.path):
+            for folder in OWN_FOLDERS:
+                if folder == self.logs.name or self.checkpoints.parent == self.path:
+                    (self.path / folder).mkdir(exist_ok=True)
+            _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
-        """From now on the folder is refused without `overwrite`, as a finished run's."""
-        _write_status(self.path, "finished")
+        """From now on the folder is refused without `overwrite`, as a finished run's.
+
+        Raises:
+            UnwrittenError: status.json cannot be written, so that the run still counts as unfinished.
+        """
+        with writing(self.path / STATUS):
+            _write_status(self.path, "finished")
 
     def discard(self) -> None:
         """Undo `create`: a run that was refused before it began leaves no folder behind."""
@@ -175,6 +197,11 @@ def read_status(path: Path) -> Literal["running", "finished"] | None:
     return "finished" if content.get("status") == "finished" else "running"
 
 
+def _free_name(folder: Path, name: str) -> str:
+    names = chain((name,), (f"{name}-{number}" for number in count(2)))
+    return next(free for free in names if not os.path.lexists(folder / free))
+
+
 def _make_folder(path: Path) -> Path | None:
     """Make `path`; returns the topmost folder that had to be made."""
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
@@ -209,9 +236,19 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
                 )
 
 
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """An error of the disk, in the folder of a run that begins, as one of the folder that was asked for."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be a run's folder: {error.strerror}") from error
+
+
 def _lock(path: Path, *, otherwise: str = "choose another name") -> int:
     """File descriptor that holds the lock; the lock file names the process for others to read."""
-    lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with _usable(path):
+        lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -219,7 +256,8 @@ def _lock(path: Path, *, otherwise: str = "choose another name") -> int:
         os.close(lock_fd)
         raise ValueError(f"{path} is in use by {holder}; {otherwise}") from error
     os.ftruncate(lock_fd, 0)
-    os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    with contextlib.suppress(OSError):  # a full disk is told where it is needed
+        os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock_fd
 
 
@@ -234,8 +272,8 @@ def _occupied(path: Path, status: str) -> str:
 
 def _clear(path: Path) -> None:
     """Remove what a run wrote, and nothing else that somebody put there."""
-    failures = [file.name for file in path.glob(FAILURE_FILES)]
-    for name in (*OWN_FOLDERS, *OWN_FILES, *failures):
+    failures = [file.name for pattern in FAILURE_FILES for file in path.glob(pattern)]
+    for name in (*OWN_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
         target = path / name
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
@@ -247,9 +285,14 @@ def _clear(path: Path) -> None:
 def _remove(path: Path, *, topmost: Path) -> None:
     """Remove a run's folder, and the folders made for it up to `topmost` unless others use them now."""
     shutil.rmtree(path)
+    _remove_empty(path.parent, topmost=topmost)
+
+
+def _remove_empty(path: Path, *, topmost: Path | None) -> None:
+    """Remove the folder and those around it up to `topmost`, as far as there is nothing in them."""
     with contextlib.suppress(OSError):  # not empty
-        for folder in path.parents:
-            if not folder.is_relative_to(topmost):
+        for folder in (path, *path.parents):
+            if topmost is None or not folder.is_relative_to(topmost):
                 break
             folder.rmdir()
 
@@ -257,5 +300,9 @@ def _remove(path: Path, *, topmost: Path) -> None:
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     temporary = path / f"{STATUS}.tmp"
-    temporary.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
-    temporary.replace(path / STATUS)
+    try:
+        temporary.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
+        temporary.replace(path / STATUS)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # of a disk that is full

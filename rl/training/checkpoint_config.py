@@ -24,6 +24,8 @@ RUN_FOLDER = "checkpoints"
 LATEST = -1
 TRAIN_STATE, RANDOM, DATALOADER = "train_state", "random", "dataloader"
 """Parts of a checkpoint that are no tensors, as `exclude_from_loading` names them."""
+TOKENIZER = "tokenizer"
+"""Named there, the tokenizer may be another than that of the run that saved."""
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -76,7 +78,8 @@ class CheckpointConfig(Configurable.Config):
     exclude_from_loading: tuple[str, ...] = ()
     """What keeps its state when a checkpoint is loaded: model, optimizer, train_state (the policy version,
     which the learning-rate schedule is a function of), random, dataloader (the loop's position), a tensor
-    or the beginning of its dotted name, or a pattern such as model.layers.*.norm.weight."""
+    or the beginning of its dotted name, or a pattern such as model.layers.*.norm.weight. tokenizer: load also
+    where the run's tokenizer is not the one that the checkpoint was made with."""
 
     def __post_init__(self) -> None:
         self.check()

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rl.models.tokenizer_print import TokenizerPrint, read_tokenizer_print
 from rl.types import LoopPosition
 
 FORMAT = 1
@@ -63,6 +64,8 @@ class SavedState:
     started_from: str | None = None
     """The folder of the weights that training started from, or the seed that they were drawn from, as
     `StartingWeights.origin`; None: not one folder, or a version saved that did not note it."""
+    tokenizer: TokenizerPrint | None = None
+    """Of the run; None: it had none, or a version saved that did not note it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +143,7 @@ def read_state(folder: str | Path) -> SavedState:
             converters=_settings(content.get("converters")),
             base_model=_text(content.get("base_model")),
             started_from=_text(content.get("started_from")),
+            tokenizer=read_tokenizer_print(content.get("tokenizer")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error

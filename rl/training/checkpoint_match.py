@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl.models.converters.converter import ModelConverters
 from rl.training.checkpoint import MODEL, OPTIMIZER, saved_names
-from rl.training.checkpoint_config import DATALOADER, RANDOM, TRAIN_STATE, excluded
+from rl.training.checkpoint_config import DATALOADER, RANDOM, TOKENIZER, TRAIN_STATE, excluded
 from rl.training.checkpoint_files import SavedState
 
 _OPTIMIZERS = {"momentum_buffer": "Muon", "exp_avg": "Adam or AdamW"}
@@ -68,7 +68,7 @@ def matching_tensors(
 
 
 def _check_exclusions(path: Path, names: list[str], *, model_only: bool, exclude: Sequence[str]) -> None:
-    others = () if model_only else (TRAIN_STATE, RANDOM, DATALOADER)
+    others = (TOKENIZER,) if model_only else (TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
     for pattern in exclude:
         if not any(excluded(name, (pattern,)) for name in (*names, *others)):
             raise ValueError(

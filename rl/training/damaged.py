@@ -25,5 +25,14 @@ def newest_usable(folder: Path, check: Callable[[Path], T]) -> T | None:
 
 
 def put_aside(path: Path, error: DamagedCheckpointError) -> None:
-    """Say what is wrong with a checkpoint, and let nobody load it any more."""
-    logger.warning("%s; it is set aside as %s, and an earlier one is taken", error, set_aside(path).name)
+    """Say what is wrong with a checkpoint, and let nobody load it any more.
+
+    Raises:
+        DamagedCheckpointError: it cannot be renamed.
+    """
+    try:
+        aside = set_aside(path)
+    except OSError as problem:
+        why = problem.strerror or problem
+        raise DamagedCheckpointError(f"{error}; it could not be set aside: {why}") from problem
+    logger.warning("%s; it is set aside as %s, and an earlier one is taken", error, aside.name)

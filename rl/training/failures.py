@@ -5,7 +5,9 @@ Shape legend: T tokens of all samples, K targets of each, S samples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from rl.rollouts.packing import OPTIONAL
 from rl.training.errors import NonFiniteLossError
 from rl.types import TrainingSample
+
+logger = logging.getLogger(__name__)
 
 _PER_TOKEN = ("token_ids", "mask", "generator_logprobs", "advantages", "policy_versions")
 _NOT_PER_TARGET = ("token_ids", "policy_versions", "ratio_mask")
@@ -28,7 +32,13 @@ def non_finite(
     if folder is not None:
         file = Path(folder) / f"nan_batch_version_{policy_version}.npz"
         if not dist.is_initialized() or dist.get_rank() == 0:
-            write_batch(file, samples)
+            try:
+                write_batch(file, samples)
+            except OSError as error:  # the number is what the run stops for
+                with suppress(OSError):
+                    file.unlink()
+                logger.warning("%s was not written: %s", file, error.strerror or error)
+                file = None
     return NonFiniteLossError(what, policy_version, None if file is None else str(file))
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rl.models.converters.peft_folder import is_peft_folder
 from rl.models.hf import HFFolder
-from rl.training.checkpoint_config import DATALOADER, RANDOM, TRAIN_STATE
+from rl.models.tokenizer_print import tokenizer_print
+from rl.training.checkpoint_config import DATALOADER, RANDOM, TOKENIZER, TRAIN_STATE
 from rl.training.checkpoint_files import (
     STATE,
     SavedState,
@@ -21,6 +22,7 @@ from rl.training.checkpoint_files import (
 )
 from rl.training.checkpointer import Checkpointer
 from rl.training.reference import ReferencePolicy
+from rl.training.tokenizer_match import check_tokenizer
 from rl.types import LoopPosition
 
 
@@ -35,6 +37,7 @@ class StartingWeights:
         seed = checkpointer.policy.training.seed
         self.origin: str | None = f"seed {seed}" if folder is None else str(folder.path.resolve())
         """None: the weights were not all from one folder."""
+        self._tokenizer = None if folder is None else tokenizer_print(folder.path)
         self._checkpointer = checkpointer
         self._reference = reference
 
@@ -47,6 +50,7 @@ class StartingWeights:
             position=position,
             model_only=model_only,
             started_from=self.origin,
+            tokenizer=self._tokenizer,
         )
 
     def load(
@@ -55,12 +59,14 @@ class StartingWeights:
         """As `Checkpointer.load`, and the reference policy that goes with it.
 
         Raises:
-            ValueError: beside what that raises, the reference policy's weights are gone, or it is not known
-                where they were; nothing was loaded.
+            ValueError: beside what that raises, the tokenizer is another, the reference policy's weights are
+                gone, or it is not known where they were; nothing was loaded.
         """
         config = self._checkpointer.config
         patterns = config.exclude_from_loading if exclude is None else tuple(exclude)
         continues = is_checkpoint(folder) and not model_only
+        if is_checkpoint(folder):
+            self._check_tokenizer(Path(folder).absolute(), model_only=model_only, exclude=patterns)
         if continues and self._reference is not None:
             self._load_reference(Path(folder).absolute(), patterns)
         version = self._checkpointer.load(
@@ -76,9 +82,13 @@ class StartingWeights:
                 self._reference.follow(self._checkpointer.policy)
         return version
 
+    def _check_tokenizer(self, checkpoint: Path, *, model_only: bool, exclude: Sequence[str]) -> None:
+        check_contents(checkpoint, check_sizes(checkpoint), [STATE])
+        saved = read_state(checkpoint).tokenizer
+        check_tokenizer(checkpoint, saved, self._tokenizer, model_only=model_only, exclude=exclude)
+
     def _load_reference(self, checkpoint: Path, exclude: Sequence[str]) -> None:
         assert self._reference is not None
-        check_contents(checkpoint, check_sizes(checkpoint), [STATE])
         noted = read_state(checkpoint).started_from
         if source := reference_folder(noted, of=checkpoint, present=self.origin, exclude=exclude):
             self._checkpointer.load_weights(source, self._reference.policy)
@@ -127,5 +137,5 @@ def reference_folder(
 
 def changes_weights(exclude: Iterable[str]) -> bool:
     """Whether one of the patterns keeps part of the model, so that not all weights are the loaded ones."""
-    others = ("optimizer", TRAIN_STATE, RANDOM, DATALOADER)
+    others = ("optimizer", TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
     return any(pattern.split(".")[0] not in others for pattern in exclude)

@@ -279,8 +279,13 @@ def check_unused(config: WeightStore.Config) -> None:
 
 
 def make_store(config: WeightStore.Config, *, dtype: Dtype, run_folder: Path) -> WeightStore:
-    """The store of a run, with the transport that its config names."""
+    """The store of a run, with the transport that its config names.
+
+    The run has `run_folder` for itself: weights in it are left of a run that was killed, and removed.
+    """
     if config.transport == "files":
+        if config.folder is None:
+            shutil.rmtree(_inside(run_folder / "weights", config), ignore_errors=True)
         return FileWeightStore(config=config, folder=config.folder or run_folder / "weights", dtype=dtype)
     return config.build(dtype=dtype)
 

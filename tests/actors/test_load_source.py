@@ -1,14 +1,16 @@
 """What does not fit the model that a run makes is refused before the run starts."""
 
 import copy
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from actors.checks import check_load_source
+from actors.checks import check_load_source, check_same_tokenizer
 from configs.sum_digits import tiny, tiny_moe
 from rl.models.converters.lora import LoRA
 from rl.models.starting_point import write_random_model
+from rl.starting_point import given_folder, random_model
 from rl.training.checkpoint_config import LoadSource
 from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
@@ -112,3 +114,33 @@ def test_a_run_that_has_done_all_its_steps_is_not_continued(saved):
     config = tiny()
     with pytest.raises(ValueError, match=r"loop\.num_steps=3: .*/plain has done 3 steps already"):
         check_load_source(source, fleet=config.fleet, model_spec=config.model, num_steps=3, num_gpus=0)
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused_before_the_start_with_both_folders(tmp_path):
+    config = tiny()
+    spec = config.model
+    start = random_model(tmp_path / "cache", spec=spec, seed=0)
+    start.make()
+    engine = TrainingEngine(
+        config=config.trainer, model_spec=spec, hf_assets_path=str(start.folder), device="cpu"
+    )
+    engine.save_checkpoint(str(tmp_path / "step-0"))
+    other = shutil.copytree(start.folder, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace("[ANSWER]", "[RESULT]"))
+    sources = [
+        LoadSource(path=tmp_path / "step-0", model_only=model_only, in_hf=False, position=None)
+        for model_only in (False, True)
+    ]
+    # Not made yet, the random model's tokenizer is the one that it will have.
+    for fitting in (start, random_model(tmp_path / "cache-2", spec=spec, seed=1)):
+        for source in (None, *sources):
+            check_same_tokenizer(source, start=fitting, fleet=config.fleet)
+    changed = given_folder(other, spec=spec, any_size=False)
+    made = rf"{tmp_path}/step-0 was made with the tokenizer of {start.folder}"
+    says = rf"{made}, this run has that of {other}, which differs \(tokenizer\.json\)"
+    for source in sources:
+        with pytest.raises(ValueError, match=says):
+            check_same_tokenizer(source, start=changed, fleet=config.fleet)
+    config.trainer.checkpoint.exclude_from_loading = ("tokenizer",)
+    check_same_tokenizer(sources[0], start=changed, fleet=config.fleet)

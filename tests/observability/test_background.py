@@ -138,12 +138,21 @@ def test_a_loop_trains_while_its_rollouts_are_written_and_ends_when_all_are(tmp_
     assert threading.active_count() == num_threads
 
 
-def test_a_recorder_that_cannot_write_stops_the_run(tmp_path):
-    recorder = Recorder(tmp_path / "missing" / "rollouts.jsonl", config=RecorderConfig())
+class BrokenRecorder(Recorder):
+    def step(self, step, batch, advantages_PG):
+        raise KeyError(f"of step {step}")
+
+
+def test_a_recorder_that_is_broken_stops_the_run_and_one_without_a_disk_does_not(tmp_path):
+    broken = BrokenRecorder(tmp_path / "rollouts.jsonl", config=RecorderConfig())
     loop, _ = make_loop(FakePolicy(reply=half_right))
-    loop.recorder = recorder
-    with pytest.raises(FileNotFoundError):
+    loop.recorder = broken
+    with pytest.raises(KeyError, match="of step 1"):
         asyncio.run(loop.run())
+    loop, sink = make_loop(FakePolicy(reply=half_right))
+    loop.recorder = Recorder(tmp_path / "missing" / "rollouts.jsonl", config=RecorderConfig())
+    asyncio.run(loop.run())
+    assert [record["step"] for record in sink.records] == [1]
 
 
 def fails_from(step: int) -> Rubric:
@@ -188,4 +197,4 @@ def test_a_recorder_that_cannot_write_what_stopped_a_run_does_not_hide_why_it_st
     loop.recorder = recorder
     with pytest.raises(RunError, match="no judge is there"):
         asyncio.run(loop.run())
-    assert "rollouts.jsonl: FileNotFoundError" in caplog.text
+    assert "rollouts.jsonl was not written: No such file or directory" in caplog.text

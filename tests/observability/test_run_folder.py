@@ -47,6 +47,8 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
         folder.metrics.write_text("{}\n")
         (folder.logs / "trainer-0.log").write_text("x")
         (folder.path / "nan_batch_version_12.npz").write_bytes(b"batch")
+        (folder.path / "collectives_rank1.json").write_text("[]")
+        (folder.path / "status.json.tmp").write_text("{")
         (folder.path / "nan_notes.npz").write_bytes(b"mine")
         (folder.path / "notes.txt").write_text("mine")
         folder.checkpoints.rmdir()
@@ -57,6 +59,8 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
         assert list(again.logs.iterdir()) == []
         assert not again.checkpoints.is_symlink()
         assert [file.name for file in again.path.glob("nan*")] == ["nan_notes.npz"]
+        assert not (again.path / "collectives_rank1.json").exists()
+        assert not (again.path / "status.json.tmp").exists()
         assert (again.path / "notes.txt").read_text() == "mine"
         assert (elsewhere / "weights").read_text() == "w"
         assert read_status(again.path) == "running"

@@ -70,6 +70,15 @@ def nan_loss() -> Controller.Config:
     return config
 
 
+def saving() -> Controller.Config:
+    """Always at a checkpoint."""
+    config = short()
+    assert isinstance(config.task, SumDigits.Config)
+    config.task.reward = "noise"
+    config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")
+    return config
+
+
 class FrozenPushTrainer(PolicyTrainer):
     """Trains, but always pushes the weights it started from: a broken sync."""
 
@@ -151,4 +160,4 @@ def nan_reward() -> Controller.Config:
     return config
 
 
-__all__: Sequence[str] = ["broken_sync", "nan_loss", "nan_reward", "raising_reward", "short"]
+__all__: Sequence[str] = ["broken_sync", "nan_loss", "nan_reward", "raising_reward", "saving", "short"]

@@ -124,7 +124,8 @@ def stop_role_after_line(
         for process in processes:
             os.kill(process.pid, signal.SIGSTOP)
 
-    return _act_after_line(dump_folder, name, *options, line=line, act=stop_role, limit_s=limit_s)
+    run = command(dump_folder, name, *options)
+    return _act_after_lines(run, dump_folder / name, lines=[line], act=stop_role, limit_s=limit_s)
 
 
 def role_processes(controller_pid: int, role: str) -> list[ProcessId]:

@@ -1,0 +1,76 @@
+"""Whole runs whose disk gets full, or that may not write where they are told to."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import read_status
+from tests.support.disks import FULL, obey_permissions
+from tests.support.runs import ROOT, command
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
+SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
+MODEL_MB, CHECKPOINT_MB = 3.2, 9.7
+DISK = int((MODEL_MB + 1.6 * CHECKPOINT_MB) * 1e6)
+"""Room for the model that a run starts from and one checkpoint; the second is the one too many."""
+LONGEST = int(2 * MODEL_MB * 1e6)
+"""Where a limit stands for the disk, no checkpoint has room."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["disabled", pytest.param("async", marks=pytest.mark.slow)],
+    ids=["waited for", "in the background"],
+)
+def test_a_disk_that_gets_full_stops_the_run_with_all_that_was_before(tmp_path, mode):
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    saving = ("--trainer.checkpoint.interval", "1", "--trainer.checkpoint.async_mode", mode)
+    run = command(disk, "full", *SHORT, *saving, "--loop.num_steps", "4")
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.on_disk", str(disk), str(DISK), str(LONGEST), str(kept), *run],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 1, ran.stdout
+    assert "Traceback" not in ran.stdout
+    folder = kept / "full"
+    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert saved in (["step-1"], [])  # none where no file may be so long
+    failed = len(saved) + 1
+    says = (
+        rf"error: the run stopped: after step \d: checkpoint {disk}/full/checkpoints/step-{failed} was not "
+    )
+    says += rf"written, earlier ones are as they were: .*{FULL}.*"
+    assert re.search(says, ran.stdout), ran.stdout
+    steps = [record["step"] for record in read_metrics(folder / "metrics.jsonl") if "reward/mean" in record]
+    assert steps[:failed] == list(range(1, failed + 1))
+    assert (folder / "metrics.jsonl").read_text().endswith("}\n")
+    assert read_status(folder) == "running"
+    assert [path for path in folder.rglob(".*") if path.name not in (".lock", ".metadata")] == []
+
+
+def test_a_dump_folder_that_may_not_be_written_is_refused_by_name(tmp_path):
+    dump_folder = tmp_path / "outputs"
+    dump_folder.mkdir(mode=0o555)
+    ran = subprocess.run(
+        command(dump_folder, "run", *SHORT),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        preexec_fn=obey_permissions,
+    )
+    assert ran.returncode == 2, ran.stdout
+    says = f"error: {dump_folder}/run cannot be a run's folder: {dump_folder} is not writable"
+    assert ran.stdout.splitlines()[-1] == says
+    assert list(dump_folder.iterdir()) == []

@@ -1,0 +1,123 @@
+"""Disks that are full and folders that may not be written, for real, in a forked copy of this process.
+
+A disk is a tmpfs in a mount namespace of the copy: root makes one, and so does whoever may make a user
+namespace. Where the kernel allows neither, a limit on the length of files takes its place, which says "File
+too large" instead of "No space left on device".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tests.support.forked import in_copy
+
+FULL = "(No space left on device|File too large)"
+"""What a disk of `on_small_disk` says when it is full; a pattern."""
+NOBODY = 65534
+NEW_MOUNTS, NEW_USER = 0x0002_0000, 0x1000_0000
+NO_SUID, RECURSIVE, PRIVATE = 0x2, 0x4000, 0x4_0000
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+FILLER = ".filler"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SmallDisk:
+    """A folder that is a disk of its own, to be filled and freed."""
+
+    def __init__(self, folder: Path, *, num_bytes: int) -> None:
+        self.folder = folder
+        self.is_mounted = mount_small(folder, num_bytes=num_bytes)
+
+    def fill(self) -> None:
+        """From now on there is no room, but what is left of pages that files have begun."""
+        if not self.is_mounted:
+            _limit_files(0)
+            return
+        with suppress(OSError), (self.folder / FILLER).open("ab", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+
+    def free(self) -> None:
+        if self.is_mounted:
+            (self.folder / FILLER).unlink()
+        else:
+            _limit_files(resource.RLIM_INFINITY)
+
+    def entries(self) -> list[str]:
+        """All files and folders but the filler, by their paths."""
+        paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        return sorted(path for path in paths if path != FILLER)
+
+
+def on_small_disk(function: Callable[[SmallDisk], str], folder: Path, *, num_bytes: int = 1 << 20) -> str:
+    """What `function` answers in a forked copy, in which `folder` is a disk; here it stays empty."""
+    return _answer(lambda: function(SmallDisk(folder, num_bytes=num_bytes)))
+
+
+def as_nobody(function: Callable[[], str]) -> str:
+    """What it answers in a forked copy without privileges, to which permissions of files apply."""
+
+    def drop_and_call() -> str:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        return function()
+
+    return _answer(drop_and_call)
+
+
+def obey_permissions() -> None:
+    """In a new process, before its program: permissions of files apply to it, be it root's.
+
+    Another user might not be allowed to read the interpreter.
+    """
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused where there is no such privilege
+
+
+def mount_small(folder: Path, *, num_bytes: int) -> bool:
+    """Mount a tmpfs that only this process and its children see; False where the kernel does not allow it."""
+    uid, gid = os.geteuid(), os.getegid()
+    if uid != 0 or _libc.unshare(NEW_MOUNTS) != 0:
+        if _libc.unshare(NEW_MOUNTS | NEW_USER) != 0:
+            return False
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    if _libc.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None) != 0:
+        return False
+    options = f"size={num_bytes},mode=0777".encode()
+    return bool(_libc.mount(b"relay-test", bytes(folder), b"tmpfs", NO_SUID, options) == 0)
+
+
+def _answer(function: Callable[[], str]) -> str:
+    def guarded() -> str:
+        try:
+            return function()
+        except BaseException:  # noqa: BLE001  (told by the parent)
+            return f"raised {traceback.format_exc()}"
+
+    status, answer = in_copy(guarded)
+    assert status == 0, status
+    assert not answer.startswith("raised "), answer
+    return answer
+
+
+def _limit_files(num_bytes: int) -> None:
+    """As `forked.limit_files`, to be undone."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EFBIG)
