@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from rl.observability.process_state import ProcessState, read_states
 from rl.observability.stack_excerpt import excerpt
 from rl.observability.stacks import ask
 from rl.process_id import is_alive
+
+logger = logging.getLogger(__name__)
 
 REMOTE_S = 4.0
 """For a process of another host to answer with its stacks: more than it takes to write them there."""
@@ -159,6 +162,8 @@ async def tell_what_run_does(error: BaseException, watched: Sequence[Watched]) -
         return None
     reports = await reports_of_run(watched)
     file = write_reports(reports, watched[0].logs, title=f"{type(error).__name__}: {error}")
+    if file is not None:
+        logger.info("the stacks of all processes are in %s", file)
     if isinstance(error, RunError):
         if not error.more:
             error.more = told(reports, file)

@@ -343,7 +343,7 @@ def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
             with contextlib.nullcontext() if stop is None else asking_at_ctrl_c(stop):
                 return await main
         except Exception as error:
-            await _tell_stacks(error)
+            await tell_what_run_does(error, [role.watched for role in _roles if role.watched])
             raise
         finally:
             await stop_all()
@@ -358,13 +358,6 @@ def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
         if terminated:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
         raise KeyboardInterrupt from None
-
-
-async def _tell_stacks(error: Exception) -> None:
-    """Of all processes, before they are ended, if a deadline is what the run stops for."""
-    file = await tell_what_run_does(error, [role.watched for role in _roles if role.watched is not None])
-    if file is not None:
-        logger.info("the stacks of all processes are in %s", file)
 
 
 def _role_of(mesh: ProcMesh) -> _Role:

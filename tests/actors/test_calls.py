@@ -100,7 +100,8 @@ def test_no_answer_tells_what_each_rank_does_and_where_and_keeps_all_of_it(meshe
         meshes.run(group.call("never", limit="close_s"))
     with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer") as alone:
         meshes.run(group.at_rank(1).call("never", limit="close_s"))
-    (_, asked), *_ = meshes.run(launch.watched(mesh).members.stacks.call()).items()
+    assert group.watched is not None
+    (_, asked), *_ = meshes.run(group.watched.members.stacks.call()).items()
     assert "(most recent call first):" in asked  # as those of another host are asked
     meshes.stop(mesh)
     role = launch_role(tmp_path)
