@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from actors.calls import ActorCallError, Timeouts
 from actors.fleet import Fleet
+from actors.replaceable import Replaceable
 from actors.sync_check import SyncCheck
 from rl.rollouts.rubric import Rubric
 from rl.training.checkpoint_files import SavedState, read_state, sum_of_file, write_description
