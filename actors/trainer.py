@@ -250,7 +250,7 @@ class PolicyTrainer(Actor, Configurable):
         """
         started = time.perf_counter()
         if self.store.is_collective:
-            version, sent = await self._compute(self._push_here)
+            version, sent = await self._compute(_push_here, self.engine, self.store)
         else:
             version, state_dict, buffer_names = await self._compute(self._begin_push)
             try:
@@ -335,14 +335,14 @@ class PolicyTrainer(Actor, Configurable):
         self._gate.begin()
         return self.engine.policy_version, state_dict, self.engine.buffer_names()
 
-    def _push_here(self) -> tuple[int, Transfer]:
-        """In the engine's thread, which computes nothing meanwhile."""
-        engine = self.engine
-        version, state_dict = engine.policy_version, engine.model_state_dict()
-        push = self.store.push(version=version, state_dict=state_dict, buffer_names=engine.buffer_names())
-        return version, asyncio.run(push)
-
 
 def _told_by(rank: int, result: ForwardBackwardResult) -> ForwardBackwardResult:
     """All ranks have the same; one of them sends the logprobs."""
     return result if rank == 0 else replace(result, logprobs=None)
+
+
+def _push_here(engine: TrainingEngine, store: WeightStore) -> tuple[int, Transfer]:
+    """In the engine's thread, which computes nothing meanwhile."""
+    version, state_dict = engine.policy_version, engine.model_state_dict()
+    push = store.push(version=version, state_dict=state_dict, buffer_names=engine.buffer_names())
+    return version, asyncio.run(push)
