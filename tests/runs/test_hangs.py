@@ -14,8 +14,8 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 @pytest.mark.timeout(240)
 def test_a_generator_that_hangs_ends_the_run_with_the_stacks_of_all_processes(tmp_path):
     run = stop_role_after_line(
-        tmp_path, "hangs", *SHORT, "--loop.num_steps", "200", "--timeouts.generate_s", "8",
-        line="step 2", role="generator", limit_s=180,
+        tmp_path, "hangs", *SHORT, "--loop.num_steps", "60", "--timeouts.generate_s", "8",
+        line="train tok/s", role="generator", limit_s=180,
     )  # fmt: skip
     assert run.status == 1, run.output
     message = run.output[run.output.index("error: the run stopped: ") :]
