@@ -149,20 +149,19 @@ def test_a_death_of_which_monarch_says_nothing_is_seen_and_named_by_its_rank(cal
 
 
 @pytest.mark.medium
-def test_an_error_of_a_rank_whose_peer_is_gone_a_moment_later_is_the_loss_of_that_peer(tmp_path):
-    with monarch_meshes() as meshes:
-        mesh = meshes.spawn_mesh(2, process_group=False)
-        group = ActorGroup(
-            name="trainer",
-            mesh=mesh.spawn("answerer", Answerer),
-            timeouts=Timeouts(train_s=30),
-            processes=launch.local_processes(mesh),
-        )
-        marker = str(tmp_path / "marker")
-        with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
-            meshes.run(group.call("exit_on_rank_1_as_0_tells", marker, limit="train_s"))
-        assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
-        assert group.dead() == [1]
+def test_an_error_of_a_rank_whose_peer_is_gone_a_moment_later_is_the_loss_of_that_peer(meshes, tmp_path):
+    mesh = meshes.spawn_mesh(2, process_group=False)
+    group = ActorGroup(
+        name="trainer",
+        mesh=mesh.spawn("answerer", Answerer),
+        timeouts=Timeouts(train_s=30),
+        processes=launch.local_processes(mesh),
+    )
+    marker = str(tmp_path / "marker")
+    with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
+        meshes.run(group.call("exit_on_rank_1_as_0_tells", marker, limit="train_s"))
+    assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
+    assert group.dead() == [1]
 
 
 @pytest.mark.medium
