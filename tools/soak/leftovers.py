@@ -78,16 +78,21 @@ class Watch:
     def processes(self) -> list[ProcessId]:
         return [process for process in carrying_environment(MARK, self.mark) if process.pid != os.getpid()]
 
-    def left(self, *, grace_s: float, run_folder: Path | None = None) -> Leftovers:
-        """What is there after the process has ended, and its last children have had their time to."""
+    def left(self, *, grace_s: float, run_folder: Path | None = None, temporary: bool = True) -> Leftovers:
+        """What is there after the process has ended, and its last children have had their time to.
+
+        `temporary`: whether temporary files count.
+        """
         deadline = time.monotonic() + grace_s
-        while (left := self._now(run_folder)) and time.monotonic() < deadline:
+        while (left := self._now(run_folder, temporary=temporary)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
-    def _now(self, run_folder: Path | None) -> Leftovers:
+    def _now(self, run_folder: Path | None, *, temporary: bool) -> Leftovers:
         processes = self.processes()
         files = self._entries() - self._before
+        if not temporary:
+            files = {name for name in files if name.startswith(str(SHARED_MEMORY))}
         if any(name.startswith(str(SHARED_MEMORY)) for name in files):
             others = set(all_pids()) - {process.pid for process in processes}
             files -= set(map(str, mapped_shared_memory(others)))  # another program's

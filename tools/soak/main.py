@@ -108,7 +108,7 @@ def check(run_folder: Path, *, status: int | None, left: Leftovers, limit_s: flo
         problems.append(f"it did not end within {limit_s:g} s")
     elif status != 0:
         problems.append(f"exit status {status}")
-    if left:
+    if left and status is not None:  # what was killed could not clean up
         problems.append(f"left behind: {left}")
     if status != 0:
         return tuple(problems)
