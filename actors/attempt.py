@@ -14,19 +14,19 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
-from actors.calls import ActorCallError
+from actors.calls import ActorCallError, Group, may_hang
 from actors.checks import has_lora
 from actors.fleet import Fleet
 from actors.plan import Plan
-from actors.processes import is_alive
+from actors.processes import ProcessId, is_alive
 from actors.random_states import ActorRandomStates
 from actors.revive import revive_trainer
 from actors.router import Router
@@ -213,7 +213,7 @@ class Training:
                 folder=str(self.folder.checkpoints),
                 records=metrics,
                 processes=ActorRandomStates([*fleet.generators, fleet.reward]),
-                can_answer=lambda error: _has_all_processes(fleet.trainer),
+                can_answer=partial(_can_answer, fleet.trainer),
                 drawn_with=drawn_with(config),
                 last_saved=state.position.step if state is not None and in_folder else None,
             ),
@@ -317,10 +317,11 @@ def _remove_earlier(folder: Path) -> None:
         remove(folder)
 
 
-def _has_all_processes(trainer: Any) -> bool:
-    """As far as they are on this host."""
-    processes = getattr(trainer, "processes", {})
-    return all(map(is_alive, processes.values()))
+def _can_answer(trainer: Group, error: RunError) -> bool:
+    """Whether the trainer may be asked for anything: its processes live, as far as they are on this host, and
+    no deadline has passed for which it may be to blame."""
+    processes: Mapping[int, ProcessId] = getattr(trainer, "processes", {})
+    return all(map(is_alive, processes.values())) and not may_hang(trainer.name, after=error)
 
 
 @asynccontextmanager
@@ -333,8 +334,8 @@ async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[No
         if background:
             await fleet.trainer.call("finish_saving", limit="checkpoint_s")
         raise
-    except RunError:
-        if background and _has_all_processes(fleet.trainer):
+    except RunError as error:
+        if background and _can_answer(fleet.trainer, error):
             with suppress(RunError):  # the trainer itself may be what the run stops for
                 await fleet.trainer.call("finish_saving", limit="checkpoint_s")
         raise

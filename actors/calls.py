@@ -11,14 +11,7 @@ from typing import Any, Protocol, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from actors.diagnosis import (
-    Watched,
-    exceeded_a_deadline,
-    place_of,
-    reports_of_role,
-    told,
-    write_reports,
-)
+from actors.diagnosis import Watched, exceeded_a_deadline, place_of, told_by_role
 from actors.processes import ProcessId, is_alive
 from rl.errors import RunError
 from rl.observability.activity import doing
@@ -174,8 +167,7 @@ class ActorGroup:
         """What those do who gave no answer, as lines; all of it is written to a file under the title."""
         if self.watched is None:
             return ""
-        reports = await reports_of_role(self.watched, None if self.rank is None else [self.rank])
-        return told(reports, write_reports(reports, self.watched.logs, title=title))
+        return await told_by_role(self.watched, None if self.rank is None else [self.rank], title=title)
 
     def dead(self) -> list[int]:
         """The ranks of this host whose process has ended."""

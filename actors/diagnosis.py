@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ logger = logging.getLogger(__name__)
 
 REMOTE_S = 4.0
 """For a process of another host to answer with its stacks: more than it takes to write them there."""
+SHARED_S = 10.0
+"""Within this a role is not asked again: hundreds of calls may have one deadline."""
 MAX_TOLD = 8
 """Processes that a message has room for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Recent:
+    at_s: float
+    """By `time.monotonic`."""
+    telling: asyncio.Future[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,6 +51,8 @@ class Watched:
     logs: Path
     members: Any
     """Actor mesh of `actors.members.Member`."""
+    recent: dict[tuple[int, ...], _Recent] = field(default_factory=dict)
+    """What was told last, by ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +87,22 @@ async def reports_of_role(watched: Watched, ranks: Collection[int] | None = None
     return list(
         await asyncio.gather(*(_report(watched, rank, states.get((watched.role, rank))) for rank in wanted))
     )
+
+
+async def told_by_role(watched: Watched, ranks: Collection[int] | None, *, title: str) -> str:
+    """Lines for a message; all of it is written to a file. Calls that end at the same time share both."""
+    key = tuple(range(watched.num_ranks) if ranks is None else sorted(ranks))
+    now_s = time.monotonic()
+    recent = watched.recent.get(key)
+    if recent is None or now_s - recent.at_s > SHARED_S:
+        recent = _Recent(at_s=now_s, telling=asyncio.ensure_future(_tell(watched, key, title)))
+        watched.recent[key] = recent
+    return await asyncio.shield(recent.telling)
+
+
+async def _tell(watched: Watched, ranks: Collection[int], title: str) -> str:
+    reports = await reports_of_role(watched, ranks)
+    return told(reports, write_reports(reports, watched.logs, title=title))
 
 
 async def reports_of_run(roles: Sequence[Watched]) -> list[Report]:

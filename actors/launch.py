@@ -19,7 +19,6 @@ import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +45,7 @@ from actors.processes import (
     kill,
     mapped_shared_memory,
     remove_unmapped,
+    until_gone,
     with_descendants,
 )
 from rl.stop_request import StopAskedError, StopRequest
@@ -290,7 +290,7 @@ async def _end(role: _Role, *, timeout_s: float, first: Literal["ask", "kill"]) 
         _num_stopping -= 1
         if role in _roles:
             _roles.remove(role)
-    await _until_gone(role.name, tree)
+    await until_gone(tree, of=f"role {role.name!r}", grace_s=KILL_GRACE_S)
     for file in remove_unmapped(shm_files):
         logger.debug("removed shared memory %s that role %s left", file, role.name)
 
@@ -312,7 +312,7 @@ async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    await _until_gone("(any)", strays)
+    await until_gone(strays, of="any role", grace_s=KILL_GRACE_S)
 
 
 def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
@@ -382,14 +382,6 @@ async def _ask_to_stop(role: _Role, timeout_s: float, *, level: int) -> None:
     answers = await asyncio.gather(asked, return_exceptions=True)
     if isinstance(answers[0], BaseException):
         logger.log(level, "role %s did not stop when asked: %s", role.name, answers[0])
-
-
-async def _until_gone(role: str, tree: Sequence[ProcessId]) -> None:
-    deadline = time.monotonic() + KILL_GRACE_S
-    while left := [process for process in tree if is_alive(process)]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"role {role!r}: processes {[p.pid for p in left]} outlived SIGKILL")
-        await asyncio.sleep(0.02)
 
 
 def _on_fault(failure: MeshFailure) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rl.process_id import ProcessId, identify, is_alive, kill
@@ -15,10 +17,24 @@ __all__ = [
     "kill",
     "mapped_shared_memory",
     "remove_unmapped",
+    "until_gone",
     "with_descendants",
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+async def until_gone(processes: Sequence[ProcessId], *, of: str, grace_s: float) -> None:
+    """Wait for processes that were killed.
+
+    Raises:
+        RuntimeError: one outlived SIGKILL for so long (stuck in the kernel); names `of` and the pids.
+    """
+    deadline = time.monotonic() + grace_s
+    while left := [process for process in processes if is_alive(process)]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{of}: processes {[p.pid for p in left]} outlived SIGKILL")
+        await asyncio.sleep(0.02)
 
 
 def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:

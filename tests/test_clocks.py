@@ -14,11 +14,11 @@ ROOT = Path(__file__).parent.parent
 FLOORS = ("losses", "rl", "actors", "configs")
 
 STAMPS = {
-    "actors/fault_injection.py": "when a process was killed, in the note of it",
     "rl/observability/activity.py": "since when, for readers on other machines",
-    "rl/observability/events.py": "when it happened",
-    "rl/observability/health.py": "how old the last step is, which is shown",
-    "rl/observability/process_state.py": "how long a process of another machine has done something",
+    "rl/observability/process_state.py": "for how long, as other machines tell it",
+    "rl/observability/events.py": "the stamps of events",
+    "rl/observability/health.py": "how long ago the last step was, as the doctor shows it",
+    "actors/fault_injection.py": "the stamp of what was done, for tests",
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
     "rl/tinker/service/service.py": "the clock of stamps that the API shows",
     "rl/tinker/service/sessions.py": "a stamp in an answer",

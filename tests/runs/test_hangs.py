@@ -15,13 +15,15 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 def test_a_generator_that_hangs_ends_the_run_with_the_stacks_of_all_processes(tmp_path):
     run = stop_role_after_line(
         tmp_path, "hangs", *SHORT, "--loop.num_steps", "60", "--timeouts.generate_s", "8",
+        "--timeouts.sync_s", "8", "--weights.timeout_s", "8",
         line="train tok/s", role="generator", limit_s=180,
     )  # fmt: skip
     assert run.status == 1, run.output
     message = run.output[run.output.index("error: the run stopped: ") :]
     assert re.match(
-        r"error: the run stopped: step \d+: generator\.(generate|compute_logprobs) gave no answer within "
-        r"timeouts\.generate_s=8\n  generator\[0\]: .*\n    no stacks: the process is stopped by a signal\n",
+        r"error: the run stopped: step \d+: generator\.(generate|compute_logprobs|pull_model_state_dict) "
+        r"gave no answer within timeouts\.(generate_s|sync_s)=8\n"
+        r"  generator\[0\]: .*\n    no stacks: the process is stopped by a signal\n",
         message,
     ), message
     (file,) = re.findall(r"  of the whole run: (.*)", message)
@@ -29,8 +31,6 @@ def test_a_generator_that_hangs_ends_the_run_with_the_stacks_of_all_processes(tm
     assert sorted(re.findall(r"==== (.*?\[\d\]): ", text)) == [
         "controller[0]", "generator[0]", "reward[0]", "trainer[0]",
     ]  # fmt: skip
-    (controller,) = re.findall(r"==== controller\[0\]: (.*)", text)
-    assert re.match(r"step \d+ for ", controller)
     events = read_events(run.folder / "events.jsonl")
     assert [event["event"] for event in events] == ["started", "stopped"]
     assert "gave no answer" in events[1]["reason"]

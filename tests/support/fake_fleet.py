@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from actors.calls import ActorCallError, ActorGroup, Timeouts
+from actors.calls import ActorCallError, Timeouts
 from actors.fleet import Fleet
 from actors.replaceable import Replaceable
 from actors.sync_check import SyncCheck
@@ -111,7 +111,7 @@ def fake_fleet(trainer: FakeTrainer, *, rubric: Rubric) -> Fleet:
     return Fleet(
         trainer=trainer,
         generators=(FakeGenerator(),),
-        reward=Replaceable(cast(ActorGroup, FakeReward(rubric=rubric))),
+        reward=cast(Replaceable, FakeReward(rubric=rubric)),
         store=cast(WeightStore, FakeStore()),
         check=SyncCheck(None),
     )
