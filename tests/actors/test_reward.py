@@ -258,7 +258,7 @@ def test_a_process_that_does_not_answer_still_stops_the_run():
 def test_functions_that_compare_rollouts_are_left_out_where_each_stands_alone(rewards):
     scorer = ActorScorer(rewards.together, num_procs=2)
     scores = rewards.run(scorer.score([rollouts("x"), rollouts("x")], alone=True))
-    assert [list(score.parts) for (score,) in scores] == [["sample", "process", "meet"]] * 2
+    assert [list(score.parts) for (score,) in scores] == [["sample", "process", "meet", "chance"]] * 2
 
 
 @pytest.mark.medium
@@ -284,7 +284,7 @@ def test_ranks_are_counted_through_the_processes_of_several_hosts(rewards, num_h
     mesh = rewards.alone.mesh.split(procs=("hosts", "procs"), hosts=num_hosts)
     scores = rewards.score(replace(rewards.alone, mesh=mesh), ["x"] * 2)
     assert processes(scores[0]) == processes(rewards.score(rewards.alone, ["x"] * 2)[0])
-    with pytest.raises(AssertionError, match="alone has 2 ranks, there is no rank 2"):
+    with pytest.raises(AssertionError, match="there are 2 ranks, there is no rank 2"):
         replace(rewards.alone, mesh=mesh).at_rank(2)
 
 

@@ -11,7 +11,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 ONE_PROCESS = {
-    **dict.fromkeys(("actors", "benchmarks", "docs", "examples", "runs", "weights"), "actors"),
+    **dict.fromkeys(("actors", "benchmarks", "docs", "weights"), "actors"),
+    **dict.fromkeys(("chaos", "examples", "runs", "soak"), "runs"),
     "tinker/http": "tinker/http",
 }
 """By the beginning of the path in tests/: a name of what is kept together, as it starts engines and actors
