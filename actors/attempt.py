@@ -48,7 +48,7 @@ from rl.rollouts.scoring import longest_s
 from rl.step_checkpoints import StepCheckpoints
 from rl.stop_request import StopAskedError, StopRequest
 from rl.supervised import SupervisedWarmup
-from rl.training.checkpoint_config import RANDOM, LoadSource, excluded, find_load_source
+from rl.training.checkpoint_config import RANDOM, TOKENIZER, LoadSource, excluded, find_load_source
 from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, DamagedCheckpointError
 from rl.training.damaged import put_aside
 from rl.training.own_checkpoint import own_checkpoint
@@ -86,18 +86,21 @@ async def load_newest(
     find: Callable[[], LoadSource | None],
     *,
     may_set_aside: Callable[[LoadSource], bool],
+    exclude_of_own: Sequence[str] = (),
 ) -> LoadSource | None:
     """Load what `find` finds, and return it; None where there is nothing.
 
-    A checkpoint whose tensors turn out to be damaged is set aside, and `find` is asked again.
+    A checkpoint whose tensors turn out to be damaged is set aside, and `find` is asked again. Of a run's own
+    everything is loaded but `exclude_of_own`.
 
     Raises:
         DamagedCheckpointError: of one that may not be set aside.
     """
     while (source := find()) is not None:
         try:
+            exclude = exclude_of_own if source.whole else None
             version = await learner.load_checkpoint(
-                str(source.path), model_only=source.model_only, exclude=() if source.whole else None
+                str(source.path), model_only=source.model_only, exclude=exclude
             )
         except DamagedCheckpointError as error:
             if not may_set_aside(source):
@@ -124,6 +127,8 @@ class Training:
     """Is told of what happens to the run."""
     _began: bool = field(init=False, default=False)
     """Whether the run's folder may hold records of this run."""
+    _starts: list[int] = field(init=False, default_factory=list)
+    """The step after which each attempt began."""
 
     def __post_init__(self) -> None:
         self._began = self.plan.resumed is not None or self.folder.metrics.exists()
@@ -142,13 +147,33 @@ class Training:
             except RunError as error:
                 if self.stop.was_asked:
                     raise
+                self._check_progress(error)
                 fleet = await self.revive(fleet, error)
                 logger.warning("the trainer is there again; the run goes back to its last checkpoint")
+
+    def _check_progress(self, error: RunError) -> None:
+        """However far apart they are, attempts that save nothing are as many as restarts may be.
+
+        Raises:
+            RunError: `error`, which says so now.
+        """
+        most = self.config.recovery.max_restarts
+        if most and self._starts.count(self._starts[-1] if self._starts else 0) > most:
+            error.add_note(f"after {most} restarts from the same step")
+            logger.warning(
+                "the run has been lost %d times after step %d and before its next checkpoint: it ends "
+                "(recovery.max_restarts=%d)",
+                most + 1,
+                self._starts[-1],
+                most,
+            )
+            raise error
 
     async def _attempt(self, fleet: Fleet) -> None:
         learner = ActorLearner(fleet.trainer)
         source = await self._prepare(learner)
         state = None if source is None else _state(source, self.config)
+        self._starts.append(0 if state is None else state.position.step)
         if self._began:
             self._go_back(source)
         self._began = True
@@ -161,7 +186,14 @@ class Training:
 
     async def _prepare(self, learner: ActorLearner) -> LoadSource | None:
         """Load what the run goes on from; None: it starts from its beginning."""
-        source = await load_newest(learner, self._source, may_set_aside=self._may_set_aside)
+        exclude = self.config.trainer.checkpoint.exclude_from_loading
+        source = await load_newest(
+            learner,
+            self._source,
+            may_set_aside=self._may_set_aside,
+            # Which is no part of a checkpoint, but a check of it.
+            exclude_of_own=(TOKENIZER,) if excluded(TOKENIZER, exclude) else (),
+        )
         if source is not None:
             return source
         if self.plan.start.warmed_up is not None:
@@ -317,7 +349,7 @@ def _remove_earlier(folder: Path) -> None:
         remove(folder)
 
 
-def _can_answer(trainer: Group, error: RunError) -> bool:
+def _can_answer(trainer: Group, error: Exception) -> bool:
     """Whether the trainer may be asked for anything: its processes live, as far as they are on this host, and
     no deadline has passed for which it may be to blame."""
     processes: Mapping[int, ProcessId] = getattr(trainer, "processes", {})
@@ -334,7 +366,7 @@ async def _last_save_ends(fleet: Fleet, *, background: bool) -> AsyncIterator[No
         if background:
             await fleet.trainer.call("finish_saving", limit="checkpoint_s")
         raise
-    except RunError as error:
+    except Exception as error:
         if background and _can_answer(fleet.trainer, error):
             with suppress(RunError):  # the trainer itself may be what the run stops for
                 await fleet.trainer.call("finish_saving", limit="checkpoint_s")

@@ -86,7 +86,7 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
         resumed = own_checkpoint(resumes, num_steps=config.loop.num_steps)
     source = _asked_source(config, resumed)
     start = starting_point(config, task=task, environments=environments, source=source)
-    check_same_tokenizer(source, start=start, fleet=config.fleet)
+    check_same_tokenizer(resumed or source, start=start, fleet=config.fleet)
     check_load_source(
         resumed or source,
         fleet=config.fleet,

@@ -7,6 +7,7 @@ group = await supervisor.again("generator_0", reason="rank 0 of 1 is dead", star
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -89,19 +90,20 @@ class Restarts:
         self._made: dict[str, list[float]] = {}
         """When, by role."""
 
-    def next(self, role: str, *, reason: str) -> Restart:
-        """Count one more.
+    def next(self, role: str, *, reason: str, at_least: int = 1) -> Restart:
+        """Count one more. `at_least` so many are counted with it, however long ago the others were: starts
+        of one loss that have failed.
 
         Raises:
             RestartsUsedUpError: names role, number, window and `reason`.
         """
         config, now_s = self._config, self._now_s()
         made = [at for at in self._made.get(role, ()) if now_s - at < config.window_s]
-        if len(made) >= config.max_restarts:
+        if max(len(made), at_least - 1) >= config.max_restarts:
             raise RestartsUsedUpError(
-                f"{role} is lost once more, after {len(made)} restarts within {config.window_s:g} s "
-                f"(recovery.max_restarts={config.max_restarts}, recovery.window_s={config.window_s:g}); the "
-                f"last reason: {reason}"
+                f"{role} is lost once more, after {max(len(made), at_least - 1)} restarts within "
+                f"{config.window_s:g} s (recovery.max_restarts={config.max_restarts}, recovery.window_s="
+                f"{config.window_s:g}); the last reason: {reason}"
             )
         self._made[role] = [*made, now_s]
         pause_s = min(config.pause_s * 2 ** (len(made) - 1), config.max_pause_s) if made else 0.0
@@ -135,8 +137,8 @@ class Supervisor:
             CanaryError, WeightCanaryError: it holds or uses other weights than it should.
         """
         lost_at = self._now_s()
-        while True:
-            restart = self._restarts.next(role, reason=reason)
+        for attempt in itertools.count(1):
+            restart = self._restarts.next(role, reason=reason, at_least=attempt)
             logger.warning(
                 "%s is lost: %s; starting it again%s (%d of %d)",
                 role,
@@ -159,6 +161,7 @@ class Supervisor:
             logger.warning("%s %s after %.1f s", role, done, after_s)
             self._events("recovered", role=role, after_s=round(after_s, 2))
             return started
+        raise AssertionError("counted to the end")
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from actors.canary import LogprobCanary
 from rl.clock import now_s
 from rl.types import BoxSum, ServeResult
 from rl.weights.canary import check_sums
+from rl.weights.errors import WeightStoreError
 
 
 class SyncCheck:
@@ -61,6 +62,8 @@ class SyncCheck:
         """
         assert version in self._pushed, f"version {version} was not pushed; there are {[*self._pushed]}"
         pushed = self._pushed[version]
+        if pushed.expected is not None and pushed.expected.cancelled():
+            raise WeightStoreError(f"policy version {version} was given up: a pull of it has failed before")
         try:
             pulled = await pull_checked(
                 version, sums=pushed.sums, generators=generators, limit=self._pull_limit, lost=lost

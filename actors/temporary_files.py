@@ -62,7 +62,7 @@ def temporary_files() -> Iterator[None]:
         yield
         return
     # What is compiled is for later runs too: it stays where it would be.
-    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
     settings = {"TMPDIR": str(folder.path), INDUCTOR_CACHE: os.environ.get(INDUCTOR_CACHE, str(cache))}
     before, python_before = {name: os.environ.get(name) for name in settings}, tempfile.tempdir
     os.environ.update(settings)
@@ -97,7 +97,10 @@ def remove_dead(parent: Path) -> list[Path]:
 
 
 def _end_processes(folder: Path) -> None:
-    run = (folder / RUN_FILE).read_text()
+    try:
+        run = (folder / RUN_FILE).read_text()
+    except FileNotFoundError:  # somebody who removed it was killed on the way
+        return
     for process in carrying_environment(RUN_VARIABLE, run) if run else ():
         if process.pid != os.getpid():
             logger.warning("process %d is left of a killed run: ended", process.pid)
@@ -107,7 +110,11 @@ def _end_processes(folder: Path) -> None:
 def _make(parent: Path) -> _Folder | None:
     for removed in remove_dead(parent):
         logger.info("removed %s of a killed run", removed)
-    new = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=parent))
+    try:
+        new = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=parent))
+    except OSError as error:
+        logger.info("temporary files stay in %s: %s", parent, error)
+        return None
     path = parent / new.name.removeprefix(".")
     descriptor = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -125,6 +132,14 @@ def _make(parent: Path) -> _Folder | None:
     _made.append(folder)
     atexit.register(_remove, folder)
     return folder
+
+
+def _user() -> str:
+    """As PyTorch names its folder; a container may give a process a uid without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _remove(folder: _Folder) -> None:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from rl.clock import now_s
 from rl.config.configurable import Configurable
-from rl.errors import RunError, naming
+from rl.errors import naming
 from rl.loop_checks import check_empty_steps, check_logprobs
 from rl.loop_config import LoopConfig
 from rl.loop_progress import Progress
@@ -151,7 +151,7 @@ class Loop(Configurable):
         except StopAskedError:
             await self.checkpoints.save_at_stop(self._progress.now())
             raise
-        except RunError as error:
+        except Exception as error:  # of somebody's task too
             if self._progress.whole is not None:
                 await self.checkpoints.save_after(error, self._progress.whole)
             raise

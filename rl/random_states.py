@@ -10,6 +10,7 @@ import pickle
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 
@@ -28,12 +29,15 @@ class RandomStates(Protocol):
 def process_states() -> bytes:
     """States of the generators of Python, numpy and PyTorch, as far as they are imported here."""
     states: dict[str, Any] = {"python": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = numpy.random.get_state()
-    if (torch := sys.modules.get("torch")) is not None:
-        states["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
+    # A thread may be in the middle of importing one of them: then it has drawn nothing yet.
+    with suppress(AttributeError):
+        if (numpy := sys.modules.get("numpy")) is not None:
+            states["numpy"] = numpy.random.get_state()
+    with suppress(AttributeError):
+        if (torch := sys.modules.get("torch")) is not None:
+            states["torch"] = torch.get_rng_state()
+            if torch.cuda.is_initialized():
+                states["cuda"] = torch.cuda.get_rng_state()
     # Each for itself: to unpickle one imports what it is of.
     return pickle.dumps({name: pickle.dumps(state) for name, state in states.items()})
 

@@ -90,7 +90,7 @@ class StepCheckpoints:
         if self.would_save(state.position.step):
             await self.save(state, wait=True)
 
-    async def save_after(self, error: RunError, state: LoopState) -> None:
+    async def save_after(self, error: Exception, state: LoopState) -> None:
         """Of a loop that ends with an error, if the learner is still there; what goes wrong is logged.
 
         `state` is that of the learner's weights, its random states those of now.

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from rl.observability.console import say
+
 T = TypeVar("T")
 
 
@@ -72,10 +74,10 @@ class StopRequest:
             await asyncio.gather(task, asked, return_exceptions=True)
 
     def _begin(self) -> None:
+        self._asked.set()
         if self._describe is not None:
             self._say(self._describe())
-        self._asked.set()
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, stream=sys.stderr)

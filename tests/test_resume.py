@@ -287,3 +287,19 @@ def test_a_stop_where_nothing_is_saved_says_so(checkpoint):
     run_in_virtual_time(main())
     assert said[0] in (f"stopping after step {n}, then ending; again to end at once" for n in (0, 1))
     assert policy.saved == []
+
+
+def test_a_stop_that_cannot_be_told_is_heard_all_the_same():
+    def say(text: str) -> None:
+        raise BrokenPipeError
+
+    async def main() -> None:
+        stop = StopRequest(say=say)
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        with stop.heard(lambda: "saving"):
+            asyncio.get_running_loop().call_later(1.0, stop.ask)
+            with pytest.raises(StopAskedError):
+                await stop.cutting_short(asyncio.sleep(3600))
+
+    _, took_s = run_in_virtual_time(main())
+    assert took_s == pytest.approx(1.0)

@@ -22,17 +22,13 @@ EventName = Literal[
     "started",
     "resumed",
     "lost",
-    "restarting",
     "recovered",
     "went_back",
-    "checkpoint_damaged",
-    "saved",
     "stopped",
     "finished",
 ]
-"""started; resumed (step); lost (role, reason); restarting (role, restart); recovered (role, after_s);
-went_back (from_step, to_step); checkpoint_damaged (folder, reason); saved (step); stopped (reason);
-finished (step)."""
+"""started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step); stopped (reason);
+finished."""
 NAMES: tuple[str, ...] = get_args(EventName)
 
 logger = logging.getLogger(__name__)

@@ -146,7 +146,19 @@ def read_state(folder: str | Path) -> SavedState:
             tokenizer=read_tokenizer_print(content.get("tokenizer")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if _is_as_written(file):
+            raise ValueError(
+                f"checkpoint file {file} was written by another version of this project: {error!r}"
+            ) from error
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error!r}") from error
+
+
+def _is_as_written(file: Path) -> bool:
+    """Whether a file has the checksum that its manifest notes."""
+    try:
+        return _read_manifest(file.parent).get(file.name) == sum_of_file(file)
+    except (ValueError, OSError):
+        return False
 
 
 def check_sizes(folder: str | Path) -> dict[str, FileSum]:
@@ -258,7 +270,23 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else None
-        raise ValueError(f"checkpoint file {file} has format {found!r}; this version reads {FORMAT}")
-    return content
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(
+            f"checkpoint file {file} is corrupted: it holds a {type(content).__name__}"
+        )
+    found = content.get("format")
+    if found == FORMAT:
+        return content
+    # Another version writes another format into both files; damage is in one of them.
+    other = file.with_name(STATE if file.name == MANIFEST else MANIFEST)
+    if f'"format": {FORMAT},' in _text_of(other):
+        raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: it has format {found!r}")
+    raise ValueError(f"checkpoint file {file} has format {found!r}; this version reads {FORMAT}")
+
+
+def _text_of(file: Path) -> str:
+    """Empty where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -180,3 +180,14 @@ def test_a_trainer_that_may_not_be_replaced_ends_the_run_with_its_error(tmp_path
         run = training(config, folder, revive)
         with pytest.raises(RunError, match=r"^step 2: trainer.forward_backward failed: rank 0 of 1 is dead"):
             asyncio.run(run.run(fake_fleet(FakeTrainer(dies_at=1), rubric=run.rubric)))
+
+
+def test_trainers_that_are_lost_before_they_save_anything_end_the_run_however_far_apart(tmp_path, caplog):
+    config = run_config()
+    config.trainer.checkpoint.interval = 2
+    config.recovery.max_restarts = 2
+    with pytest.raises(RunError, match=r"^step 4: trainer.forward_backward failed: rank 0 of 1 is dead"):
+        train(config, tmp_path, "lost", dies_at=(3, 3, 3))
+    assert "the run has been lost 3 times after step 2 and before its next checkpoint" in caplog.text
+    records, _ = train(config, tmp_path, "later", dies_at=(3, 3, 4, 4))  # each checkpoint counts anew
+    assert records[-1]["step"] == 5

@@ -136,3 +136,17 @@ def test_wrong_weights_are_not_tried_again():
     with pytest.raises(CanaryError):
         run_in_virtual_time(supervisor(Told()).again("generator", reason="x", start=start))
     assert starts == [1]
+
+
+def test_starts_of_one_loss_that_fail_are_counted_however_long_each_takes():
+    starts = []
+
+    async def start():
+        starts.append(now_s())
+        await asyncio.sleep(1800)
+        raise ActorCallError("setup gave no answer")
+
+    again = supervisor(Told(), max_restarts=2, window_s=60).again("reward", reason="x", start=start)
+    with pytest.raises(RestartsUsedUpError, match=r"after 2 restarts .* last reason: setup gave no answer$"):
+        run_in_virtual_time(again)
+    assert len(starts) == 2

@@ -1,5 +1,6 @@
 """What a user can get wrong is refused before anything starts, and nothing is left behind."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from rl.distributed.process_group import World
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
 from rl.observability.run_folder import RunFolder, read_status
+from rl.training.checkpoint_files import MANIFEST, STATE, sum_of_file
 from rl.training.engine import TrainingEngine
 from rl.types import LoopPosition
 from tests.training.parts import write_assets
@@ -327,6 +329,24 @@ def test_a_run_that_goes_on_in_another_process_is_not_resumed(ended, capsys):
         says = resume(capsys, ended.path, "--loop.num_steps", "5")
     assert f"{ended.path} is in use by process" in says
     assert "only a run that has ended can be resumed" in says
+
+
+def test_a_run_is_not_resumed_with_a_tokenizer_that_has_changed_unless_that_is_meant(ended, capsys):
+    for folder in ended.checkpoints.glob("step-*"):
+        state = json.loads((folder / STATE).read_text())
+        state["tokenizer"] = {"folder": "/models/before", "parts": {"tokenizer.json": "0" * 64}}
+        (folder / STATE).write_text(json.dumps(state))
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["files"][STATE] = dataclasses.asdict(sum_of_file(folder / STATE))
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    more = ("--loop.num_steps", "5")
+    says = resume(capsys, ended.path, *more)
+    assert "step-3 was made with the tokenizer of /models/before, this run has that of" in says
+    assert "add tokenizer to checkpoint.exclude_from_loading" in says
+    meant = ("--trainer.checkpoint.exclude_from_loading", "tokenizer")
+    # Refused for the next reason, and no longer for this one.
+    says = resume(capsys, ended.path, *more, *meant, "--trainer.optimizer.name", "Muon")
+    assert "it was made with Adam or AdamW, this run has Muon" in says
 
 
 def test_a_run_is_not_resumed_with_a_model_that_its_checkpoint_is_not_of(ended, capsys):

@@ -101,9 +101,9 @@ def test_one_flipped_bit_is_seen_and_the_file_named(checkpoint, name):
     ("name", "content", "says"),
     [
         (MANIFEST, "{", f"{MANIFEST} is corrupted: Expecting"),
-        (MANIFEST, json.dumps({"format": 2}), f"{MANIFEST} has format 2; this version reads 1"),
+        (MANIFEST, json.dumps({"format": 3}), f"{MANIFEST} is corrupted: it has format 3"),
         (MANIFEST, json.dumps({"format": 1, "files": {"a": 3}}), f"{MANIFEST} is corrupted: TypeError"),
-        (MANIFEST, json.dumps([]), f"{MANIFEST} has format None"),
+        (MANIFEST, json.dumps([]), f"{MANIFEST} is corrupted: it holds a list"),
         (
             MANIFEST,
             json.dumps({"format": 1, "files": {}}),
@@ -121,6 +121,43 @@ def test_a_description_that_says_nothing_is_named(checkpoint, name, content, say
     (checkpoint / name).write_text(content)
     with pytest.raises(ValueError, match=says):
         check_sizes(checkpoint) if name == MANIFEST else read_state(checkpoint)
+
+
+def test_what_another_version_wrote_is_not_taken_for_damage(checkpoint):
+    later = json.loads((checkpoint / STATE).read_text())
+    later["position"] = {"step": 2, "num_problems": 4, "place_of_tomorrow": 1}
+    (checkpoint / STATE).write_text(json.dumps(later))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    written = sum_of_file(checkpoint / STATE)
+    manifest["files"][STATE] = {"num_bytes": written.num_bytes, "crc32": written.crc32}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"written by another version.*place_of_tomorrow") as caught:
+        read_state(checkpoint)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_a_later_format_is_not_taken_for_damage(checkpoint):
+    for name in (STATE, MANIFEST):
+        content = json.loads((checkpoint / name).read_text())
+        (checkpoint / name).write_text(json.dumps(content | {"format": 2}, indent=2))
+    with pytest.raises(ValueError, match=f"{MANIFEST} has format 2; this version reads 1") as caught:
+        check_sizes(checkpoint)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_each_flipped_bit_of_the_manifest_is_damage_or_changes_nothing(checkpoint):
+    """It has no checksum of its own."""
+    whole, sums = (checkpoint / MANIFEST).read_bytes(), check_sizes(checkpoint)
+    for place in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        (checkpoint / MANIFEST).write_bytes(content)
+        try:
+            found = check_sizes(checkpoint)
+            check_contents(checkpoint, found, found)
+            assert found == sums, f"bit {place}"
+        except DamagedCheckpointError:
+            continue
 
 
 @pytest.mark.parametrize("name", ["tensors.distcp", ".metadata", STATE])
