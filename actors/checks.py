@@ -244,7 +244,7 @@ def check_same_tokenizer(source: LoadSource | None, *, start: StartingPoint, fle
     if source is None or source.in_hf:
         return
     saved = read_state(source.path).tokenizer
-    exclude = () if source.whole else fleet.trainer.checkpoint.exclude_from_loading
+    exclude = fleet.trainer.checkpoint.exclude_from_loading
     check_tokenizer(
         source.path, saved, start.tokenizer_print(), model_only=source.model_only, exclude=exclude
     )

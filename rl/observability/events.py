@@ -27,8 +27,8 @@ EventName = Literal[
     "stopped",
     "finished",
 ]
-"""started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step); stopped (reason);
-finished."""
+"""started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step); stopped
+(reason); finished."""
 NAMES: tuple[str, ...] = get_args(EventName)
 
 logger = logging.getLogger(__name__)

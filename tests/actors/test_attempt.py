@@ -187,7 +187,7 @@ def test_trainers_that_are_lost_before_they_save_anything_end_the_run_however_fa
     config.trainer.checkpoint.interval = 2
     config.recovery.max_restarts = 2
     with pytest.raises(RunError, match=r"^step 4: trainer.forward_backward failed: rank 0 of 1 is dead"):
-        train(config, tmp_path, "lost", dies_at=(3, 3, 3))
+        train(config, tmp_path, "lost", dies_at=(3, 3, 3, 3))
     assert "the run has been lost 3 times after step 2 and before its next checkpoint" in caplog.text
     records, _ = train(config, tmp_path, "later", dies_at=(3, 3, 4, 4))  # each checkpoint counts anew
     assert records[-1]["step"] == 5
