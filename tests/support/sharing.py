@@ -12,11 +12,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 ONE_PROCESS = {
     **dict.fromkeys(("actors", "benchmarks", "docs", "weights"), "actors"),
+    "runs/test_learning.py": "learning",
     **dict.fromkeys(("chaos", "examples", "runs", "soak"), "runs"),
     "tinker/http": "tinker/http",
 }
-"""By the beginning of the path in tests/: a name of what is kept together, as it starts engines and actors
-that are shared, or that would be too many at once."""
+"""By the beginning of the path in tests/, the first that fits: a name of what is kept together, as it starts
+engines and actors that are shared, or that would be too many at once."""
 
 
 def kept_together(nodeid: str) -> str:
@@ -24,7 +25,7 @@ def kept_together(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     place = file.removeprefix("tests/")
     for folder, name in ONE_PROCESS.items():
-        if place.startswith(f"{folder}/"):
+        if f"{place}/".startswith(f"{folder}/"):
             return name
     return file
 
