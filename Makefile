@@ -18,7 +18,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos soak test test-fast test-slow lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos soak test test-fast test-slow test-long lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -57,7 +57,10 @@ test-fast: setup ## the tests that start no engine and no actor: at most 2 minut
 	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
 
 test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
-	$(RUN) -m pytest $(SHARED) -m slow $(ARGS) $(NO_INPUT)
+	$(RUN) -m pytest -m "slow and not long" $(ARGS) $(NO_INPUT)
+
+test-long: setup ## slow tests that are not in it: more ways to lose a process, to be stopped and to go on
+	$(RUN) -m pytest -m long $(ARGS) $(NO_INPUT)
 
 chaos: setup ## kill a process in each phase of a short run: recovered or not, how fast, numbers equal or not, in a table
 	$(RUN) -m tools.chaos.main $(ARGS) $(NO_INPUT)

@@ -17,7 +17,7 @@ from tests.actors.test_recovery import CONFIG, LIMIT_S, Running, processes, revi
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.mortal_actors import MortalTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 ON_HOSTS = replace(
     CONFIG,

@@ -17,7 +17,7 @@ from rl.weights.files import FileWeightStore
 from tests.actors.test_recovery import CONFIG, LIMIT_S, TOKENS, Running, goes_on, processes, revive, saved
 from tests.support.monarch_meshes import monarch_meshes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 VARIANT = replace(
     CONFIG,

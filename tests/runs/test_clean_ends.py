@@ -18,6 +18,7 @@ from tests.support.runs import ROOT, command, hear_ctrl_c
 from tools.soak.leftovers import Watch
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
+LONG = (pytest.mark.slow, pytest.mark.long)
 SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
 ENDLESS = (*SHORT, "--loop.num_steps", "500")
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
@@ -112,7 +113,7 @@ def test_a_run_that_ends_by_itself_leaves_nothing(start, watch):
     ("number", "status"),
     [
         pytest.param(signal.SIGTERM, 143, id="sigterm twice"),
-        pytest.param(signal.SIGINT, 130, id="ctrl-c twice", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, id="ctrl-c twice", marks=LONG),
     ],
 )
 def test_a_run_that_is_stopped_at_once_leaves_nothing(start, watch, number, status):
@@ -129,10 +130,10 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(start, watch, number, stat
     ("options", "line", "whole_group"),
     [
         pytest.param(ENDLESS, "reward", False, id="in a step"),
-        pytest.param(ENDLESS, "reward", True, id="in a step, with its group", marks=pytest.mark.slow),
-        pytest.param(ENDLESS, "starting", False, id="in the start", marks=pytest.mark.slow),
-        pytest.param(HOSTS, "reward", False, id="in a step on simulated hosts", marks=pytest.mark.slow),
-        pytest.param(WARMS_UP, "warm-up: started", False, id="in the warm-up", marks=pytest.mark.slow),
+        pytest.param(ENDLESS, "reward", True, id="in a step, with its group", marks=LONG),
+        pytest.param(ENDLESS, "starting", False, id="in the start", marks=LONG),
+        pytest.param(HOSTS, "reward", False, id="in a step on simulated hosts", marks=LONG),
+        pytest.param(WARMS_UP, "warm-up: started", False, id="in the warm-up", marks=LONG),
     ],
 )
 def test_what_a_killed_controller_leaves_is_one_folder_and_the_next_start_removes_it(

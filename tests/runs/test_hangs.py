@@ -11,6 +11,7 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_generator_that_hangs_ends_the_run_with_the_stacks_of_all_processes(tmp_path):
     run = stop_role_after_line(

@@ -8,7 +8,7 @@ from tests.runs.test_resume import EXACT, LIMIT_S, SHORT, trained_on, without_ti
 from tests.support.leaks import drop_files_of_others, list_shared_memory
 from tests.support.runs import kill_roles_after_lines, run_to_the_end
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def step(number):

@@ -67,6 +67,7 @@ def test_a_run_killed_twice_and_resumed_has_the_metrics_of_an_undisturbed_one_in
     ).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_an_asynchronous_run_goes_on_with_the_groups_that_it_had_finished(tmp_path):
     ahead = (*SHORT, "--loop.num_steps", "400", "--loop.max_policy_age", "3", "--recorder.num_groups", "8")
@@ -97,6 +98,7 @@ def test_an_asynchronous_run_goes_on_with_the_groups_that_it_had_finished(tmp_pa
     assert all(max([v] if isinstance(v, int) else v) <= last for v in versions)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * LIMIT_S + 60)
 def test_a_stopped_run_saves_and_goes_on_from_the_checkpoint_before_one_that_was_damaged(tmp_path):
     stopped = interrupt_after_line(
@@ -132,6 +134,7 @@ def test_a_stopped_run_saves_and_goes_on_from_the_checkpoint_before_one_that_was
     assert f"holds a finished run of {last + 2} steps: raise loop.num_steps={last + 2}" in again.output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_a_run_killed_before_its_first_checkpoint_starts_from_its_beginning(tmp_path):
     killed = interrupt_after_line(

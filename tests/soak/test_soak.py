@@ -145,6 +145,7 @@ def test_bad_numbers_are_refused(option, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_of_a_soak_are_clean():
     with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
         ran = subprocess.run(

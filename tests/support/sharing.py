@@ -12,11 +12,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 ONE_PROCESS = {
     **dict.fromkeys(("actors", "benchmarks", "docs", "weights"), "actors"),
-    "runs/test_learning.py": "learning",
     **dict.fromkeys(("chaos", "examples", "runs", "soak"), "runs"),
     "tinker/http": "tinker/http",
 }
-"""By the beginning of the path in tests/, the first that fits: a name of what is kept together, as it starts
+"""By the beginning of the path in tests/: a name of what is kept together, as it starts
 engines and actors that are shared, or that would be too many at once."""
 
 
