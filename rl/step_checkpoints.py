@@ -48,7 +48,7 @@ class StepCheckpoints:
     """On the disk before a checkpoint that counts them is."""
     processes: RandomStates | None = None
     """Those besides the learner's and the loop's own, whose random states are saved."""
-    can_answer: Callable[[RunError], bool] = field(default=lambda error: True)
+    can_answer: Callable[[Exception], bool] = field(default=lambda error: True)
     """Whether the learner may be asked for anything after an error of the loop."""
     drawn_with: str = ""
     """Of all settings that rollouts depend on, as in `LoopState`."""
