@@ -6,15 +6,19 @@ import time
 
 import pytest
 
-from rl.observability.activity import RECORD_BYTES, THIS_PROCESS, Activity, doing, during
+from rl.observability import activity as activity_module
+from rl.observability.activity import RECORD_BYTES, Activity, doing, during
 from rl.observability.process_state import read_state, read_states
 
 
 @pytest.fixture
-def this_process(tmp_path):
-    """The record of this process, in whose place there is none otherwise."""
-    yield THIS_PROCESS.start(tmp_path / "state", role="trainer", rank=1)
-    THIS_PROCESS.stop()
+def this_process(tmp_path, monkeypatch):
+    """The record of a process that does nothing yet: in a thread of this one what another test gave up may
+    still be under way."""
+    activity = Activity()
+    monkeypatch.setattr(activity_module, "THIS_PROCESS", activity)
+    yield activity.start(tmp_path / "state", role="trainer", rank=1)
+    activity.stop()
 
 
 def told(file):
