@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from actors.random_states import ActorRandomStates
 from actors.revive import revive_trainer
 from actors.router import Router
 from actors.run_config import RunConfig
+from actors.supervision import AddEvent, no_event
 from losses.types import uses_proximal_logprobs
 from rl.atomic_folder import remove
 from rl.config.serialize import to_dict
@@ -49,7 +50,7 @@ from rl.step_checkpoints import StepCheckpoints
 from rl.stop_request import StopAskedError, StopRequest
 from rl.supervised import SupervisedWarmup
 from rl.training.checkpoint_config import RANDOM, TOKENIZER, LoadSource, excluded, find_load_source
-from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, DamagedCheckpointError
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, DamagedCheckpointError, has_damaged
 from rl.training.damaged import put_aside
 from rl.training.own_checkpoint import own_checkpoint
 
@@ -112,6 +113,12 @@ async def load_newest(
     return None
 
 
+class Revive(Protocol):
+    """As `revive_trainer`."""
+
+    async def __call__(self, fleet: Fleet, error: RunError, /, *, at_least: int) -> Fleet: ...
+
+
 @dataclass(kw_only=True, slots=True)
 class Training:
     """Of one run."""
@@ -121,9 +128,8 @@ class Training:
     folder: RunFolder
     rubric: Rubric
     stop: StopRequest
-    revive: Callable[[Fleet, RunError], Awaitable[Fleet]] = revive_trainer
-    """Replaces a lost trainer, or raises the error that it was lost with."""
-    events: Callable[..., None] = field(default=lambda event, **fields: None)
+    revive: Revive = revive_trainer
+    events: AddEvent = no_event
     """Is told of what happens to the run."""
     _began: bool = field(init=False, default=False)
     """Whether the run's folder may hold records of this run."""
@@ -147,27 +153,10 @@ class Training:
             except RunError as error:
                 if self.stop.was_asked:
                     raise
-                self._check_progress(error)
-                fleet = await self.revive(fleet, error)
+                # However far apart its losses are: a run that saves nothing between them gets nowhere.
+                from_here = self._starts.count(self._starts[-1]) if self._starts else 1
+                fleet = await self.revive(fleet, error, at_least=from_here)
                 logger.warning("the trainer is there again; the run goes back to its last checkpoint")
-
-    def _check_progress(self, error: RunError) -> None:
-        """However far apart they are, attempts that save nothing are as many as restarts may be.
-
-        Raises:
-            RunError: `error`, which says so now.
-        """
-        most = self.config.recovery.max_restarts
-        if most and self._starts.count(self._starts[-1] if self._starts else 0) > most:
-            error.add_note(f"after {most} restarts from the same step")
-            logger.warning(
-                "the run has been lost %d times after step %d and before its next checkpoint: it ends "
-                "(recovery.max_restarts=%d)",
-                most + 1,
-                self._starts[-1],
-                most,
-            )
-            raise error
 
     async def _attempt(self, fleet: Fleet) -> None:
         learner = ActorLearner(fleet.trainer)
@@ -219,7 +208,13 @@ class Training:
         position = None if source is None or not source.whole else source.position
         step = 0 if position is None else position.step
         logger.info("going on after step %d", step)
-        cut_back(metrics=self.folder.metrics, rollouts=self.folder.rollouts, position=position)
+        cut_back(
+            metrics=self.folder.metrics,
+            rollouts=self.folder.rollouts,
+            position=position,
+            # Else they are of steps that were not saved, and are written again as they were.
+            keep_old=position is None and has_damaged(self.folder.checkpoints),
+        )
         self.events("went_back", to_step=step)
 
     def _loop(

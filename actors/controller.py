@@ -106,6 +106,8 @@ class Controller(Configurable):
         return folder.path
 
     def _write_start(self, folder: RunFolder, plan: Plan) -> None:
+        if self.config.trainer.checkpoint.saves:
+            folder.lock_checkpoints()
         with writing(folder.config_json):
             write_json(self.source, folder.config_json)
         with unwritten(str(plan.start.folder)):
@@ -123,31 +125,31 @@ class Controller(Configurable):
             for change in changes:
                 logger.info("changed: %s", change)
                 say(f"changed: {change}")
-            if plan.resumed is not None and plan.resumed.position is not None:
-                say(f"going on after step {plan.resumed.position.step}")
-            elif self.source.resumes is not None:
-                say("starting from the beginning: there is no checkpoint to go on from")
+            resumed_after = None
+            if self.source.resumes is not None:
+                position = None if plan.resumed is None else plan.resumed.position
+                resumed_after = 0 if position is None else position.step
+                say(
+                    f"going on after step {resumed_after}"
+                    if position is not None
+                    else "starting from the beginning: there is no checkpoint to go on from"
+                )
             logger.info("starting from %s", plan.start.folder)
-            position = None if plan.resumed is None else plan.resumed.position
-            resumed_after = 0 if position is None else position.step
-            with watched_controller(
-                folder.logs,
-                Events(folder.events),
-                resumed_after=None if self.source.resumes is None else resumed_after,
-            ):
-                self._run(folder, plan)
+            events = Events(folder.events)
+            with watched_controller(folder.logs, events, resumed_after=resumed_after):
+                self._run(folder, plan, events)
             logger.info("finished")
         finally:
             undo_logging()
 
-    def _run(self, folder: RunFolder, plan: Plan) -> None:
+    def _run(self, folder: RunFolder, plan: Plan, events: Events) -> None:
         config = self.config
         store = make_store(config.weights, dtype=config.generator.dtype, run_folder=folder.path)
         stop = StopRequest()
         try:
             # A folder of this machine; hosts elsewhere have none of that name.
             with nullcontext() if config.launch.on_cluster else temporary_files():
-                launch.run(self._main(folder, plan, store, stop), stop=stop)
+                launch.run(self._main(folder, plan, store, stop, events), stop=stop)
         except BaseException as error:
             # For the log, with its traceback; the console gets the message from the entry.
             logger.info("the run stopped: %s", type(error).__name__, exc_info=True)
@@ -162,17 +164,19 @@ class Controller(Configurable):
         finally:
             store.discard()
 
-    async def _main(self, folder: RunFolder, plan: Plan, store: WeightStore, stop: StopRequest) -> None:
+    async def _main(
+        self, folder: RunFolder, plan: Plan, store: WeightStore, stop: StopRequest, events: Events
+    ) -> None:
         started = time.monotonic()
         rubric = plan.task.rubric(seed=self.config.seed)
-        fleet = await self._start_fleet(folder, plan, store=store, rubric=rubric)
+        fleet = await self._start_fleet(folder, plan, store=store, rubric=rubric, events=events)
         training = Training(
             config=self.config,
             plan=plan,
             folder=folder,
             rubric=rubric,
             stop=stop,
-            events=Events(folder.events).add,
+            events=events.add,
         )
         fleet = await training.run(fleet)
         folder.mark_finished()
@@ -181,7 +185,7 @@ class Controller(Configurable):
         await close_fleet(fleet)
 
     async def _start_fleet(
-        self, folder: RunFolder, plan: Plan, *, store: WeightStore, rubric: Rubric
+        self, folder: RunFolder, plan: Plan, *, store: WeightStore, rubric: Rubric, events: Events
     ) -> Fleet:
         config = self.config
         with progress("starting the actors (import, load, compile)"):
@@ -197,7 +201,7 @@ class Controller(Configurable):
                 rubric=rubric,
                 failure_folder=folder.path,
                 logs=LogSettings(folder=folder.logs, console_level=config.console_level),
-                events=Events(folder.events).add,
+                events=events.add,
             )
 
 

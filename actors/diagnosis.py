@@ -54,6 +54,11 @@ class Watched:
     recent: dict[tuple[int, ...], _Recent] = field(default_factory=dict)
     """What was told last, by ranks."""
 
+    def forget(self) -> None:
+        """Nobody asks any more what they do: they are lost, and their place is taken or given up."""
+        for file in (self.logs / STATE_FOLDER).glob(f"{self.role}-*"):
+            file.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:

@@ -20,7 +20,7 @@ from pathlib import Path
 from actors.processes import ProcessId, identify, with_descendants
 from rl.observability.activity import STATE_FOLDER, THIS_PROCESS
 from rl.observability.process_state import ProcessState, read_states
-from rl.process_id import kill
+from rl.process_id import kill, parent_of
 
 VICTIMS = ("trainer", "generator", "reward", "host", "controller")
 """host: that of the last generator, with all that runs on it; where hosts are simulated."""
@@ -127,14 +127,9 @@ def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
     assert chosen is not None
     if victim != "host":
         return [chosen]
-    host = identify(_parent(chosen.pid))
+    host = parent_of(chosen.pid)
     assert host is not None
     if any(s.role == "controller" and s.process == host for s in states):
         raise RuntimeError("fault injection: victim=host needs launch.hosts='process'")
     # The host first: it must not see its processes die.
     return with_descendants([host])
-
-
-def _parent(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import ModuleType
@@ -28,7 +28,7 @@ from actors.launch_config import LaunchConfig
 from actors.members import free_port, import_path
 from actors.placement import Placement
 from actors.processes import ProcessId, identify, is_alive, kill
-from rl.worker_thread import WorkerThread
+from rl.worker_thread import run_aside
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ async def _ask_for(launch: LaunchConfig, groups: Mapping[str, int], job: Any) ->
                 }
             state.guard = Guard(job=state.job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
             # In a thread: a queue may take hours, in which Ctrl-C has to be heard.
-            await _in_thread(state.job._prepare_client_gateway)
+            await run_aside(state.job._prepare_client_gateway, name="hosts")
         if launch.on_cluster and launch.controller_address is not None:
             configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
         with quiet_client_start():
@@ -160,8 +160,7 @@ async def end_hosts() -> None:
 
 async def _end(state: _Job) -> None:
     try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await _in_thread(state.job.kill)
+        await run_aside(state.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
     except Exception as error:  # noqa: BLE001  # a scheduler's client raises whatever it likes
         logger.warning("could not end %s: %s: %s", state.what, type(error).__name__, error)
         return
@@ -170,22 +169,13 @@ async def _end(state: _Job) -> None:
 
 
 async def _applied(job: Any) -> None:
-    applying = asyncio.ensure_future(_in_thread(job.apply))
+    applying = asyncio.ensure_future(run_aside(job.apply, name="hosts"))
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:
         # Only what is there can be ended.
         await asyncio.wait({applying}, timeout=END_TIMEOUT_S)
         raise
-
-
-async def _in_thread(function: Callable[[], None]) -> None:
-    """Unlike a thread of asyncio's, one that nobody waits for when the process ends."""
-    thread = WorkerThread("hosts")
-    try:
-        await thread.run(function)
-    finally:
-        thread.stop(timeout_s=0.0)
 
 
 def make_job(launch: LaunchConfig, placement: Placement, groups: Mapping[str, int] | None = None) -> Any:

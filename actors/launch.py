@@ -259,8 +259,7 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     Raises:
         RuntimeError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
     """
-    role = next((r for r in _roles if r.mesh is mesh), None)
-    if role is not None:
+    for role in [role for role in _roles if role.mesh is mesh]:
         await _end(role, timeout_s=timeout_s, first="ask")
 
 
@@ -282,6 +281,8 @@ async def _end(role: _Role, *, timeout_s: float, first: Literal["ask", "kill"]) 
         if first == "kill":
             for process in tree:
                 kill(process)
+            if role.watched is not None:
+                role.watched.forget()
         await _ask_to_stop(role, timeout_s, level=logging.WARNING if first == "ask" else logging.DEBUG)
     finally:
         # Also when cancelled: nothing below waits for anybody but the kernel.

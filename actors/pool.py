@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from actors.background import in_background
-from actors.calls import LOOK_EVERY_S, ActorLostError, Group, Timeouts
+from actors.calls import LOOK_EVERY_S, ActorLostError, ActorTimeoutError, Group, Timeouts
 from actors.supervision import Supervisor, first_line
 from actors.sync_check import SyncCheck
 from actors.vllm.errors import EngineFailedError
@@ -177,11 +177,15 @@ class GeneratorPool:
         await asyncio.gather(*(self._use_store(slot) for slot in self.slots if slot.is_up))
 
     async def _use_store(self, slot: Slot) -> None:
+        group = slot.group
         try:
             await slot.call("abort", None, limit="close_s")
             await slot.call("use_store", self._store, limit="sync_s")
         except ActorLostError as error:
             logger.info("%s", error)  # it gets the store when it joins
+        except ActorTimeoutError as error:
+            # It is not the trainer that is to be started anew for this.
+            self._lost(slot, group, ActorLostError(str(error), role=slot.name))
 
     async def _pull(
         self, version: int, generators: Sequence[Group], *, lost: list[ActorLostError]
@@ -217,6 +221,11 @@ class GeneratorPool:
 
         try:
             await self._supervisor.again(slot.name, reason=reason, start=start, done="serves again")
+        except asyncio.CancelledError:
+            # Also where it comes from what was awaited: nobody is to wait for this one any more.
+            self._failure = RunError(f"{slot.name} is not started again any more")
+            self._changed.set()
+            raise
         except RunError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001  (raised where somebody waits for a generator)

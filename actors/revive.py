@@ -14,6 +14,7 @@ from actors.calls import LOOK_EVERY_S, ActorCallError, ActorGroup, ActorLostErro
 from actors.fleet import Fleet, Recovery
 from actors.supervision import first_line
 from rl.errors import RunError
+from rl.worker_thread import run_aside
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,11 @@ ANSWER_S = 10.0
 """For those on other hosts to say that they live."""
 
 
-async def revive_trainer(fleet: Fleet, error: RunError) -> Fleet:
+async def revive_trainer(fleet: Fleet, error: RunError, *, at_least: int = 1) -> Fleet:
     """The fleet with another trainer, set up as at the start, in the place of one that is lost.
 
     Everything that was pushed is gone, and generators have dropped what they did. The loop that `error` ended
-    must be closed.
+    must be closed. `at_least` is how often the trainer was lost since the run has got anywhere.
 
     Raises:
         RunError: `error`, where the trainer is not lost or nothing is started again.
@@ -46,7 +47,11 @@ async def revive_trainer(fleet: Fleet, error: RunError) -> Fleet:
     async with recovery.pool.without_weights():
         try:
             trainer = await recovery.supervisor.again(
-                recovery.trainer.name, reason=reason, start=start, done="is set up again"
+                recovery.trainer.name,
+                reason=reason,
+                start=start,
+                done="is set up again",
+                at_least=at_least,
             )
         except RunError as used_up:
             raise used_up from error
@@ -58,7 +63,10 @@ async def _started_again(fleet: Fleet, recovery: Recovery) -> ActorGroup:
     await starter.end(starter.placement.trainer)
     # Its actors are dead; what it has in files may take a while to remove.
     fleet.store.forget()
-    await asyncio.to_thread(fleet.store.discard)
+    try:
+        await run_aside(fleet.store.discard, name="weight store", limit_s=fleet.store.config.timeout_s)
+    except TimeoutError as slow:
+        raise RunError(f"what the lost trainer has pushed cannot be removed: {slow}") from slow
     fleet.check.forget()
     trainer = await starter.trainer()
     pool.trainer = trainer

@@ -33,7 +33,8 @@ class Spares:
         self._roles = roles
         self._config = config
         self._like = like
-        self._ready: list[ProcMesh] = []
+        self._ready: list[tuple[str, ProcMesh]] = []
+        """With the names of their roles."""
         self._num_starting = 0
         self._names = count()
 
@@ -52,18 +53,17 @@ class Spares:
     async def take(self, at: Place) -> ProcMesh | None:
         """One that is now of this place; None if none is ready. `fill` starts another one."""
         while self._ready:
-            mesh = self._ready.pop(0)
+            name, mesh = self._ready.pop(0)
             if all(is_alive(process) for process in launch.local_processes(mesh).values()):
                 await self._roles.move(mesh, at)
                 return mesh
-            await launch.stop(mesh)
+            await launch.stop_lost(name)
         return None
 
     async def _start(self, name: str) -> None:
         try:
-            self._ready.append(
-                await self._roles.spare(replace(self._like, role=name, gpus=None), self._config)
-            )
+            mesh = await self._roles.spare(replace(self._like, role=name, gpus=None), self._config)
+            self._ready.append((name, mesh))
             logger.info("%s is ready", name)
         except RunError as error:
             # Not worth a run's end: what is lost meanwhile takes longer to start.

@@ -91,18 +91,21 @@ class Restarts:
         """When, by role."""
 
     def next(self, role: str, *, reason: str, at_least: int = 1) -> Restart:
-        """Count one more. `at_least` so many are counted with it, however long ago the others were: starts
-        of one loss that have failed.
+        """Count one more. `at_least` so many are counted with it, however long ago the others were, as they
+        came to nothing.
 
         Raises:
             RestartsUsedUpError: names role, number, window and `reason`.
         """
         config, now_s = self._config, self._now_s()
         made = [at for at in self._made.get(role, ()) if now_s - at < config.window_s]
-        if max(len(made), at_least - 1) >= config.max_restarts:
+        num_made, within = len(made), f"within {config.window_s:g} s"
+        if at_least - 1 > num_made:
+            num_made, within = at_least - 1, "that came to nothing"
+        if num_made >= config.max_restarts:
             raise RestartsUsedUpError(
-                f"{role} is lost once more, after {max(len(made), at_least - 1)} restarts within "
-                f"{config.window_s:g} s (recovery.max_restarts={config.max_restarts}, recovery.window_s="
+                f"{role} is lost once more, after {num_made} restarts {within} "
+                f"(recovery.max_restarts={config.max_restarts}, recovery.window_s="
                 f"{config.window_s:g}); the last reason: {reason}"
             )
         self._made[role] = [*made, now_s]
@@ -126,19 +129,25 @@ class Supervisor:
         self._restarts = Restarts(config, now_s=now_s)
 
     async def again(
-        self, role: str, *, reason: str, start: Callable[[], Awaitable[T]], done: str = "works again"
+        self,
+        role: str,
+        *,
+        reason: str,
+        start: Callable[[], Awaitable[T]],
+        done: str = "works again",
+        at_least: int = 1,
     ) -> T:
         """What `start` gives, which is called anew after pauses as long as the role is lost in its start.
 
-        `start` has deadlines of its own.
+        `start` has deadlines of its own. `at_least` is as of `Restarts.next`, for its first call.
 
         Raises:
             RestartsUsedUpError: it was lost too often.
             CanaryError, WeightCanaryError: it holds or uses other weights than it should.
         """
         lost_at = self._now_s()
-        for attempt in itertools.count(1):
-            restart = self._restarts.next(role, reason=reason, at_least=attempt)
+        for counted in itertools.count(at_least):
+            restart = self._restarts.next(role, reason=reason, at_least=counted)
             logger.warning(
                 "%s is lost: %s; starting it again%s (%d of %d)",
                 role,

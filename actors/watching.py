@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from rl.observability.activity import STATE_FOLDER, THIS_PROCESS
 from rl.observability.events import Events
 from rl.observability.stacks import catch_signal, stop_writing, write_stacks_to
 
+logger = logging.getLogger(__name__)
+
 FAULT_VARIABLE = "RELAY_FAULT"
 """In the environment: where a process is to be killed, see `actors.fault_injection`."""
 
@@ -18,9 +21,12 @@ FAULT_VARIABLE = "RELAY_FAULT"
 def be_watched(logs: Path, *, role: str, rank: int) -> None:
     """From now on logs/state says what this process does, and its stacks can be asked for."""
     folder = logs / STATE_FOLDER
-    # First, so that nobody asks who cannot answer.
-    write_stacks_to(folder / f"{role}-{rank}.stacks")
-    THIS_PROCESS.start(folder, role=role, rank=rank)
+    try:
+        # First, so that nobody asks who cannot answer.
+        write_stacks_to(folder / f"{role}-{rank}.stacks")
+        THIS_PROCESS.start(folder, role=role, rank=rank)
+    except OSError as error:  # a disk that is full ends no run for this
+        logger.warning("%s: what %s-%d does is not told: %s", folder, role, rank, error.strerror or error)
     if FAULT_VARIABLE in os.environ:
         from actors.fault_injection import arm
 

@@ -149,7 +149,10 @@ class Loop(Configurable):
             with self._stop.heard(self._what_a_stop_does):
                 await self._run(self._progress.done)
         except StopAskedError:
-            await self.checkpoints.save_at_stop(self._progress.now())
+            try:
+                await self._recording.finish()  # nobody draws these rollouts again
+            finally:
+                await self.checkpoints.save_at_stop(self._progress.now())
             raise
         except Exception as error:  # of somebody's task too
             if self._progress.whole is not None:

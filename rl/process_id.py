@@ -33,6 +33,11 @@ def identify(pid: int) -> ProcessId | None:
     return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
 
+def parent_of(pid: int) -> ProcessId | None:
+    """The process that started it, or took it over."""
+    return None if (fields := _stat(pid)) is None else identify(int(fields[1]))
+
+
 def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 

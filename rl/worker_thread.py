@@ -12,6 +12,25 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+async def run_aside(function: Callable[[], T], *, name: str, limit_s: float | None = None) -> T:
+    """In a thread of its own, which unlike one of asyncio's nobody waits for when the process ends.
+
+    Raises:
+        TimeoutError: it is not done after `limit_s`; it goes on.
+    """
+    thread = WorkerThread(name)
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await thread.run(function)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"{name}: not done after {limit_s:g} s") from error
+    finally:
+        thread.stop(timeout_s=0.0)
+
+
 class WorkerThread:
     """Runs functions one after another, away from the event loop.
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rl.atomic_file import replacing
 from rl.config.registry import ResolvedRun, resolve
 from rl.config.tree import ConfigError, Entry, children, rebuild, type_name
 
@@ -54,12 +55,8 @@ def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
 def write_json(run: ResolvedRun, path: Path) -> None:
     """Write a run's `config.json`, whole or not at all."""
     content = {"module": run.module, "config": run.function, "values": to_dict(run.config)}
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a disk that is full
+    with replacing(path) as file:
+        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> ResolvedRun:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.atomic_file import replacing
+
 
 @dataclass(kw_only=True, slots=True)
 class DifficultyFilter:
@@ -98,16 +100,12 @@ def read_pass_rates(path: str) -> dict[str, float]:
 
 def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
     """Rates by problem id, as `read_pass_rates` reads them; the file appears whole or not at all."""
-    partial = path.with_name(path.name + ".part")
     lines = (
         json.dumps({"id": key, "pass_rate": _checked(rate, "pass_rate")}, ensure_ascii=False)
         for key, rate in rates.items()
     )
-    try:
-        partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # of a disk that is full
+    with replacing(path) as file:
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _checked(rate: Any, name: str) -> float:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rl.atomic_file import replacing
 from rl.observability.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,8 @@ def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
     _draw_learning(upper, series)
     _draw_difference(lower, series)
     figure.align_ylabels()
-    temporary = png_path.with_name(f".{png_path.name}.tmp")
-    try:
-        figure.savefig(temporary, format="png")
-        temporary.replace(png_path)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a disk that is full
+    with replacing(png_path) as file:
+        figure.savefig(file, format="png")
 
 
 def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.atomic_file import replacing
 from rl.errors import writing
 from rl.observability.recorder import previous_file
 from rl.types import LoopPosition
@@ -23,6 +24,8 @@ _STEP = re.compile(rb'\{"step": (\d+), ')
 _KIND = re.compile(rb'"kind": "(\w+)"')
 _HEAD_BYTES = 400
 """A rollout's line says within this what it is of."""
+BEFORE = ".before"
+"""In the names of records of a run that had to start again from its beginning."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +38,23 @@ class CutFile:
     num_cut: int = 0
 
 
-def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) -> CutFile:
+def cut_back(
+    *, metrics: Path, rollouts: Path, position: LoopPosition | None, keep_old: bool = False
+) -> CutFile:
     """Cut a run's files; what was done to the metrics.
 
     Args:
         metrics: metrics.jsonl.
         rollouts: rollouts.jsonl; the one before it is cut too.
         position: of the checkpoint; None: the run starts from its beginning.
+        keep_old: a file of which nothing is kept is renamed, as metrics.before.jsonl, not removed.
 
     Raises:
         UnwrittenError: there is no room for what is kept; the file is as it was.
     """
-    cut = _cut(metrics, lambda line: _keeps_record(line, position))
+    cut = _cut(metrics, lambda line: _keeps_record(line, position), keep_old=keep_old)
     for file in (previous_file(rollouts), rollouts):
-        _cut(file, lambda line: _keeps_rollout(line, position))
+        _cut(file, lambda line: _keeps_rollout(line, position), keep_old=keep_old)
     if cut.num_cut:
         logger.info("%s: %d lines that are written again were removed", metrics.name, cut.num_cut)
     if position is not None and cut.num_kept < position.num_records:
@@ -81,15 +87,23 @@ def _keeps(step: int, is_evaluation: bool, position: LoopPosition | None) -> boo
     return step < position.step or position.evaluated or not is_evaluation
 
 
-def _cut(file: Path, keeps: Callable[[bytes], bool]) -> CutFile:
-    """Keep these lines alone; a file without any is removed."""
+def kept_aside(file: Path) -> Path:
+    """Where a file goes of which nothing is kept."""
+    return file.with_name(f"{file.stem}{BEFORE}{file.suffix}")
+
+
+def _cut(file: Path, keeps: Callable[[bytes], bool], *, keep_old: bool) -> CutFile:
+    """Keep these lines alone; a file without any is removed, or `kept_aside`."""
     if not file.exists():
         return CutFile()
     with file.open("rb") as lines:
         kept = [_is_whole_and(keeps, line) for line in lines]
     done = CutFile(num_kept=sum(kept), num_cut=len(kept) - sum(kept))
     if not done.num_kept:
-        file.unlink()
+        if keep_old:
+            file.replace(kept_aside(file))
+        else:
+            file.unlink()
     elif done.num_cut:
         with writing(file):
             _write_kept(file, kept)
@@ -97,15 +111,10 @@ def _cut(file: Path, keeps: Callable[[bytes], bool]) -> CutFile:
 
 
 def _write_kept(file: Path, kept: Sequence[bool]) -> None:
-    temporary = file.with_name(f"{file.name}.tmp")
-    try:
-        with file.open("rb") as lines, temporary.open("wb") as shorter:
-            shorter.writelines(line for line, keep in zip(lines, kept, strict=True) if keep)
-            shorter.flush()
-            os.fsync(shorter.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a disk that is full
+    with replacing(file) as new, file.open("rb") as lines, new.open("wb") as shorter:
+        shorter.writelines(line for line, keep in zip(lines, kept, strict=True) if keep)
+        shorter.flush()
+        os.fsync(shorter.fileno())
 
 
 def _is_whole_and(keeps: Callable[[bytes], bool], line: bytes) -> bool:

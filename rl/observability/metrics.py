@@ -10,7 +10,6 @@ Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,9 @@ from types import TracebackType
 from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from rl.errors import writing
+from rl.observability.background import WRITE_S
 from rl.observability.whole_lines import WholeLines
+from rl.worker_thread import run_aside
 
 MetricT = TypeVar("MetricT", bound="Metric")
 
@@ -157,9 +158,10 @@ class MetricsWriter:
         return self._num_records
 
     async def flush_to_disk(self) -> None:
-        """Return when what is written would outlive a power failure; raises UnwrittenError."""
+        """Return when what is written would outlive a power failure; raises UnwrittenError, also after
+        `WRITE_S`."""
         with writing(self._file.path):
-            await asyncio.to_thread(self._file.sync)
+            await run_aside(self._file.sync, name="fsync", limit_s=WRITE_S)
 
     def write(self, record: Record) -> None:
         """Append one line; what there is nothing to report of is left out.

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from rl.atomic_file import SUFFIX, replacing
 from rl.errors import writing
 
 LOCK, STATUS = ".lock", "status.json"
@@ -33,11 +34,14 @@ OWN_FILES = (
     "metrics.jsonl",
     "learning_curve.png",
     *ROLLOUTS,
+    "metrics.before.jsonl",
+    "rollouts.before.jsonl",
+    "rollouts.1.before.jsonl",
     "pass_rates.jsonl",
     EVENTS,
     STATUS,
 )
-PARTIAL_FILES = ("config.json.tmp", f"{STATUS}.tmp", ".learning_curve.png.tmp", "pass_rates.jsonl.part")
+PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
 WEIGHTS = "weights"
@@ -62,7 +66,7 @@ class RunFolder:
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
         self.learning_curve = path / "learning_curve.png"
-        self._lock_fd: int | None = lock_fd
+        self._lock_fds = [lock_fd]
         self._created = created
 
     @classmethod
@@ -144,14 +148,28 @@ class RunFolder:
 
     def reopen(self) -> None:
         """The run goes on: it is unfinished again, and what its last process left half done is removed."""
-        for leftover in (*self.path.glob("*.jsonl.tmp"), *(self.path / name for name in PARTIAL_FILES)):
-            leftover.unlink(missing_ok=True)
+        for name in PARTIAL_FILES:
+            (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
         with _usable(self.path):
             for folder in OWN_FOLDERS:
                 if folder == self.logs.name or self.checkpoints.parent == self.path:
                     (self.path / folder).mkdir(exist_ok=True)
             _write_status(self.path, "running")
+
+    def lock_checkpoints(self) -> None:
+        """Where they are not in the run's folder: no other run that does so may save there until `close`.
+
+        Raises:
+            ValueError: one does, or the folder cannot be made.
+        """
+        if self.checkpoints.parent == self.path:
+            return
+        with _usable(self.checkpoints, as_what="trainer.checkpoint.folder"):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._lock_fds.append(
+            _lock(self.checkpoints, otherwise="choose another trainer.checkpoint.folder, or load_only")
+        )
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's.
@@ -173,9 +191,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Free the folder for others; safe to call twice."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        while self._lock_fds:
+            os.close(self._lock_fds.pop())
 
     def __enter__(self) -> RunFolder:
         return self
@@ -237,12 +254,12 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
 
 
 @contextlib.contextmanager
-def _usable(path: Path) -> Iterator[None]:
+def _usable(path: Path, *, as_what: str = "a run's folder") -> Iterator[None]:
     """An error of the disk, in the folder of a run that begins, as one of the folder that was asked for."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path} cannot be a run's folder: {error.strerror}") from error
+        raise ValueError(f"{path} cannot be {as_what}: {error.strerror}") from error
 
 
 def _lock(path: Path, *, otherwise: str = "choose another name") -> int:
@@ -299,10 +316,5 @@ def _remove_empty(path: Path, *, topmost: Path | None) -> None:
 
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    temporary = path / f"{STATUS}.tmp"
-    try:
-        temporary.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
-        temporary.replace(path / STATUS)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # of a disk that is full
+    with replacing(path / STATUS) as file:
+        file.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")

@@ -97,6 +97,11 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(free)
 
 
+def has_damaged(folder: str | Path) -> bool:
+    """Whether a checkpoint was `set_aside` here."""
+    return any(Path(folder).glob(f"*{DAMAGED}*"))
+
+
 def is_checkpoint(folder: str | Path) -> bool:
     """Whether the folder holds tensors of this project, not of Hugging Face."""
     return any((Path(folder) / name).is_file() for name in (MANIFEST, STATE))

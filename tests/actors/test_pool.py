@@ -282,6 +282,41 @@ def test_after_a_trainer_was_lost_all_have_its_successors_store_and_wait_for_its
     assert versions == [2, 2]
 
 
+def test_one_that_does_not_take_a_new_store_is_lost_and_not_the_trainer_once_more():
+    async def steps(room):
+        await room.serve(0)
+        lost = room[0]
+        lost.silent_about = "abort"
+        async with room.pool.without_weights():
+            room.check.forget()
+            await room.pool.use_store()
+        assert room.pool.up() == [1]
+        await room.serve(1)
+        while len(room.pool.up()) < 2:
+            await asyncio.sleep(0.1)
+        assert room[0] is not lost
+        return room.versions(), room.told[0]
+
+    versions, told = in_room(steps)
+    assert versions == [1, 1]
+    assert told == ("lost", "generator_0", "generator_0.abort gave no answer within timeouts.close_s=20")
+
+
+def test_a_restart_that_is_given_up_leaves_nobody_waiting():
+    async def steps(room):
+        await room.serve(0)
+
+        async def given_up(number):
+            raise asyncio.CancelledError
+
+        room.pool._start = given_up
+        room[0].die()
+        with pytest.raises(RunError, match="generator_0 is not started again any more"):
+            await room.ask(1)
+
+    in_room(steps, num_generators=1)
+
+
 def test_one_that_joins_when_the_trainer_dies_waits_with_the_others_for_the_next_version():
     async def steps(room):
         await room.serve(0)

@@ -98,3 +98,15 @@ def test_lines_that_are_missing_are_told_of(cut, caplog):
     caplog.clear()
     cut(metrics=metrics_of(*WRITTEN), position=at(2, num_records=4))
     assert caplog.text == ""
+
+
+def test_records_of_which_nothing_is_kept_are_set_aside_where_that_is_asked_for(tmp_path):
+    metrics, rollouts = tmp_path / "metrics.jsonl", tmp_path / "rollouts.jsonl"
+    metrics.write_text(metrics_of(*WRITTEN))
+    rollouts.write_text(rollouts_of((1, "train")))
+    cut_back(metrics=metrics, rollouts=rollouts, position=None, keep_old=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.before.jsonl", "rollouts.before.jsonl"}
+    assert (tmp_path / "metrics.before.jsonl").read_text() == metrics_of(*WRITTEN)
+    metrics.write_text(metrics_of((1, "step")))
+    cut_back(metrics=metrics, rollouts=rollouts, position=None)
+    assert not metrics.exists()

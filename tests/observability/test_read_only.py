@@ -1,5 +1,6 @@
 """What a user reads whose run may not write where it is told to; as an unprivileged process meets it."""
 
+import io
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.watching import be_watched
 from rl.errors import RunError
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter
@@ -84,3 +86,17 @@ def test_a_folder_that_becomes_read_only_stops_the_metrics_and_not_the_logs(fold
     assert seen.endswith("rl: seen")
     says = rf".*WARNING .*{path}/logs/controller-0\.log was not written: Permission denied; all goes on, .*"
     assert re.fullmatch(says, unwritten)
+
+
+def test_a_process_that_may_not_say_what_it_does_says_so_in_its_log_and_goes_on(folder):
+    (folder / "logs").mkdir()
+    (folder / "logs").chmod(0o555)
+
+    def act():
+        told = io.StringIO()
+        logging.getLogger("actors.watching").addHandler(logging.StreamHandler(told))
+        be_watched(folder / "logs", role="trainer", rank=1)
+        return told.getvalue()
+
+    told = f"{folder}/logs/state: what trainer-1 does is not told: Permission denied\n"
+    assert as_nobody(act) == told

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, Timeouts
+from actors.calls import ActorLostError, ActorTimeoutError, Timeouts
 from actors.vllm.errors import EngineFailedError, GeneratorError
 from rl.types import Completion, PullResult
 
@@ -71,11 +71,20 @@ class MortalGenerator(Mortal):
         self.on_generated = on_generated
         self.version: int | None = None
         self.engine_failed = False
+        self.silent_about = ""
+        """An endpoint that gives no answer within its limit."""
         self.asked: list[str] = []
 
     def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
         self.asked.append(endpoint)
+        if endpoint == self.silent_about:
+            return self._no_answer(endpoint, limit)
         return super().call(endpoint, *args, limit=limit, **kwargs)
+
+    async def _no_answer(self, endpoint: str, limit: str) -> list[Any]:
+        limit_s = getattr(self.timeouts, limit)
+        await asyncio.sleep(limit_s)
+        raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}")
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
