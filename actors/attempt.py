@@ -116,7 +116,7 @@ async def load_newest(
     return None
 
 
-async def _while_trainer_lives(fleet: Fleet, training: Coroutine[Any, Any, None]) -> None:
+async def while_trainer_lives(fleet: Fleet, training: Coroutine[Any, Any, None]) -> None:
     """A trainer's death is seen also while nothing is asked of it; whoever asks tells more of it."""
     if fleet.recovery is None:
         return await training
@@ -186,7 +186,7 @@ class Training:
             loop = self._loop(fleet, learner, metrics=metrics, state=state, source=source)
             background = self.config.trainer.checkpoint.async_mode != "disabled"
             async with _last_save_ends(fleet, background=background):
-                await _while_trainer_lives(fleet, loop.run())
+                await while_trainer_lives(fleet, loop.run())
         await asyncio.gather(self._export(learner), self._draw())
 
     async def _prepare(self, learner: ActorLearner) -> LoadSource | None:

@@ -44,7 +44,7 @@ class Mortal:
             await asyncio.wait_for(self.died.wait(), within_s)
         return self.dead()
 
-    async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+    async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = 0.0) -> T:
         lost = ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
         waiting = asyncio.ensure_future(answer)
         if self.died.is_set():
