@@ -63,6 +63,15 @@ class LoopConfig(Configurable.Config):
     """Steps between evaluations; also before the first and after the last step. 0: none."""
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
 
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due after this step; that before the first is due wherever any is."""
+        every = self.eval_every
+        return bool(every) and (step % every == 0 or step == self.num_steps)
+
+    def publishes(self, step: int) -> bool:
+        """Whether the weights are published after this step; those before the first always are."""
+        return step % self.publish_every == 0 or self.evaluates(step)
+
     def __post_init__(self) -> None:
         for name in _AT_LEAST_0:
             if not getattr(self, name) >= 0:
