@@ -11,12 +11,12 @@ MOST_IN_ROW = 16
 """Ranks in one line."""
 
 
-def drawn(layout: tuple[RolePlace, ...] | Unknown) -> Iterator[str]:
-    """A box for each host, a row for each group of ranks."""
+def drawn(layout: tuple[RolePlace, ...] | Unknown, *, here: str) -> Iterator[str]:
+    """A box for each host, a row for each group of ranks; `here` is what the controller's host is called."""
     if isinstance(layout, Unknown):
         yield f"not known: {layout.why}"
         return
-    boxes = _boxes(layout)
+    boxes = _boxes(layout, here=here)
     width = max(len(line) for title, lines in boxes for line in (f" {title} ", *lines)) + 2
     for title, lines in boxes:
         yield f"+{f' {title} ':-<{width}}+"
@@ -25,7 +25,7 @@ def drawn(layout: tuple[RolePlace, ...] | Unknown) -> Iterator[str]:
     yield f"+{'-' * width}+"
 
 
-def _boxes(layout: Sequence[RolePlace]) -> list[tuple[str, list[str]]]:
+def _boxes(layout: Sequence[RolePlace], *, here: str) -> list[tuple[str, list[str]]]:
     """Title and lines of each host; the controller's is the first."""
     boxes: dict[tuple[str | None, int], list[str]] = {(None, 0): ["controller"]}
     for role in layout:
@@ -33,13 +33,13 @@ def _boxes(layout: Sequence[RolePlace]) -> list[tuple[str, list[str]]]:
             ranks = [rank for rank in role.ranks if rank.host == host]
             boxes.setdefault((role.hosts, host), []).extend(_role(role, ranks))
     several = {group for group, host in boxes if host}
-    return [(_title(group, host, several=group in several), lines) for (group, host), lines in boxes.items()]
-
-
-def _title(group: str | None, host: int, *, several: bool) -> str:
-    if group is None:
-        return "this machine"
-    return f"host {host} of {group}" if several else f"host of {group}"
+    return [
+        (
+            here if group is None else f"host {host} of {group}" if group in several else f"host of {group}",
+            lines,
+        )
+        for (group, host), lines in boxes.items()
+    ]
 
 
 def _role(role: RolePlace, ranks: Sequence[RankPlace]) -> Iterator[str]:
@@ -51,10 +51,12 @@ def _role(role: RolePlace, ranks: Sequence[RankPlace]) -> Iterator[str]:
         return
     rows = [(group, list(of_group)) for group, of_group in groupby(ranks, key=lambda rank: rank.group)]
     name = max(len(group) for group, _ in rows)
+    gap = "  " if name else ""
     for group, of_group in rows:
         for start in range(0, len(of_group), MOST_IN_ROW):
-            label = group if start == 0 else ""
-            yield f"{'':<13}{label:<{name}}{'  ' if name else ''}{_cells(of_group[start : start + MOST_IN_ROW])}"
+            label = "" if start else group
+            cells = _cells(of_group[start : start + MOST_IN_ROW])
+            yield f"{'':<13}{label:<{name}}{gap}{cells}"
 
 
 def _cells(ranks: Sequence[RankPlace]) -> str:

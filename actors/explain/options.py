@@ -148,13 +148,13 @@ def _tried(value: object, why: str) -> str:
 def _idle(known: Known, *, on_gpu: bool) -> Iterator[OptionNote]:
     """In the order of the config, each once."""
     config = known.config
-    nodes = {entry.path for entry in walk(config) if entry.kind == "node"}
+    entries = {entry.path: entry for entry in walk(config)}
     found = {idle.path: f"with {idle.why}" for idle in idle_fields(config)}
     for path, why in run_effects(known, on_gpu=on_gpu):
         if not any(path == known_path or path.startswith(f"{known_path}.") for known_path in found):
             found[path] = why
-    for path, why in found.items():
-        yield OptionNote(path=f"{path}.*" if path in nodes else path, why=why)
+    for path in sorted(found, key=list(entries).index):
+        yield OptionNote(path=f"{path}.*" if entries[path].kind == "node" else path, why=found[path])
 
 
 def _is_set(run: ResolvedRun, path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from actors.explain.explanation import (
 from actors.explain.numbers import count, size, steps_text
 
 INDENT = "  "
+WIDTH = 106
+SHORT = 40
+"""Characters of a reason that may be said again."""
 
 
 def as_text(explanation: Explanation) -> str:
@@ -32,16 +36,19 @@ def as_text(explanation: Explanation) -> str:
         "the GPUs of this machine" if devices.on_gpu else "the CPU cores of this machine"
     )
     sections: list[tuple[str, Iterable[str]]] = [
+        ("The resolved config", _values(explanation.config)),
         ("What differs from the registry function", _changes(explanation.config)),
         ("One step", _step(explanation.step)),
         ("The whole run", _run(explanation.run)),
-        ("Who runs where", drawn(explanation.layout)),
+        (
+            "Who runs where",
+            drawn(explanation.layout, here="one machine" if devices.assumed else "this machine"),
+        ),
         ("Memory, estimated", _memory(explanation.memory)),
         ("How old the weights behind a token may be", _staleness(explanation.staleness)),
         ("Bytes of a publish of the weights", _sync(explanation.sync)),
         ("Options", _options(explanation.options)),
-        ("Not known here", explanation.unknown or ("everything above is known",)),
-        ("The resolved config", _values(explanation.config)),
+        ("Not looked at, or not known here", explanation.unknown),
     ]
     view = explanation.config
     lines = [f"{view.module}.{view.function}: {explanation.model}, on {on}"]
@@ -106,7 +113,7 @@ def _step(step: StepArithmetic | Unknown) -> Iterator[str]:
             ["trained on", f"{_range(step.trained_tokens)} input tokens, {ends}"],
             [
                 "micro-batches",
-                f"{_range(step.micro_batches)} on each rank: where every reply is one token, and at its longest",
+                f"{_range(step.micro_batches)} on each rank, from replies of one token to the longest",
             ],
         ]
     )
@@ -206,22 +213,34 @@ def _sync(sync: SyncBytes | Unknown) -> Iterator[str]:
 def _options(options: Options) -> Iterator[str]:
     yield from _listed("refused on any machine", options.refused)
     yield from _listed("refused on this machine, as it is", options.refused_here)
-    yield from _noted("set, and without effect", options.set_in_vain)
-    yield from _noted("without effect", options.idle)
-    yield from _noted("only as they are: another value is refused, or has no effect", options.fixed)
+    yield from _listed("set, and without effect", _noted(options.set_in_vain))
+    yield from _listed("without effect", _noted(options.idle))
+    yield from _listed("fixed, beside the others: any other value is refused", _noted(options.fixed))
 
 
-def _listed(title: str, reasons: Sequence[str]) -> Iterator[str]:
-    yield f"{title}: {'' if reasons else 'none'}".rstrip()
-    for reason in reasons:
-        yield f"{INDENT}{reason}"
+def _listed(title: str, entries: Sequence[str]) -> Iterator[str]:
+    yield f"{title}:{'' if entries else ' none'}"
+    for entry in entries:
+        yield from textwrap.wrap(
+            entry,
+            WIDTH,
+            initial_indent=INDENT,
+            subsequent_indent=3 * INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
-def _noted(title: str, notes: Sequence[OptionNote]) -> Iterator[str]:
-    yield f"{title}: {'' if notes else 'none'}".rstrip()
-    if notes:
-        for line in table([[note.path, note.why] for note in notes]):
-            yield f"{INDENT}{line}"
+def _noted(notes: Sequence[OptionNote]) -> list[str]:
+    """Each with its reason, which of several in a row is said once."""
+    found: list[str] = []
+    before = ""
+    for note in notes:
+        head, colon, reason = note.why.rpartition(": ")
+        is_same = len(reason) > SHORT and reason == before
+        found.append(f"{note.path}: {f'{head}{colon}as above' if is_same else note.why}")
+        before = reason
+    return found
 
 
 def _range(of: Range) -> str:

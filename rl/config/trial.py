@@ -15,6 +15,8 @@ from rl.config.tree import ConfigError, Entry, rebuild, walk
 
 Check = Callable[[Any], Sequence[str]]
 """What is wrong with a whole config: messages that begin with the option's path."""
+_NO_EFFECT = "has no effect"
+"""In the message of a check that refuses a value because it would change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,10 @@ def fixed_options(config: Any, *, check: Check | None = None) -> Iterator[Fixed]
         tried = [value for value in _others(entry) if value != entry.value]
         reasons = [_refusal(config, entry, value) for value in tried]
         if tried and all(reason is not None for reason in reasons):
-            yield Fixed(path=entry.path, tried=tried[0], why=_reason(entry, tried[0], reasons[0] or ""))
+            # Which value is refused says less than that none would change anything.
+            pairs = [(value, reason or "") for value, reason in zip(tried, reasons, strict=True)]
+            value, reason = next((pair for pair in pairs if _NO_EFFECT in pair[1]), pairs[0])
+            yield Fixed(path=entry.path, tried=value, why=_reason(entry, value, reason))
         elif check is not None and (found := _fixed_beside(config, entry, tried, check, present)):
             yield found
 
@@ -98,13 +103,9 @@ def _values(annotation: Any, present: Any) -> list[Any]:
     if annotation is str:
         return ["x", "/x", "1", "2", "{question}"]
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        return [(value,) for value in ("--x", *_values(args[0], None)) if _fits(value, args[0])]
+        items = ["--x", *_values(str, None)] if args[0] is str else _values(args[0], None)
+        return [(item,) for item in items]
     return []
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    """A text only where texts are asked for."""
-    return not isinstance(value, str) or annotation is str or typing.get_origin(annotation) is Literal
 
 
 def _is_exhaustive(annotation: Any) -> bool:
@@ -113,7 +114,7 @@ def _is_exhaustive(annotation: Any) -> bool:
 
 
 def _says_one_value(message: str, value: Any) -> bool:
-    if "has no effect" in message:
+    if _NO_EFFECT in message:
         return True
     named = re.search(r"must be ([^\s,:;]+)", message)
     forms = {repr(value), str(value)} | ({f"{value:g}"} if isinstance(value, float) else set())
