@@ -119,10 +119,10 @@ def _converted(
     fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
 ) -> tuple[nn.Module, ModelConverters]:
     """The trainer's model, without memory, and what changed it."""
-    degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
     with named_as_options(fleet.trainer):
+        degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device
         )

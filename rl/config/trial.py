@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.config.tree import ConfigError, Entry, rebuild, walk
+from rl.config.tree import ConfigError, Entry, walk, with_value
 
 Check = Callable[[Any], Sequence[str]]
 """What is wrong with a whole config: messages that begin with the option's path."""
@@ -42,11 +42,10 @@ def fixed_options(config: Any, *, check: Check | None = None) -> Iterator[Fixed]
         if entry.kind != "leaf":
             continue
         tried = [value for value in _others(entry) if value != entry.value]
-        reasons = [_refusal(config, entry, value) for value in tried]
-        if tried and all(reason is not None for reason in reasons):
+        refused = _refused_by_all(config, entry, tried)
+        if refused:
             # Which value is refused says less than that none would change anything.
-            pairs = [(value, reason or "") for value, reason in zip(tried, reasons, strict=True)]
-            value, reason = next((pair for pair in pairs if _NO_EFFECT in pair[1]), pairs[0])
+            value, reason = next((pair for pair in refused if _NO_EFFECT in pair[1]), refused[0])
             yield Fixed(path=entry.path, tried=value, why=_reason(entry, value, reason))
         elif check is not None and (found := _fixed_beside(config, entry, tried, check, present)):
             yield found
@@ -59,7 +58,7 @@ def _fixed_beside(
     first: tuple[Any, str] | None = None
     for value in tried:
         try:
-            messages = check(rebuild(config, {entry.path: value}))
+            messages = check(with_value(config, entry.path, value))
         except ConfigError:
             continue  # Refused by its own component, as other values may be that are not tried.
         # Of several faults that a value brings the first is the one that a run would name.
@@ -70,13 +69,17 @@ def _fixed_beside(
     return None if first is None else Fixed(path=entry.path, tried=first[0], why=_reason(entry, *first))
 
 
-def _refusal(config: Any, entry: Entry, value: Any) -> str | None:
-    """What the components say that hold the option, from the innermost out; None where they take it."""
-    try:
-        rebuild(config, {entry.path: value})
-    except ConfigError as error:
-        return str(error)
-    return None
+def _refused_by_all(config: Any, entry: Entry, tried: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Each value with what the components say that hold the option; empty where they take one of them."""
+    found = []
+    for value in tried:
+        try:
+            with_value(config, entry.path, value)
+        except ConfigError as error:
+            found.append((value, str(error)))
+        else:
+            return []
+    return found
 
 
 def _others(entry: Entry) -> list[Any]:
