@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from actors.run_config import RunConfig
 from rl.distributed.mesh import Degrees
 from rl.models.qwen3_moe.model import MoE
 from rl.rollouts.packing import plan_micro_batches
+from rl.training.checkpoint_config import RUN_FOLDER
+from rl.training.checkpoint_files import saved_steps
 from rl.training.policy import shares_prompts
 
 SHORTEST_SAMPLE = 2
@@ -91,13 +94,15 @@ def step_arithmetic(known: Known, *, degrees: Degrees) -> StepArithmetic:
     )
 
 
-def run_arithmetic(known: Known) -> RunArithmetic:
+def run_arithmetic(known: Known, *, resumes: Path | None = None) -> RunArithmetic:
+    """Of all steps; `resumes` is the folder of a run that goes on."""
     config, loop, checkpoint = known.config, known.config.loop, known.config.trainer.checkpoint
     steps = range(1, loop.num_steps + 1)
     samples = loop.num_prompts * loop.num_samples
     warmup = config.warmup if config.hf_assets_path is None else None
     return RunArithmetic(
         num_steps=loop.num_steps,
+        done_steps=_done_steps(config, resumes),
         optimizer_steps=loop.num_steps * loop.num_minibatches,
         samples=loop.num_steps * samples,
         reply_tokens_most=loop.num_steps * samples * _reply_tokens(known),
@@ -111,6 +116,13 @@ def run_arithmetic(known: Known) -> RunArithmetic:
         warmup_steps=0 if warmup is None else warmup.num_steps,
         warmup_demonstrations=0 if warmup is None else warmup.num_demonstrations,
     )
+
+
+def _done_steps(config: RunConfig, resumes: Path | None) -> int:
+    """By the names of checkpoints; whether they are whole is seen when the run starts."""
+    shared = config.trainer.checkpoint.shared_folder
+    folder = shared if resumes is None or shared is not None else resumes / RUN_FOLDER
+    return 0 if folder is None else max(saved_steps(folder), default=0)
 
 
 def _eval_problems(known: Known) -> dict[str, int] | Unknown:

@@ -60,13 +60,15 @@ def _role(role: RolePlace, ranks: Sequence[RankPlace]) -> Iterator[str]:
 
 
 def _cells(ranks: Sequence[RankPlace]) -> str:
-    if ranks[0].gpu is None:
-        return f"ranks {_joined([rank.rank for rank in ranks])}"
-    return f"ranks {_joined([rank.rank for rank in ranks])} on GPUs {_joined([r.gpu or 0 for r in ranks])}"
+    numbers = _joined("rank", [rank.rank for rank in ranks])
+    gpus = [rank.gpu for rank in ranks if rank.gpu is not None]
+    return f"{numbers} on {_joined('GPU', gpus)}" if gpus else numbers
 
 
-def _joined(numbers: Sequence[int]) -> str:
-    """`0-3`, or `0 2 5` where they do not follow one another."""
-    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return " ".join(map(str, numbers))
+def _joined(name: str, numbers: Sequence[int]) -> str:
+    """`rank 0`, `ranks 0-3`, or `ranks 0 2 5` where they do not follow one another."""
+    if len(numbers) == 1:
+        return f"{name} {numbers[0]}"
+    if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{name}s {numbers[0]}-{numbers[-1]}"
+    return f"{name}s {' '.join(map(str, numbers))}"

@@ -37,7 +37,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> Explanation:
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     faults = find_faults(known, here=here, resumes=run.resumes)
     degrees = _or_unknown(lambda: fleet.trainer.parallelism.degrees(fleet.trainer.num_procs))
-    in_run = run_arithmetic(known)
+    in_run = run_arithmetic(known, resumes=run.resumes)
     if isinstance(degrees, Unknown):
         step, layout = degrees, degrees
     else:

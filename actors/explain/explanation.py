@@ -93,6 +93,8 @@ class RunArithmetic:
     """Of the whole run."""
 
     num_steps: int
+    done_steps: int
+    """Of a run that goes on: up to its newest checkpoint."""
     optimizer_steps: int
     samples: int
     reply_tokens_most: int

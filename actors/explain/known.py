@@ -1,7 +1,7 @@
 """What can be known of a run without starting it: model, tokenizer, task; and what not, with the reason.
 
-No environment is opened but those of a single turn, which only hold a question, no reward function is called,
-and nothing is written.
+Environments are made and not opened, but for those of a single turn, which only hold a question; no reward
+function is called, and nothing is written.
 """
 
 from __future__ import annotations
@@ -154,6 +154,8 @@ def _task(config: RunConfig, faults: list[str], unknown: list[str]) -> Task | No
     try:
         task: Task = config.task.build()
         next(iter(task.train_problems(seed=config.seed)), None)
+        if config.loop.eval_every:
+            task.eval_sets()
     except (ValueError, OSError, ImportError) as error:
         faults.append(f"task: {error}")
         unknown.append("problems and prompts of the task, which is refused")

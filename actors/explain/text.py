@@ -133,6 +133,8 @@ def _run(run: RunArithmetic | Unknown) -> Iterator[str]:
         ["evaluations", _evaluations(run)],
         ["checkpoints", f"after {steps_text(run.checkpoints)}" if run.checkpoints else "none"],
     ]
+    if run.done_steps:
+        rows.insert(0, ["goes on", f"after step {run.done_steps}; what follows is of all steps"])
     if run.warmup_steps:
         said = f"{run.warmup_steps} supervised steps of {run.warmup_demonstrations} demonstrations"
         rows.insert(0, ["warm-up", f"{said}, unless an earlier run has made them"])

@@ -1,13 +1,33 @@
-"""What is different in a run's config from the file that it was started with."""
+"""What is different in a run's config from the file that it was started with, or its registry function."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.config.serialize import to_dict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A leaf with two values, each as in config.json; None also where there is no such leaf."""
+
+    path: str
+    value: Any
+    registry: Any
+
+
+def differences(values: Mapping[str, Any], registry: Mapping[str, Any]) -> list[Difference]:
+    """Of two configs as `to_dict` has them, one of them its registry function's."""
+    ours, theirs = dict(leaves(values)), dict(leaves(registry))
+    return [
+        Difference(path=path, value=ours.get(path), registry=theirs.get(path))
+        for path in {**theirs, **ours}
+        if _said(ours, path) != _said(theirs, path)
+    ]
 
 
 def changed_fields(file: Path, config: Any) -> list[str]:

@@ -1,18 +1,22 @@
 """What is said of a run before it starts, and what is not done for it."""
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
 
+import configs
 from actors.explain.explanation import Range, Unknown
 from actors.explain.machine import Machine
+from actors.explain.text import as_text
 from configs.sum_digits import tiny
 from rl.config.entry import main
-from rl.config.registry import ResolvedRun
+from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import write_json
-from tests.actors.explain.golden import FILE, explained, text
+from tests.actors.explain.golden import FILE, LAPTOP, explained, text
 
 GPU_MACHINE = Machine(num_gpus=8, gpu_bytes=141 * 10**9, num_cores=64, memory_bytes=10**12)
 
@@ -77,6 +81,23 @@ def test_a_value_of_a_file_and_one_of_the_command_line_are_told_apart(tmp_path):
 def test_a_component_that_the_command_line_turns_off_is_its_doing():
     changes = explained("--warmup", "None").config.changes
     assert {change.source for change in changes} == {"command line"}
+
+
+def test_a_run_that_goes_on_says_after_which_step(tmp_path):
+    folder = tmp_path / "mine"
+    for step in (20, 40):
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    config = tiny()
+    config.name = "elsewhere"
+    write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json")
+    found = explained("--resume", str(folder), "--loop.num_steps", "100")
+    assert (found.run.done_steps, found.run.num_steps) == (40, 100)
+    assert {(c.path, c.source) for c in found.config.changes} == {
+        ("name", str(folder / "config.json")),
+        ("dump_folder", str(folder / "config.json")),
+        ("loop.num_steps", "command line"),
+    }
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json"}
 
 
 # GPU configs on a laptop
@@ -153,6 +174,27 @@ def test_hosts_of_a_cluster_bring_their_gpus():
         (host, gpu) for host in range(2) for gpu in range(8)
     ]
     assert (trainer.hosts, generator.hosts, reward.hosts) == ("trainer", "generator0", None)
+
+
+def names_of_runs():
+    modules = [m.name for m in pkgutil.iter_modules(configs.__path__) if m.name != "tinker"]
+    for module in sorted(modules):
+        for function in registry_functions(importlib.import_module(f"configs.{module}")):
+            yield pytest.param(module, function, id=f"{module}.{function}")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("module", "function"), list(names_of_runs()))
+def test_every_shipped_config_is_explained_on_a_laptop_and_could_run_somewhere(module, function):
+    found = explained("--module", module, "--config", function)
+    assert found.options.refused == ()
+    # What is made here needs no files.
+    assert found.options.refused_here == () or not function.startswith("tiny")
+    assert found.memory.trainer.fits
+    assert found.memory.generator.fits
+    assert found.devices.on_gpu == bool(found.devices.assumed)
+    assert found.devices.on_gpu or found.memory.trainer.available == LAPTOP.memory_bytes
+    assert f"{module}.{function}: " in as_text(found)
 
 
 # What is refused
