@@ -10,10 +10,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from actors.explain.arithmetic import run_arithmetic, step_arithmetic
-from actors.explain.explanation import Devices, Explanation, Unknown
+from actors.explain.explanation import Devices, Explanation, RolePlace, StepArithmetic, Unknown
 from actors.explain.known import find_out
 from actors.explain.layout import role_places
 from actors.explain.machine import Machine, explained_on
@@ -38,12 +39,13 @@ def explain(run: ResolvedRun, *, here: Machine) -> Explanation:
     faults = find_faults(known, here=here, resumes=run.resumes)
     degrees = _or_unknown(lambda: fleet.trainer.parallelism.degrees(fleet.trainer.num_procs))
     in_run = run_arithmetic(known, resumes=run.resumes)
+    step: StepArithmetic | Unknown
+    layout: tuple[RolePlace, ...] | Unknown
     if isinstance(degrees, Unknown):
-        step, layout = degrees, degrees
+        step = layout = degrees
     else:
-        of_layout = degrees
-        step = _or_unknown(lambda: step_arithmetic(known, degrees=of_layout))
-        layout = _or_unknown(lambda: role_places(fleet, degrees=of_layout, num_gpus=machine.num_gpus))
+        step = _or_unknown(partial(step_arithmetic, known, degrees=degrees))
+        layout = _or_unknown(partial(role_places, fleet, degrees=degrees, num_gpus=machine.num_gpus))
     return Explanation(
         devices=Devices(
             on_gpu=on_gpu,

@@ -59,7 +59,7 @@ def find_faults(known: Known, *, here: Machine, resumes: Path | None) -> Faults:
 def _config_faults(known: Known, *, num_gpus: int, resumes: Path | None) -> list[str]:
     """Of the config on a machine with so many GPUs."""
     config = known.config
-    checks = [
+    checks: list[Callable[[], object]] = [
         *layout_checks(config.fleet, model_spec=known.spec, loop=config.loop, num_gpus=num_gpus),
         partial(check_converters, config.fleet, model_spec=known.spec, num_gpus=num_gpus),
         partial(check_end, config.fleet, warms_up=config.warmup is not None, resumes=resumes is not None),

@@ -284,9 +284,7 @@ def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
         )
     ]
     explain = tyro.conf.arg(help="Show what the run would be, and what is refused of it; start nothing.")
-    sources.append(
-        (EXPLAIN, Annotated[ExplanationForm | None, explain], dataclasses.field(default=None))  # type: ignore[arg-type]
-    )
+    sources.append((EXPLAIN, Annotated[ExplanationForm | None, explain], dataclasses.field(default=None)))
     mirror = dataclasses.make_dataclass("Options", [*sources, *_mirror_fields(run.config, prefix="")])
     tyro.cli(
         mirror,

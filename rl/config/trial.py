@@ -98,8 +98,8 @@ def _values(annotation: Any, present: Any) -> list[Any]:
     if origin is Literal:
         return list(args)
     if annotation is int:
-        start = present if isinstance(present, int) else 0
-        return [*dict.fromkeys((start + 1, max(2 * start, 2), max(start - 1, 0), 1, 2, 16, 64))]
+        count = present if isinstance(present, int) else 0
+        return [*dict.fromkeys((count + 1, max(2 * count, 2), max(count - 1, 0), 1, 2, 16, 64))]
     if annotation is float:
         start = float(present) if isinstance(present, int | float) else 0.0
         return [*dict.fromkeys((0.5, start / 2, start + 1.0, 2 * start, 0.0, 1.0))]

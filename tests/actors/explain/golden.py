@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from actors.explain.explain import explain
 from actors.explain.machine import Machine
@@ -20,7 +21,7 @@ LAPTOP = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=16 * 10**
 
 
 @functools.cache
-def explained(*options: str, here: Machine = LAPTOP):
+def explained(*options: str, here: Machine = LAPTOP) -> Any:
     """Of a command line of `rl.train`."""
     run = parse_cli(options, default_module="sum_digits", default_config="tiny")
     return explain(run, here=here)

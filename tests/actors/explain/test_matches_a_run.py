@@ -47,7 +47,7 @@ from tests.training import test_memory
 
 def small_config(tmp_path, **edits):
     """The tiny model on few, short samples, several micro-batches of them."""
-    config = tiny()
+    config: Any = tiny()
     config.dump_folder = str(tmp_path)
     config.warmup = None
     config.trainer.num_threads = 1
@@ -101,7 +101,7 @@ def explained(config):
 
 def run_for_real(config, *, num_reply_tokens, folder):
     """Records of the loop's steps, and the backend that it ran over."""
-    known = find_out(config)
+    known: Any = find_out(config)
     known.start.make()
     names = [f.name for f in dataclasses.fields(TrainingEngine.Config)]
     engine = TrainingEngine.Config(**{name: getattr(config.trainer, name) for name in names})
@@ -181,7 +181,7 @@ def test_samples_micro_batches_and_token_bound_are_exactly_those_of_a_run(tmp_pa
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_micro_batches_of_several_ranks_are_those_of_the_packing(tmp_path, num_ranks):
     config = small_config(tmp_path, loop__num_prompts=7, loop__num_samples=5)
-    known = find_out(config)
+    known: Any = find_out(config)
     found = step_arithmetic(known, degrees=Degrees(dp_replicate=1, dp_shard=num_ranks, tp=1))
     prompts = known.prompts(7)
     for length, end in ((1, "fewest"), (9, "most")):
@@ -273,9 +273,9 @@ def test_memory_of_the_trainer_is_within_15_percent_of_what_tensors_hold(tmp_pat
     engine = case.config()
     for f in dataclasses.fields(engine):
         setattr(config.trainer, f.name, getattr(engine, f.name))
-    known = find_out(config)
+    known: Any = find_out(config)
     degrees = ParallelismConfig().degrees(1)
-    found = memory(known, degrees=degrees, machine=LAPTOP, on_gpu=False).trainer
+    found: Any = memory(known, degrees=degrees, machine=LAPTOP, on_gpu=False).trainer
     peak = test_memory.measure(case)
     assert peak > 200e6
     assert found.total == pytest.approx(peak, rel=test_memory.BOUND)
