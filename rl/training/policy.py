@@ -91,12 +91,7 @@ class Policy:
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards, frozen ones too."""
-        self._shares_prompts = shares_prompts(
-            training,
-            compile=options.compile,
-            has_context=self.context is not None,
-            has_experts=any(isinstance(module, Router) for module in self.model.modules()),
-        )
+        self._shares_prompts = _shares_prompts(self, options)
         self._loaded_from: str | None = None
         """Hugging Face folder that the plain model's weights were read from."""
 
@@ -312,6 +307,14 @@ def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> Non
             raise ValueError(
                 f"sample {index}: targets has {outside[0]}: must be token ids of 0 to {vocab_size - 1}"
             )
+
+
+def _shares_prompts(policy: Policy, options: ShardingOptions) -> bool:
+    has_experts = any(isinstance(module, Router) for module in policy.model.modules())
+    has_context = policy.context is not None
+    return shares_prompts(
+        policy.training, compile=options.compile, has_context=has_context, has_experts=has_experts
+    )
 
 
 def shares_prompts(
