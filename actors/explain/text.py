@@ -67,11 +67,9 @@ def _changes(view: ConfigView) -> Iterator[str]:
     if not view.changes:
         yield "nothing"
         return
-    rows = [
-        [change.path, _value(change.value), f"was {_value(change.registry)}", change.source]
-        for change in view.changes
-    ]
-    yield from table(rows)
+    for change in view.changes:
+        said = f"{change.path}: {_value(change.value)}, was {_value(change.registry)} ({change.source})"
+        yield from _wrapped(said, indent="")
 
 
 def _values(view: ConfigView) -> list[str]:
@@ -88,11 +86,9 @@ def _step(step: StepArithmetic | Unknown) -> Iterator[str]:
     if isinstance(step, Unknown):
         yield _unknown(step)
         return
-    prompts = (
-        "not known here"
-        if isinstance(step.prompt_tokens, Unknown)
-        else f"{_range(step.prompt_tokens)} tokens"
-    )
+    prompts = "not known here"
+    if not isinstance(step.prompt_tokens, Unknown):
+        prompts = f"{_range(step.prompt_tokens)} tokens in step 1"
     ends = (
         "with the prompts of step 1"
         if step.exact_prompts
@@ -107,7 +103,7 @@ def _step(step: StepArithmetic | Unknown) -> Iterator[str]:
                 "optimizer steps",
                 f"{updates} of {step.samples_of_optimizer_step} samples over {ranks} of data",
             ],
-            ["prompts", f"{prompts} in step 1"],
+            ["prompts", prompts],
             ["a sample", f"at most {count(step.sample_tokens_most)} tokens, prompt and reply"],
             ["replies", f"at most {count(step.reply_tokens_most)} tokens together"],
             ["trained on", f"{_range(step.trained_tokens)} input tokens, {ends}"],
@@ -223,14 +219,19 @@ def _options(options: Options) -> Iterator[str]:
 def _listed(title: str, entries: Sequence[str]) -> Iterator[str]:
     yield f"{title}:{'' if entries else ' none'}"
     for entry in entries:
-        yield from textwrap.wrap(
-            entry,
-            WIDTH,
-            initial_indent=INDENT,
-            subsequent_indent=3 * INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from _wrapped(entry, indent=INDENT)
+
+
+def _wrapped(text: str, *, indent: str) -> list[str]:
+    """Its further lines stand farther in."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + 2 * INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _noted(notes: Sequence[OptionNote]) -> list[str]:
