@@ -7,10 +7,11 @@ computes with them, in the layout and the dtype that it should, and with no cach
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from rl.config.effect import only_if
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import demonstration_sample
 from rl.types import Prompt, TrainingSample
@@ -31,9 +32,9 @@ class CanaryConfig:
 
     enable: bool = True
     """Compare logprobs of a fixed text; checksums are compared in any case."""
-    num_tokens: int = 32
+    num_tokens: int = field(default=32, metadata=only_if("enable", True))
     """Most tokens of the text, an evaluation problem's prompt with its answer."""
-    max_logprob_diff: float | None = None
+    max_logprob_diff: float | None = field(default=None, metadata=only_if("enable", True))
     """Largest mean difference, in nats a token; None: by the coarser dtype of trainer and generator 0.001
     (float32), 0.05 (float16), 0.1 (bfloat16), and 0 where both are batch-invariant."""
 

@@ -26,7 +26,7 @@ from actors.temporary_files import temporary_files
 from actors.watching import watched_controller
 from rl.config.changes import changed_fields
 from rl.config.configurable import Configurable
-from rl.config.registry import ResolvedRun
+from rl.config.registry import ExplanationForm, ResolvedRun
 from rl.config.serialize import to_dict, write_json
 from rl.errors import RunError, writing
 from rl.folder_lock import having
@@ -95,6 +95,16 @@ class Controller(Configurable):
                 raise
             self._run_in(folder, plan)
         return folder.path
+
+    def explain(self, form: ExplanationForm) -> int:
+        """Print what the run would be, and what is refused of it; returns the exit status (docs/explain.md).
+
+        Nothing is started or written.
+        """
+        from actors.explain.explain import show
+        from actors.explain.machine import Machine
+
+        return show(self.source, form=form, here=Machine.here())
 
     def _resume(self, path: Path) -> Path:
         """As `run`, of a run that has ended before its last step."""

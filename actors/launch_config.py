@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl.config.effect import only_if, unless
+
 Hosts = Literal["this", "process", "slurm", "kubernetes"]
 
 # As sbatch reads them: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
@@ -117,18 +119,20 @@ class LaunchConfig:
     """Devices for the generator replicas, shared out in their order; None: those after the trainer's."""
     share_gpus: bool = False
     """Trainer and generators have the same devices and take turns; refused with other hosts than this."""
-    job_name: str = "relay"
+    job_name: str = field(default="relay", metadata=only_if("hosts", "slurm", "kubernetes"))
     """Start of the names that the job and its hosts get."""
-    python: str | None = None
+    python: str | None = field(default=None, metadata=unless("hosts", "this"))
     """Path of the Python on the other hosts; None: where it is on this one."""
-    controller_address: str | None = None
+    controller_address: str | None = field(default=None, metadata=only_if("hosts", "slurm", "kubernetes"))
     """Where hosts of slurm or kubernetes reach this process; None: what its hostname resolves to."""
-    start_timeout_s: float = 86400.0
+    start_timeout_s: float = field(default=86400.0, metadata=unless("hosts", "this"))
     """Longest wait for slurm or kubernetes to provide the hosts."""
     dry_run: bool = False
     """Check the config, show which process goes where and what would be submitted, and stop."""
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig, metadata=only_if("hosts", "slurm"))
+    kubernetes: KubernetesConfig = field(
+        default_factory=KubernetesConfig, metadata=only_if("hosts", "kubernetes")
+    )
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -13,7 +13,6 @@ from actors.canary import LogprobCanary, make_canary
 from actors.checks import (
     check_converters,
     check_end,
-    check_layout,
     check_load_source,
     check_memory,
     check_reference_weights,
@@ -21,6 +20,7 @@ from actors.checks import (
     check_same_tokenizer,
     check_waits,
 )
+from actors.layout_checks import check_layout
 from actors.roles import num_gpus
 from actors.run_config import STARTING_POINTS, RunConfig
 from actors.task_checks import check_demonstrations, check_sample_limit, check_task

@@ -15,6 +15,7 @@ from actors.router import Strategy
 from actors.supervision import RecoveryConfig
 from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
+from rl.config.effect import only_if, unless
 from rl.distributed.seeds import check_seed
 from rl.loop import Loop
 from rl.models.spec import ModelSpec
@@ -50,14 +51,14 @@ class RunConfig(Configurable.Config):
     hf_assets_path: str | None = None
     """A Qwen3 folder of Hugging Face (config, tokenizer, safetensors) to start from, without
     warm-up; None makes the starting point here."""
-    any_model_size: bool = False
+    any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
     """Take the model's sizes from `hf_assets_path` rather than asking for those of this config."""
     task: Configurable.Config
     dataset: str | None = None
     """Name of a dataset; refused, because problems come from `task`."""
     dataset_path: str | None = None
     """Folder of a dataset; refused, because problems come from `task`."""
-    warmup: SupervisedWarmup.Config | None = None
+    warmup: SupervisedWarmup.Config | None = field(default=None, metadata=only_if("hf_assets_path", None))
     """Supervised steps that make the starting point; its result is kept for later runs."""
     trainer: PolicyTrainer.Config
     generator: VLLMGenerator.Config
@@ -68,7 +69,7 @@ class RunConfig(Configurable.Config):
     timeouts: Timeouts = field(default_factory=Timeouts)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    router: Strategy = "least_loaded"
+    router: Strategy = field(default="least_loaded", metadata=unless("generator.num_replicas", 1))
     """Which generator a prompt goes to; sticky: a session stays where it was, the rest as least_loaded."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)

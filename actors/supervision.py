@@ -11,10 +11,11 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from actors.canary import CanaryError
+from rl.config.effect import unless
 from rl.errors import RunError
 from rl.weights.errors import WeightCanaryError
 
@@ -39,12 +40,12 @@ class RecoveryConfig:
     max_restarts: int = 3
     """How often each role (the trainer, a generator, the reward processes) may be started again within
     `window_s`; a loss beyond that ends the run. 0: the first lost process ends it."""
-    window_s: float = 3600.0
+    window_s: float = field(default=3600.0, metadata=unless("max_restarts", 0))
     """Restarts of longer ago are not counted."""
-    pause_s: float = 1.0
+    pause_s: float = field(default=1.0, metadata=unless("max_restarts", 0))
     """Wait before the second start of a role within `window_s`, doubled before each further one; the first
     is at once."""
-    max_pause_s: float = 60.0
+    max_pause_s: float = field(default=60.0, metadata=unless("max_restarts", 0))
     """Longest such wait."""
     spare_generators: int = 0
     """Generators' processes that have imported all they need and wait to take a lost one's place; each has

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from actors import launch
 from actors.calls import ActorGroup, Timeouts
-from actors.checks import check_divisible, named_as_options
 from actors.generator import VLLMGenerator
 from actors.launch_config import LaunchConfig
+from actors.layout_checks import check_divisible, named_as_options
 from actors.placement import Placement, Processes, place
 from actors.roles import LogSettings, Roles, num_gpus, trains_on_gpu
 from actors.tinker_trainer import TinkerTrainer

@@ -256,7 +256,7 @@ class Loop(Configurable):
 
     async def _publish(self, step: int, policy_version: int) -> None:
         """Begin to, if it is due; with `max_policy_age` 0 wait until it is done."""
-        if step % self.config.publish_every and not self._progress.evaluates(step):
+        if not self.config.publishes(step):
             return
         self._progress.step_of_version[policy_version] = step
         if self.config.max_policy_age == 0:

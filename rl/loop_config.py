@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl.config.configurable import Configurable
+from rl.config.effect import unless
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.kl_reward import KLReward
 from rl.rollouts.overlong import OverlongPunishment
@@ -39,7 +40,9 @@ class LoopConfig(Configurable.Config):
     averages of a step; drop: another prompt takes their place, as in DAPO's dynamic sampling."""
     max_sample_tokens: int | None = None
     """Longer samples, prompt included, are too long; None: as long as generator and trainer can take."""
-    long_samples: Literal["drop_group", "drop", "truncate"] = "drop_group"
+    long_samples: Literal["drop_group", "drop", "truncate"] = field(
+        default="drop_group", metadata=unless("max_sample_tokens", None)
+    )
     """What becomes of those. drop_group: another prompt takes the place of their group; drop: they are left
     out, after they have counted for the advantages of their group; truncate: only their first tokens are
     trained on. All are counted."""
@@ -58,7 +61,16 @@ class LoopConfig(Configurable.Config):
     the same weights, before the run stops: beyond rounding it means that they do not hold the same."""
     eval_every: int = 20
     """Steps between evaluations; also before the first and after the last step. 0: none."""
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due after this step; that before the first is due wherever any is."""
+        every = self.eval_every
+        return bool(every) and (step % every == 0 or step == self.num_steps)
+
+    def publishes(self, step: int) -> bool:
+        """Whether the weights are published after this step; those before the first always are."""
+        return step % self.publish_every == 0 or self.evaluates(step)
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_0:

@@ -49,11 +49,6 @@ class Progress:
             step_of_version={v: step for v, step in self.step_of_version.items() if step >= oldest},
         )
 
-    def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after this step, which is not the start."""
-        every = self._config.eval_every
-        return bool(every) and (step % every == 0 or step == self._config.num_steps)
-
     def step_begins(self) -> None:
         """It has its batch."""
         self.trains = True
@@ -62,7 +57,7 @@ class Progress:
         """Its record is written; `teaches`: it had a policy gradient."""
         self.done = step
         self.trains = False
-        self.evaluated = not self.evaluates(step)
+        self.evaluated = not self._config.evaluates(step)
         self.num_empty_steps = 0 if teaches else self.num_empty_steps + 1
         self.whole = self.now()
 

@@ -87,8 +87,10 @@ class GeneratorConfig(Configurable.Config):
                 f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0, at most 1"
             )
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: Any, *, on_gpu: bool | None = None) -> None:
         """Whether an engine of this config can run a model of config `model`, without starting it.
+
+        `on_gpu` None: if this machine has one.
 
         Raises:
             ValueError: naming the fields.
@@ -107,5 +109,5 @@ class GeneratorConfig(Configurable.Config):
                 f"generator.max_model_len={self.max_model_len} is more than the model's "
                 f"max_positions={model.rope.max_positions}"
             )
-        if not torch.cuda.is_available():
+        if not (torch.cuda.is_available() if on_gpu is None else on_gpu):
             check_cpu_cache(self, model)

@@ -5,6 +5,7 @@ so fields that a subclass adds in a nested place are options too. An option is c
 the instance's tree before its value is typed by tyro, hence a typo can never become a default.
 `--from_json outputs/x/config.json` starts from a run's file instead, without what was that run's
 alone (`ONE_RUN`); options override it. `--resume outputs/x` goes on with that run in its own folder.
+`--explain` asks for what the run would be, instead of it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import dataclasses
 import difflib
 import io
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from rl.config.registry import ResolvedRun, resolve
+from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.serialize import read_json
 from rl.config.tree import ConfigError, Entry, children, rebuild, type_name, walk
 
@@ -31,6 +33,8 @@ SOURCE_OPTIONS = {
     "without its leave to overwrite.",
     "resume": "Go on with the run of this folder, in it, with its config.json; options change fields of it.",
 }
+EXPLAIN = "explain"
+FORMS: tuple[ExplanationForm, ...] = typing.get_args(ExplanationForm)
 _OF_THE_FOLDER = ("name", "dump_folder", "overwrite")
 """Fields that a run which goes on has from its folder's place."""
 
@@ -47,12 +51,14 @@ def parse_cli(
         prog: The program's name in `--help`.
 
     Raises:
-        SystemExit: 2 after an error on stderr that names what is wrong and what is valid; 0 after `--help`.
+        SystemExit: 2 after an error on stderr that names what is wrong and what is valid, of each option with
+            `--explain`; 0 after `--help`.
     """
     try:
         options, wants_help = _split(argv)
+        explain = _form_of_explanation(options.pop(EXPLAIN, None))
         run = _source(options, default_module=default_module, default_config=default_config)
-        run = dataclasses.replace(run, config=_override(run.config, options))
+        run = dataclasses.replace(_with_options(run, options, tells_all=explain is not None), explain=explain)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -93,11 +99,12 @@ def _source(options: dict[str, list[str]], *, default_module: str, default_confi
             raise ConfigError(
                 "--from_json names its module and config itself: leave out --module and --config"
             )
-        run = read_json(Path(given["from_json"]))
-        return dataclasses.replace(run, config=_of_another_run(run.config))
+        file = Path(given["from_json"])
+        run = read_json(file)
+        return dataclasses.replace(run, config=_of_another_run(run.config), file=file)
     # An empty name finds nothing, so the error lists what the module has.
     run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
-    if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
+    if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, EXPLAIN, "help"}:
         raise TypeError(f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}")
     return run
 
@@ -125,7 +132,7 @@ def _resumed(folder: Path, *, beside: Sequence[str]) -> ResolvedRun:
         )
     dump_folder = type(run.config.dump_folder)(path.parent)  # a text or a path
     places = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(run, config=rebuild(run.config, places), resumes=path)
+    return dataclasses.replace(run, config=rebuild(run.config, places), resumes=path, file=file)
 
 
 def _of_another_run(config: Any) -> Any:
@@ -134,7 +141,35 @@ def _of_another_run(config: Any) -> Any:
     return rebuild(config, {f.name: f.default for f in fields})
 
 
-def _override(config: Any, options: dict[str, list[str]]) -> Any:
+def _with_options(run: ResolvedRun, options: Mapping[str, list[str]], *, tells_all: bool) -> ResolvedRun:
+    """The run with its config changed as the options say.
+
+    Raises:
+        ConfigError: the first fault, or with `tells_all` every option's that is wrong by itself.
+    """
+    try:
+        changes = _changes(run.config, options)
+        config = rebuild(run.config, changes)
+    except ConfigError:
+        if tells_all and (faults := _faults(run.config, options)):
+            raise ConfigError("\nerror: ".join(faults)) from None
+        raise
+    return dataclasses.replace(run, config=config, options=tuple(changes))
+
+
+def _faults(config: Any, options: Mapping[str, list[str]]) -> list[str]:
+    """What is wrong with each option by itself."""
+    faults = []
+    for option, values in options.items():
+        try:
+            rebuild(config, _changes(config, {option: values}))
+        except ConfigError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
+    """The new values, by path."""
     entries = {entry.path: entry for entry in walk(config)}
     changes: dict[str, Any] = {}
     for option, values in options.items():
@@ -148,7 +183,17 @@ def _override(config: Any, options: dict[str, list[str]]) -> Any:
     for path, value in changes.items():
         if value is None and (inner := next((p for p in changes if p.startswith(f"{path}.")), None)):
             raise ConfigError(f"--{path} None turns off what --{inner} sets")
-    return rebuild(config, changes)
+    return changes
+
+
+def _form_of_explanation(values: list[str] | None) -> ExplanationForm | None:
+    """None where none is asked for."""
+    if values is None:
+        return None
+    for form in FORMS:
+        if values in ([], [form]):
+            return form
+    raise ConfigError(f"--{EXPLAIN} {' '.join(values)}: must be {' or '.join(FORMS)}, or nothing")
 
 
 def _negated(option: str, entries: dict[str, Entry]) -> Entry | None:
@@ -166,7 +211,8 @@ def _unknown(option: str, entries: dict[str, Entry]) -> NoReturn:
             raise ConfigError(
                 f"--{option}: {path} is {_absence(entry)} in this config; a registry function can turn it on"
             )
-    leaves = [path for path, entry in entries.items() if entry.kind == "leaf"] + list(SOURCE_OPTIONS)
+    leaves = [path for path, entry in entries.items() if entry.kind == "leaf"]
+    leaves += [*SOURCE_OPTIONS, EXPLAIN]
     name = option.rpartition(".")[2]
     near = [path for path in leaves if path.rpartition(".")[2] == name][:3]
     # Paths share so much that any field beside the meant one looks close: its name must be close too.
@@ -237,6 +283,8 @@ def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
             SOURCE_OPTIONS.items(), (run.module, run.function, None, None), strict=True
         )
     ]
+    explain = tyro.conf.arg(help="Show what the run would be, and what is refused of it; start nothing.")
+    sources.append((EXPLAIN, Annotated[ExplanationForm | None, explain], dataclasses.field(default=None)))
     mirror = dataclasses.make_dataclass("Options", [*sources, *_mirror_fields(run.config, prefix="")])
     tyro.cli(
         mirror,

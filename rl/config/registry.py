@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from rl.config.configurable import Configurable
 from rl.config.tree import ConfigError
 
 PACKAGE = "configs"
+ExplanationForm = Literal["text", "json"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,12 @@ class ResolvedRun:
     """The root config, an instance of some `Configurable.Config`."""
     resumes: Path | None = None
     """Folder of the run that goes on; None for a new run."""
+    file: Path | None = None
+    """The config.json that its values come from, where they do."""
+    options: tuple[str, ...] = ()
+    """Paths of the fields that the command line has set."""
+    explain: ExplanationForm | None = None
+    """How to show what the run would be, instead of running it; None: run it."""
 
 
 def resolve(module: str, function: str) -> ResolvedRun:

@@ -128,6 +128,25 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
     return built
 
 
+def with_value(node: NodeT, path: str, value: Any, *, prefix: str = "") -> NodeT:
+    """As `rebuild` with one change, of a node that is valid as it is: only what holds the field is made anew.
+
+    Raises:
+        ConfigError: as `rebuild`.
+    """
+    name, _, rest = path.partition(".")
+    cls: Any = type(node)
+    if isinstance(node, list | tuple):
+        items = list(node)
+        items[int(name)] = with_value(items[int(name)], rest, value, prefix=f"{prefix}{name}.")
+        return cls(items)
+    values = {f.name: getattr(node, f.name) for f in dataclasses.fields(cls) if f.init}
+    values[name] = with_value(values[name], rest, value, prefix=f"{prefix}{name}.") if rest else value
+    with _at(prefix):
+        _check_types(cls, {name: values[name]})
+        return cls(**values)
+
+
 def check_fields(node: Any, *, prefix: str = "") -> None:
     """Check a config again, fields of which may have been edited since its construction.
 

@@ -17,13 +17,14 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rl.config.effect import only_if
 from rl.data.difficulty import write_pass_rates
 from rl.observability.whole_lines import WholeLines
 from rl.rollouts.evaluation import EvaluationResult
@@ -46,15 +47,15 @@ class RecorderConfig:
 
     enable: bool = True
     """Write any."""
-    num_groups: int = 2
+    num_groups: int = field(default=2, metadata=only_if("enable", True))
     """Groups of each step that are written, the first ones, and as many of those that were dropped before it.
     Rollouts that failed, or in which no answer was found, are written of every other group too, up to as many
     rollouts."""
-    num_eval_problems: int = 32
+    num_eval_problems: int = field(default=32, metadata=only_if("enable", True))
     """Problems of each evaluation set that are written, and as many odd rollouts of others."""
-    tokens: bool = True
+    tokens: bool = field(default=True, metadata=only_if("enable", True))
     """Token ids, logprobs and policy versions too."""
-    max_megabytes: float = 256.0
+    max_megabytes: float = field(default=256.0, metadata=only_if("enable", True))
     """Of the file and the one before it, rollouts.1.jsonl, together: the oldest rollouts make room."""
 
     def __post_init__(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
 
 from losses.ops import KL_ESTIMATORS
+from rl.config.effect import unless
 
 
 def kl_penalty(
@@ -55,7 +56,7 @@ class KLReward:
 
     coef: float = 0.0
     """Weight of the penalty; above 0 it needs the reference policy (trainer.reference.enable)."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: Literal["k1", "k2", "k3"] = field(default="k1", metadata=unless("coef", 0.0))
     """Of the KL divergence; k1 gives its gradient on average, k2 and k3 do not."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from rl.config.effect import only_if
 
 OVERLONG = "overlong"
 """The part of a score that a completion's length takes off."""
@@ -37,10 +39,10 @@ class OverlongPunishment:
 
     enable: bool = False
     """Take something off the reward of completions that end within the buffer."""
-    buffer_tokens: int | None = 4096
+    buffer_tokens: int | None = field(default=4096, metadata=only_if("enable", True))
     """The last tokens that a completion may have, over which the punishment grows: DAPO's L_cache; None: a
     quarter of what it may have."""
-    penalty: float = 1.0
+    penalty: float = field(default=1.0, metadata=only_if("enable", True))
     """What it grows to, in units of reward."""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from rl.config.effect import unless
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +65,7 @@ class Evaluation:
     num_samples: int = 0
     """Further replies, drawn at `temperature`: `eval/pass@k` is the chance that one of k of them is right,
     for k = 1, 2, 4, ... up to this number. 0: none."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=unless("num_samples", 0))
     """Of those."""
 
     def __post_init__(self) -> None:

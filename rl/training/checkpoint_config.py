@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 from rl.config.configurable import Configurable
+from rl.config.effect import all_of, only_if
 from rl.training.checkpoint_files import (
     HF_FOLDER,
     check_small_files,
@@ -26,6 +27,7 @@ TRAIN_STATE, RANDOM, DATALOADER = "train_state", "random", "dataloader"
 """Parts of a checkpoint that are no tensors, as `exclude_from_loading` names them."""
 TOKENIZER = "tokenizer"
 """Named there, the tokenizer may be another than that of the run that saved."""
+_SAVES = all_of(only_if("enable", True), only_if("load_only", False))
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -39,27 +41,29 @@ class CheckpointConfig(Configurable.Config):
 
     enable: bool = True
     """Save, and load what is asked for. False: neither, and no Hugging Face folder at the end."""
-    folder: str = RUN_FOLDER
+    folder: str = field(default=RUN_FOLDER, metadata=only_if("enable", True))
     """checkpoints: inside the run's folder. Or an absolute path: a later run with the same path continues
     the latest checkpoint there."""
-    interval: int = 500
+    interval: int = field(default=500, metadata=_SAVES)
     """Steps between checkpoints; the last step is always saved."""
     enable_first_step_checkpoint: bool = False
     """Also save after step 1, to see early that saving works."""
     create_seed_checkpoint: bool = False
     """Also save before step 1, as step-0: any layout can start from the same state. Never removed."""
-    keep_latest_k: int = 10
+    keep_latest_k: int = field(default=10, metadata=_SAVES)
     """Remove all but the latest k. 0: keep all; 1 is refused."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Let training go on while a copy in CPU memory is written; page-locked memory copies faster and is
     kept from save to save (needs a GPU)."""
     timeout_s: float = 1800.0
     """Longest wait for a background save to end, and of ranks for each other while they save or load."""
-    last_save_model_only: bool = False
+    last_save_model_only: bool = field(default=False, metadata=_SAVES)
     """Leave optimizer and random states out of the last checkpoint: smaller, and not to be continued."""
-    last_save_in_hf: bool = True
+    last_save_in_hf: bool = field(default=True, metadata=_SAVES)
     """At the end also write the weights as a Hugging Face folder, hf/."""
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    export_dtype: Literal["float32", "bfloat16", "float16"] = field(
+        default="float32", metadata=all_of(_SAVES, only_if("last_save_in_hf", True))
+    )
     """Of the weights in a Hugging Face folder."""
     initial_load_path: str | None = None
     """Start from this checkpoint, or from one of this folder of them; without effect where `folder`
@@ -71,11 +75,11 @@ class CheckpointConfig(Configurable.Config):
     """`initial_load_path` is a Hugging Face folder."""
     initial_load_in_hf_quantized: bool = False
     """Refused: quantized weights cannot be trained on; convert the folder to bfloat16 first."""
-    load_step: int = LATEST
+    load_step: int = field(default=LATEST, metadata=only_if("enable", True))
     """Which checkpoint of `initial_load_path` to load or, without that, of `folder`; -1: the latest."""
     load_only: bool = False
     """Load and never save."""
-    exclude_from_loading: tuple[str, ...] = ()
+    exclude_from_loading: tuple[str, ...] = field(default=(), metadata=only_if("enable", True))
     """What keeps its state when a checkpoint is loaded: model, optimizer, train_state (the policy version,
     which the learning-rate schedule is a function of), random, dataloader (the loop's position), a tensor
     or the beginning of its dotted name, or a pattern such as model.layers.*.norm.weight. tokenizer: load also

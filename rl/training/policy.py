@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed.compile import compile_function
+from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, TP, DataRank
 from rl.distributed.process_group import barrier
@@ -91,7 +91,7 @@ class Policy:
         reset_buffers(self.model)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """By name, this rank's shards, frozen ones too."""
-        self._shares_prompts = training.share_prompts and _can_share_prompts(self, options)
+        self._shares_prompts = _shares_prompts(self, options)
         self._loaded_from: str | None = None
         """Hugging Face folder that the plain model's weights were read from."""
 
@@ -309,11 +309,23 @@ def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> Non
             )
 
 
-def _can_share_prompts(policy: Policy, options: ShardingOptions) -> bool:
-    is_compiled = options.compile.enable and "model" in options.compile.components
-    # A prompt's tokens count for the balance of experts as often as there are samples of it.
+def _shares_prompts(policy: Policy, options: ShardingOptions) -> bool:
     has_experts = any(isinstance(module, Router) for module in policy.model.modules())
-    return policy.context is None and not is_compiled and not has_experts
+    has_context = policy.context is not None
+    return shares_prompts(
+        policy.training, compile=options.compile, has_context=has_context, has_experts=has_experts
+    )
+
+
+def shares_prompts(
+    training: TrainingConfig, *, compile: CompileConfig, has_context: bool, has_experts: bool
+) -> bool:
+    """Whether samples of a micro-batch have their prompt in common: where that is asked for and can be.
+
+    `has_context`: ranks share the tokens of a micro-batch.
+    """
+    # A prompt's tokens count for the balance of experts as often as there are samples of it.
+    return training.share_prompts and not (has_context or compile.includes("model") or has_experts)
 
 
 def _pad_multiple(policy: Policy) -> int:

@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +33,7 @@ from monarch.actor import ProcMesh
 from torch import Tensor
 
 from rl.config.configurable import Configurable
+from rl.config.effect import unless
 from rl.types import BoxSum
 from rl.weights import messages
 from rl.weights.box_sums import box_sum
@@ -81,9 +82,9 @@ class WeightStore(Configurable):
         """auto: shared memory between processes of one host, torchstore's messages or RDMA between hosts;
         torchstore: that for all; files: through a folder, where all machines share a file system but
         cannot reach each other."""
-        rdma: bool = True
+        rdma: bool = field(default=True, metadata=unless("transport", "files"))
         """Let torchstore use RDMA between hosts that have the hardware."""
-        num_threads: int = 2
+        num_threads: int = field(default=2, metadata=unless("transport", "files"))
         """With how many CPU threads each rank copies, beside those that it computes with."""
         folder: str | None = None
         """Of the files, an absolute path; None is `weights` in the run's folder."""

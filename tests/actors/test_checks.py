@@ -5,8 +5,9 @@ from functools import reduce
 
 import pytest
 
-from actors.checks import check_end, check_layout, check_replicas, check_waits
+from actors.checks import check_end, check_replicas, check_waits
 from actors.launch_config import LaunchConfig
+from actors.layout_checks import check_layout
 from actors.plan import starting_point
 from configs.sum_digits import qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild

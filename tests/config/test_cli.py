@@ -324,3 +324,42 @@ def test_a_folder_that_cannot_be_resumed_is_refused_by_name(capsys, killed, tmp_
     assert f"--resume {tmp_path}: not the folder of a run: it has no config.json" in said
     (killed / "config.json").write_text('{"module":')
     assert "config.json is not JSON" in error_of(capsys, "--resume", str(killed))
+
+
+# An explanation
+
+
+@pytest.mark.parametrize(
+    ("argv", "form"),
+    [([], None), (["--explain"], "text"), (["--explain", "text"], "text"), (["--explain=json"], "json")],
+)
+def test_an_explanation_is_asked_for_in_a_form_or_not_at_all(argv, form):
+    run = parse_cli(argv, default_module=MODULE, default_config="tiny")
+    assert run.explain == form
+    assert run.config == example_configs.tiny()
+
+
+def test_another_form_of_explanation_is_refused(capsys):
+    assert error_of(capsys, "--explain", "yaml") == (
+        "error: --explain yaml: must be text or json, or nothing\n"
+    )
+
+
+def test_the_fields_that_the_command_line_set_are_known():
+    argv = ["--explain", "--trainer.optimizer.lr", "0.1", "--no_trainer.compile_model"]
+    run = parse_cli(argv, default_module=MODULE, default_config="tiny")
+    assert run.options == ("trainer.optimizer.lr", "trainer.compile_model")
+    assert run.file is None
+
+
+def test_all_faults_are_lines_of_their_own_and_the_same_words_as_a_runs(capsys):
+    wrong = {
+        "trainer.optimizer.lr": "-1",
+        "trainer.nonsense": "2",
+        "trainer.sequence_length": "2000",
+        "overwrite": "maybe",
+    }
+    alone = [error_of(capsys, f"--{name}={value}") for name, value in wrong.items()]
+    with pytest.raises(SystemExit):
+        parse("--explain", *(f"--{name}={value}" for name, value in wrong.items()))
+    assert capsys.readouterr().err == "".join(alone)

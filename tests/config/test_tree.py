@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from rl.config.configurable import Configurable
-from rl.config.tree import ConfigError, check_fields, field_docs, input_paths, rebuild, walk
+from rl.config.tree import (
+    ConfigError,
+    check_fields,
+    field_docs,
+    input_paths,
+    rebuild,
+    walk,
+    with_value,
+)
 from tests.config import example_configs
 from tests.config.example_configs import Run, SgdOptimizer
 
@@ -47,6 +55,28 @@ def test_rebuild_copies_every_node_and_keeps_the_original():
     assert (copy.trainer.optimizer.lr, config.trainer.optimizer.lr) == (0.5, 3e-4)
     assert copy.trainer is not config.trainer
     assert rebuild(config) == config
+
+
+def test_one_changed_value_is_the_same_config_as_a_rebuilt_one_and_copies_only_what_holds_it():
+    config = example_configs.large()
+    for path, value in (("trainer.optimizer.lr", 0.5), ("schedule.1.num_steps", 9), ("warmup", None)):
+        changed = with_value(config, path, value)
+        assert changed == rebuild(config, {path: value})
+        assert changed.spec is config.spec
+    assert with_value(config, "trainer.optimizer.lr", 0.5).trainer.loss is config.trainer.loss
+    assert config == example_configs.large()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("trainer.optimizer.lr", -1.0), ("trainer.sequence_length", 2000), ("schedule.0.num_steps", "many")],
+)
+def test_one_changed_value_is_refused_in_the_words_of_a_rebuilt_config(path, value):
+    with pytest.raises(ConfigError) as whole:
+        rebuild(example_configs.large(), {path: value})
+    with pytest.raises(ConfigError) as one:
+        with_value(example_configs.large(), path, value)
+    assert str(one.value) == str(whole.value)
 
 
 def test_rebuild_validates_what_a_registry_function_edited():

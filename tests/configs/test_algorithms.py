@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from actors.checks import check_layout
+from actors.layout_checks import check_layout
 from configs import algorithms, sum_digits
 from losses.cross_entropy import CrossEntropyLoss
 from losses.dapo import DAPOLoss

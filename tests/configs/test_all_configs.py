@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import configs
-from actors.checks import check_layout
+from actors.layout_checks import check_layout
 from actors.task_checks import check_demonstrations, has_turns
 from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import read_json, write_json

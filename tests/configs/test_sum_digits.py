@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.checks import check_layout, check_memory
+from actors.checks import check_memory
+from actors.layout_checks import check_layout
 from configs import sum_digits
 from rl.config.cli import parse_cli
 from rl.config.registry import registry_functions

@@ -15,6 +15,8 @@ from rl.distributed.process_group import World
 from rl.models.attention import SequenceLayout
 from rl.models.qwen3 import model_registry
 from rl.models.qwen3.model import Qwen3, linear_head
+from rl.training.checkpoint_files import saved_steps
+from tests.actors.explain.golden import explained
 from tests.support.exported import ask_vllm, our_logprobs
 from tests.support.runs import FinishedRun, run_to_the_end
 
@@ -53,6 +55,24 @@ def starting_point(run: FinishedRun) -> str:
     log = "\n".join(path.read_text() for path in (run.folder / "logs").glob("controller*.log"))
     (start,) = re.findall(r"warmed up; starting from (\S+)", log)
     return str(start)
+
+
+@pytest.mark.timeout(600)
+def test_the_run_is_what_its_explanation_said(run_of_seed):
+    run, said = run_of_seed(0), explained("--seed", "0")
+    step = said.step
+    assert len(run.steps) == said.run.num_steps
+    assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step.samples}
+    # Replies of this task end before they are cut off, and none is a single token.
+    micro_batches = {r["packing/num_micro_batches"] for r in run.steps}
+    assert step.micro_batches.fewest <= min(micro_batches)
+    assert max(micro_batches) <= step.micro_batches.most
+    replies = [r["completion/tokens_mean"] * step.samples for r in run.steps]
+    assert max(replies) <= step.reply_tokens_most
+    assert max(r["age/max"] for r in run.steps) == said.staleness.steps == 0
+    assert {r["sync/version"] for r in run.steps} == set(range(1, said.run.publishes))
+    assert tuple(sorted(run.evaluations)) == said.run.evaluations
+    assert tuple(saved_steps(run.folder / "checkpoints")) == said.run.checkpoints
 
 
 @pytest.mark.timeout(600)

@@ -23,6 +23,13 @@ from rl.models.qwen3.parallelize import check_tensor_parallel
 
 ROWS = 0
 COLUMNS = 1
+SPLIT = frozenset(("embed_tokens", "lm_head", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
+"""Layers whose weights are split over the ranks, those of experts too; all others are whole on each."""
+
+
+def is_split(name: str) -> bool:
+    """Whether a generator's rank holds a part of this parameter."""
+    return not SPLIT.isdisjoint(name.split("."))
 
 
 def parallelize_qwen3_generator(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
