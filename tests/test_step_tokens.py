@@ -1,4 +1,4 @@
-"""What a step knows of the tokens of recorded rollouts: of whom the trainer is asked, which token gets what."""
+"""What is known of the tokens of recorded rollouts: whom the trainer is asked for, which token gets what."""
 
 import asyncio
 from collections.abc import Sequence
