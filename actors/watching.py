@@ -10,8 +10,10 @@ from pathlib import Path
 
 from rl.observability.activity import STATE_FOLDER, THIS_PROCESS
 from rl.observability.events import Events
+from rl.observability.run_folder import RunFolder
 from rl.observability.span_file import SPANS_FOLDER, SpanFile, TimelineConfig
 from rl.observability.stacks import catch_signal, stop_writing, write_stacks_to
+from rl.observability.timeline import NoSpansError, write_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,16 @@ def _keep_spans(folder: Path, *, role: str, rank: int, timeline: TimelineConfig)
     except OSError as error:
         logger.warning("%s: what %s-%d has done is not kept: %s", folder, role, rank, error.strerror or error)
     THIS_PROCESS.keep_spans(file)
+
+
+def draw_timeline(folder: RunFolder, timeline: TimelineConfig) -> None:
+    """Write timeline.json; what goes wrong is logged, as no run ends for it."""
+    if not timeline.enable:
+        return
+    try:
+        write_timeline(folder.logs, folder.timeline)
+    except (OSError, NoSpansError) as error:
+        logger.warning("%s was not written: %s", folder.timeline, error)
 
 
 def forget_earlier_processes(logs: Path) -> None:
