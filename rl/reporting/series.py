@@ -76,8 +76,10 @@ def first_lasting(flags: Sequence[bool], *, hold: int = 3, share: float = 0.8) -
     return found
 
 
-def onset(values: Sequence[float], *, times: float, least: float, hold: int = 3) -> int | None:
-    """Where values rise to `times` the median of those before them, and to `least`, and stay up.
+def onset(
+    values: Sequence[float], *, times: float, least: float, usual: int = USUAL, hold: int = 3
+) -> int | None:
+    """Where values rise to `times` the median of the `usual` ones before them, and to `least`, and stay up.
 
     From there it is gone back over values that are already beyond what is usual before. None where that
     is nowhere; the first value is never one that rose.
@@ -85,16 +87,16 @@ def onset(values: Sequence[float], *, times: float, least: float, hold: int = 3)
     flags = [False] * len(values)
     before: list[float] = []
     for place, value in enumerate(values):
-        flags[place] = bool(before) and value >= max(least, times * median(before[-USUAL:]))
+        flags[place] = bool(before) and value >= max(least, times * median(before[-usual:]))
         if not flags[place]:
             before.append(value)
     place = first_lasting(flags, hold=hold)
     if place is None:
         return None
     while place > 1:
-        usual = values[max(0, place - 1 - USUAL) : place - 1]
-        center = median(usual)
-        spread = median(abs(value - center) for value in usual)
+        earlier = values[max(0, place - 1 - usual) : place - 1]
+        center = median(earlier)
+        spread = median(abs(value - center) for value in earlier)
         if values[place - 1] <= center + max(4 * spread, 0.05 * abs(center), least / 100):
             break
         place -= 1

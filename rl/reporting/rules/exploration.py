@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from statistics import median
 from typing import Any
 
 from rl.reporting.evidence import Evidence, Finding, metric_evidence, rollout_evidence
 from rl.reporting.run_data import RunData
-from rl.reporting.series import Series, edge, first_lasting, first_level, last_level, metric
+from rl.reporting.series import Series, edge, first_lasting, last_level, metric
 
 ENTROPY, EQUAL, CORRECT = "loss/entropy_mean", "reward/equal_groups", "reward/correct"
 COLLAPSED = 0.1
@@ -25,7 +26,7 @@ def find_collapsed_entropy(run: RunData) -> list[Finding]:
     entropy = metric(run.steps, ENTROPY)
     if len(entropy) < 2 * MIN_STEPS or _is_solved(run, since=entropy.steps[-edge(len(entropy))]):
         return []
-    start = first_level(entropy.values)
+    start = median(entropy.values[:3])
     place = first_lasting([value <= COLLAPSED * start for value in entropy.values], hold=MIN_STEPS)
     if place is None or start <= 0:
         return []

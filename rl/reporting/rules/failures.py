@@ -108,9 +108,7 @@ def find_went_back_often(run: RunData) -> list[Finding]:
                 "The logs of the role that is lost say why (out of memory is the usual one); save more often "
                 "(trainer.checkpoint.interval) meanwhile."
             ),
-            evidence=(
-                MetricEvidence(name=again.name, steps=tuple(again.steps), values=tuple(again.values)),
-            ),
+            evidence=(MetricEvidence(name=again.name, steps=tuple(again.steps), values=tuple(again.values)),),
         )
     ]
 

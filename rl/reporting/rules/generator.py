@@ -14,6 +14,8 @@ from rl.reporting.series import Series, first_lasting, first_level, knee, last_l
 DIFF = "logprob_diff/mean"
 JUMP, JUMP_OFF_POLICY = 10.0, 2.5
 """Times by which the difference rises: of tokens of the same weights, and of older ones."""
+USUAL_OFF_POLICY = 8
+"""Steps by which is judged what is usual of older weights: what an update changes becomes less as a run goes on."""
 LEAST = 1e-4
 """Nats a token: below it is rounding, whatever it was before."""
 GROWTH, LEAST_GROWTH = 3.0, 3e-3
@@ -85,7 +87,9 @@ def _by_versions(run: RunData) -> Finding | None:
 
 def _lag(run: RunData) -> Series:
     """Optimizer steps between the weights that a step begins with and the oldest that its tokens are of."""
-    begins = {int(after["step"]) + 1: after["policy_version"] for after in run.steps if "policy_version" in after}
+    begins = {
+        int(after["step"]) + 1: after["policy_version"] for after in run.steps if "policy_version" in after
+    }
     oldest: dict[int, int] = {}
     for rollout in run.rollouts:
         if rollout["kind"] == "train" and rollout["step"] in begins:
@@ -120,12 +124,16 @@ def _behind(run: RunData) -> Series:
 
 def _by_logprobs(run: RunData) -> Finding | None:
     """Trainer and generator agree about tokens of the same weights; from some step on they do not."""
-    for series, times in ((_on_policy(run), JUMP), (_off_policy(run), JUMP_OFF_POLICY)):
-        if len(series) < MIN_STEPS:
-            continue
-        place = onset(series.values, times=times, least=LEAST if times == JUMP else 0.0)
+    series = _on_policy(run)
+    if len(series) >= MIN_STEPS:
+        place = onset(series.values, times=JUMP, least=LEAST)
         if place is not None:
-            return _jump(run, series, place, is_on_policy=times == JUMP)
+            return _jump(run, series, place, is_on_policy=True)
+    series = _off_policy(run)
+    if len(series) >= 2 * MIN_STEPS:
+        place = onset(series.values, times=JUMP_OFF_POLICY, least=0.0, usual=USUAL_OFF_POLICY, hold=5)
+        if place is not None:
+            return _jump(run, series, place, is_on_policy=False)
     return None
 
 

@@ -19,6 +19,8 @@ from rl.reporting.series import Series, first_lasting, last_level, metric
 
 Rollouts = Sequence[dict[str, Any]]
 MIN_WRONG_WINS = 5
+MIN_RIGHT = 5
+"""Right replies by which is told what such replies earn."""
 MIN_PROBLEMS = 3
 """That they are of: one problem whose answer is wrong in the data is no pattern."""
 MIN_WON = 0.9
@@ -34,10 +36,10 @@ MIN_DISAGREE = 0.2
 def find_reward_hacking(run: RunData) -> list[Finding]:
     """At most one: a pattern that is paid for, or a reward that does not agree with what is right."""
     trained = [r for r in run.rollouts if r["kind"] == "train" and _is_scored(r)]
-    level = _winning_level(trained)
-    if level is None:
+    if not any(r["correct"] for r in trained):
         return []
-    wins = [r["reward"] >= level for r in trained]
+    levels = _winning_levels(trained)
+    wins = [r["reward"] >= levels[r["step"]] for r in trained]
     for is_wrong, by_text in ((_is_marked_wrong, False), (_lacks_answer, True)):
         wrong = [(r, won) for r, won in zip(trained, wins, strict=True) if is_wrong(r)]
         won = [r for r, has_won in wrong if has_won]
@@ -46,7 +48,7 @@ def find_reward_hacking(run: RunData) -> list[Finding]:
         lost = [r for r, has_won in wrong if not has_won]
         pattern = find_pattern(won, [r for r in lost if r["step"] >= won[0]["step"]])
         if pattern is not None:
-            found = _of_pattern(run, trained, level, wrong, pattern, by_text=by_text)
+            found = _of_pattern(run, trained, levels, wrong, pattern, by_text=by_text)
             if found is not None:
                 return [found]
         if not by_text and len(won) >= MIN_DISAGREE * sum(wins):
@@ -59,14 +61,24 @@ def _is_scored(rollout: dict[str, Any]) -> bool:
     return "failure" not in rollout and isinstance(reward, int | float) and "correct" in rollout
 
 
-def _winning_level(trained: Rollouts) -> float | None:
-    """What right replies usually earn; None where none is right, or wrong ones cannot earn less."""
-    right = [r["reward"] for r in trained if r["correct"]]
-    if not right:
-        return None
-    level = median(right)
-    spread = level - min(r["reward"] for r in trained)
-    return level - 0.02 * spread if spread > 0 else None
+def _winning_levels(trained: Rollouts) -> dict[int, float]:
+    """By step, what right replies usually earn: those of the steps around it, or where there are few of them,
+    the nearest. A reward's scale may change on the way."""
+    right: dict[int, list[float]] = {}
+    for rollout in trained:
+        if rollout["correct"]:
+            right.setdefault(rollout["step"], []).append(rollout["reward"])
+    steps = sorted(right)
+    levels = {}
+    for step in sorted({r["step"] for r in trained}):
+        nearest = sorted(steps, key=lambda other: (abs(other - step), other))
+        some: list[float] = []
+        for other in nearest:
+            if len(some) >= MIN_RIGHT:
+                break
+            some += right[other]
+        levels[step] = median(some) - 1e-6
+    return levels
 
 
 def _is_marked_wrong(rollout: dict[str, Any]) -> bool:
@@ -81,7 +93,7 @@ def _lacks_answer(rollout: dict[str, Any]) -> bool:
 def _of_pattern(
     run: RunData,
     trained: Rollouts,
-    level: float,
+    levels: dict[int, float],
     wrong: Sequence[tuple[dict[str, Any], bool]],
     pattern: Pattern,
     *,
@@ -97,9 +109,9 @@ def _of_pattern(
     others = [won for r, won in wrong if r["step"] >= since and not pattern.is_in(r)]
     if sum(others) > MAX_WON * len(others):
         return None
-    if by_text and not (_others_have_answers(trained, level, pattern) and _spreads(trained, pattern)):
+    if by_text and not (_others_have_answers(trained, levels, pattern) and _spreads(trained, pattern)):
         return None
-    since = min([since, *_first_excess(run, trained, level, pattern, since)])
+    since = min([since, *_first_excess(run, trained, levels, pattern, since)])
     won = [r for r, has_won in having if has_won and r["step"] >= since]
     seen = f"{len(won)} of {len(won) + sum(not w for r, w in having if r['step'] >= since)}"
     why = "do not have the problem's answer in them" if by_text else "are not correct"
@@ -121,9 +133,9 @@ def _of_pattern(
     )
 
 
-def _others_have_answers(trained: Rollouts, level: float, pattern: Pattern) -> bool:
+def _others_have_answers(trained: Rollouts, levels: dict[int, float], pattern: Pattern) -> bool:
     """Whether winning replies without the pattern hold the answer as it is written in the data."""
-    others = [r for r in trained if r["reward"] >= level and not pattern.is_in(r)]
+    others = [r for r in trained if r["reward"] >= levels[r["step"]] and not pattern.is_in(r)]
     return len(others) >= MIN_WRONG_WINS and sum(map(_lacks_answer, others)) <= MAX_WON * len(others)
 
 
@@ -134,11 +146,13 @@ def _spreads(trained: Rollouts, pattern: Pattern) -> bool:
     return last >= MIN_RISE * first or last >= MIN_WON > first
 
 
-def _first_excess(run: RunData, trained: Rollouts, level: float, pattern: Pattern, since: int) -> list[int]:
+def _first_excess(
+    run: RunData, trained: Rollouts, levels: dict[int, float], pattern: Pattern, since: int
+) -> list[int]:
     """The step from which, of all rollouts and not of recorded ones alone, more get a part of the reward than
     are right; empty where no part goes with being right."""
     wrong = [r for r in trained if not r["correct"]]
-    paid = [r for r in wrong if pattern.is_in(r) and r["reward"] >= level]
+    paid = [r for r in wrong if pattern.is_in(r) and r["reward"] >= levels[r["step"]]]
     found = []
     for name in sorted({name for r in paid for name in r.get("parts", {})}):
         values = {r["parts"][name] for r in trained if name in r.get("parts", {})}
