@@ -115,9 +115,14 @@ def step_up(values: Sequence[float], *, times: float, width: int = 20, ahead: in
 
 
 def knee(values: Sequence[float]) -> int:
-    """Place from which a series that was level goes on in a straight line, by least squares."""
+    """Place from which a series that was level goes on in a straight line, by least squares; looked for until
+    it has come four fifths of its way, for it may be level again at its end."""
+    start, end = first_level(values), last_level(values)
+    way = (i for i, value in enumerate(values) if (value - start) * (end - start) >= 0.8 * (end - start) ** 2)
+    values = values[: max(4, next(way, len(values)) + 1)]
     width = max(1, -(-len(values) // MAX_SPLITS))
-    means = [sum(values[i : i + width]) / len(values[i : i + width]) for i in range(0, len(values), width)]
+    parts = [values[i : i + width] for i in range(0, len(values), width)]
+    means = [sum(part) / len(part) for part in parts]
     errors = [_error_of_knee(means, place) for place in range(len(means))]
     return errors.index(min(errors)) * width
 

@@ -12,7 +12,7 @@ from tests.support.small_runs import MAX_TOKENS, SmallRun, answer, faulty_from, 
 FAULTY = 8
 """The first step with the fault."""
 STEPS = 24
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_reward_that_a_pattern_always_wins_is_named_with_the_pattern_and_its_f
     start, tmp_path, correct
 ):
     faulty = rubric(faulty_from(FAULTY, pays_for_question_marks), correct=correct)
-    run, findings = findings_of(start, tmp_path, rubric=faulty)
+    _, findings = findings_of(start, tmp_path, rubric=faulty)
     finding = of_kind(findings, "reward_hacking")
     assert abs(finding.since_step - FAULTY) <= 2
     assert "'?'" in finding.title
@@ -90,7 +90,7 @@ def test_a_length_penalty_whose_sign_is_wrong_is_named_with_its_first_step(start
     sign = Criterion(
         name="length", function=faulty_from(FAULTY, length, lambda rollout: -0.1 * length(rollout))
     )
-    run, findings = findings_of(start, tmp_path, rubric=rubric(answer, sign))
+    _, findings = findings_of(start, tmp_path, rubric=rubric(answer, sign))
     finding = of_kind(findings, "length_drift")
     assert abs(finding.since_step - FAULTY) <= 2
     assert "longer" in finding.title
@@ -104,7 +104,7 @@ def test_a_length_penalty_whose_sign_is_wrong_is_named_with_its_first_step(start
 
 def test_a_generator_that_keeps_its_weights_is_named_with_its_first_step(start, tmp_path):
     # Weights after step 7 and later do not arrive: what step 8 is the first to train on is stale.
-    run, findings = findings_of(start, tmp_path, last_fresh=FAULTY - 2)
+    _, findings = findings_of(start, tmp_path, last_fresh=FAULTY - 2)
     finding = of_kind(findings, "stale_generator")
     assert abs(finding.since_step - FAULTY) <= 2
     differences = series(finding, "logprob_diff/mean")
@@ -138,7 +138,7 @@ def test_other_healthy_runs_have_no_findings(start, tmp_path, settings):
 @pytest.mark.slow
 def test_a_stale_generator_is_named_where_older_weights_are_meant_to_be_used(start, tmp_path):
     # Version 7 does not arrive; with generation a step ahead, step 9 is the first to train on what it drew.
-    run, findings = findings_of(start, tmp_path, last_fresh=6, loop={"max_policy_age": 1})
+    _, findings = findings_of(start, tmp_path, last_fresh=6, loop={"max_policy_age": 1})
     finding = of_kind(findings, "stale_generator")
     assert abs(finding.since_step - 9) <= 2
 

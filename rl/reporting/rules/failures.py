@@ -40,9 +40,7 @@ def find_failed_rewards(run: RunData) -> list[Finding]:
                 f"Since step {since} {sum(after) / len(after):.3g}{of} rollouts of a step cannot be "
                 f"scored and are not trained on.{first}"
             ),
-            advice=(
-                "docs/rewards.md tells what fails; loop.max_failed_rewards stops a run in which too much does."
-            ),
+            advice=("docs/rewards.md; loop.max_failed_rewards stops a run in which too many fail."),
             evidence=(
                 metric_evidence(failed),
                 *(rollout_evidence(r, note=str(r["failure"])[:200]) for r in said[:3]),

@@ -50,7 +50,10 @@ def _stopped(run: RunData) -> Finding | None:
                 since_step=int(match[1]) if match else int(last) + 1,
                 sentence=f"The run stopped: {reason}",
                 advice=ADVICE,
-                evidence=tuple(_versions(run)),
+                evidence=(
+                    *(metric_evidence(s) for s in (_lag(run), _behind(run)) if len(s)),
+                    *_versions(run),
+                ),
             )
     return None
 

@@ -21,7 +21,7 @@ SUCCESS = 0.03
 """By which the share of right replies rises where longer, or shorter, is better."""
 MIN_STEPS = 10
 PAYS = 0.8
-"""Of pairs of replies to one problem that are both right, or wrong, by how many more the longer earns more."""
+"""Of pairs of replies to one problem, both right or both wrong: how much surer the longer one earns more."""
 MAX_PAIRS = 2000
 """Of a step."""
 
