@@ -84,9 +84,9 @@ def onset(values: Sequence[float], *, times: float, least: float, hold: int = 3)
     """
     flags = [False] * len(values)
     before: list[float] = []
-    for place, value in enumerate(values):
-        flags[place] = bool(before) and value >= max(least, times * median(before[-USUAL:]))
-        if not flags[place]:
+    for i, value in enumerate(values):
+        flags[i] = bool(before) and value >= max(least, times * median(before[-USUAL:]))
+        if not flags[i]:
             before.append(value)
     place = first_lasting(flags, hold=hold)
     if place is None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_tokens_of_older_weights_differ_as_much_as_the_updates_between_and_no_mo
         """As of one step's age, with a learning rate that rises for ten steps."""
         return 1e-6 if step == 1 else 0.03 * min(step - 1, 10) / 10
 
-    given = {
+    given: dict[str, Any] = {
         "age__mean": lambda s: float(s > 1),
         "loss__lr": lambda s: 1e-5 * min(s, 10) / 10,
         "loop": {"max_policy_age": 1},
@@ -387,7 +388,7 @@ def test_a_generator_that_has_no_part_in_the_work_is_named_since_when():
 
 
 def test_roles_that_take_turns_may_wait_for_each_other_and_not_for_rewards():
-    turns = {"time__trainer_idle_s": lambda s: 9.0, "time__generator_idle_s": lambda s: 1.0}
+    turns: dict[str, Any] = {"time__trainer_idle_s": lambda s: 9.0, "time__generator_idle_s": lambda s: 1.0}
     assert find(run_data(30, **turns)) == []
     assert only(run_data(30, time__score_s=lambda s: 7.0 if s >= 6 else 1.0), "idle_actor").since_step == 6
     ahead = only(run_data(30, loop={"max_policy_age": 1}, **turns), "idle_actor")

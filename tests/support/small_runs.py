@@ -164,7 +164,7 @@ class SmallRun:
             training=TrainingConfig(max_tokens_per_microbatch=4096, max_norm=1.0),
             **self.engine,
         )
-        settings = {
+        settings: dict[str, Any] = {
             "num_steps": self.num_steps,
             "num_prompts": 16,
             "num_samples": 8,
