@@ -18,8 +18,10 @@ from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.config.effect import only_if, unless
 from rl.distributed.seeds import check_seed
 from rl.loop import Loop
+from rl.machine_limits import LimitsConfig
 from rl.models.spec import ModelSpec
 from rl.observability.recorder import RecorderConfig
+from rl.observability.span_file import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.supervised import SupervisedWarmup
 from rl.weights.store import WeightStore
@@ -72,6 +74,8 @@ class RunConfig(Configurable.Config):
     router: Strategy = field(default="least_loaded", metadata=unless("generator.num_replicas", 1))
     """Which generator a prompt goes to; sticky: a session stays where it was, the rest as least_loaded."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:

@@ -25,12 +25,13 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
+from actors.measured import Measured
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
-from rl.observability.activity import during
+from rl.observability.activity import doing, during
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.sleep import TrainerSleep, check_this_device
@@ -79,15 +80,19 @@ class PushGate:
             WeightTimeoutError: that takes longer than a push may.
         """
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
-            ):
+            if self._num_pushes == 0:
+                return
+            with doing("waits for a push"):
+                ended = self._changed.wait_for(
+                    lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
+                )
+            if not ended:
                 raise WeightTimeoutError(
                     f"the weights cannot change: a push of them did not end within {self._timeout_s:g} s"
                 )
 
 
-class PolicyTrainer(Actor, Configurable):
+class PolicyTrainer(Measured, Actor, Configurable):
     """Every endpoint is called on all ranks with the same arguments; results are the same too."""
 
     @dataclass(kw_only=True, slots=True)
@@ -153,7 +158,7 @@ class PolicyTrainer(Actor, Configurable):
         self,
         samples: Sequence[TrainingSample],
         loss: Loss | None = None,
-        return_logprobs: bool = False,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Logprobs are in the answer of rank 0."""
         rank = current_rank().rank
@@ -314,6 +319,8 @@ class PolicyTrainer(Actor, Configurable):
     async def _compute(self, function: Callable[..., T], *args: object) -> T:
         """In the engine's thread, after all that was asked for before."""
         return await self._thread.run(function, *args)
+
+    _where_it_computes = _compute
 
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
         # The engine's thread waits, not this one: what is asked for next stays behind it.

@@ -265,6 +265,8 @@ class Packing:
     """Tokens of padding that went through it too."""
     num_room: int
     """Tokens that the micro-batches could have held, by max_tokens_per_microbatch."""
+    num_attended: int = 0
+    """Tokens that the packed tokens attended to, all together, each to itself too; 0: nobody counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,8 +300,8 @@ class ForwardBackwardResult:
     packing: Packing | None = None
     """None of a learner that does not pack."""
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
-    """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; [T, K] with K targets. Before the
-    next optimizer step. None where nobody asked."""
+    """[T] float32 nats for each sample that was asked for, entry t of token t, entry 0 is 0; [T, K] with K
+    targets. Before the next optimizer step. None where nobody asked."""
     time_s: float
 
     @property

@@ -2,7 +2,7 @@
 
     outputs/<name>/
         config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  status.json
-        logs/  checkpoints/
+        timeline.json  logs/  checkpoints/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
 it ends. `status.json` says whether the run finished.
@@ -28,6 +28,7 @@ from rl.folder_lock import LOCK, lock, make_folder, remove_empty, usable
 STATUS = "status.json"
 AS_WHAT = "a run's folder"
 EVENTS = "events.jsonl"
+TIMELINE = "timeline.json"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OWN_FILES = (
     "config.json",
@@ -39,6 +40,7 @@ OWN_FILES = (
     "rollouts.1.before.jsonl",
     "pass_rates.jsonl",
     EVENTS,
+    TIMELINE,
     STATUS,
 )
 PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)
@@ -66,6 +68,7 @@ class RunFolder:
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
         self.learning_curve = path / "learning_curve.png"
+        self.timeline = path / TIMELINE
         self._lock_fd: int | None = lock_fd
         self._created = created
 

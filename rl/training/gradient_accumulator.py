@@ -26,7 +26,7 @@ from rl.training.gradients import (
     sum_partial_gradients,
     zero_gradients,
 )
-from rl.training.policy import Policy
+from rl.training.policy import Policy, token_values_of
 from rl.training.reference import ReferencePolicy, with_reference
 from rl.training.token_values import TokenValues
 from rl.types import ForwardBackwardResult, TrainingSample
@@ -55,15 +55,21 @@ class GradientAccumulator:
         self.state = StepState()
 
     def add(
-        self, samples: Sequence[TrainingSample], *, loss: Loss, version: int, return_logprobs: bool
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss,
+        version: int,
+        return_logprobs: bool | Sequence[int],
     ) -> ForwardBackwardResult:
         """As `TrainingEngine.forward_backward`, at policy version `version`."""
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
+        places = _places(return_logprobs, num_samples=len(samples))
         batches = self._policy.pack(samples)
         sums = MicroBatchSums(device=self._policy.device, room=self._policy.micro_batch_room)
-        values = self._policy.token_values(samples) if return_logprobs else None
+        values = token_values_of(self._policy, samples, places) if places else None
         with self.dropped_on_error(f"forward_backward of step {version}"):
             for batch in with_reference(batches, reference=self._reference, loss=loss):
                 self._backward(batch.to(self._policy.device), loss=loss, sums=sums, values=values)
@@ -109,7 +115,7 @@ class GradientAccumulator:
         policy = self._policy
         batches = policy.pack(samples)
         sums = MicroBatchSums(device=policy.device, room=policy.micro_batch_room)
-        values = policy.token_values(samples)
+        values = token_values_of(policy, samples)
         with awaiting(f"forward of step {version}", record_in=self._failure_folder):
             try:
                 for batch in with_reference(batches, reference=self._reference, loss=loss):
@@ -162,6 +168,23 @@ class GradientAccumulator:
             if not done:
                 self._policy.release()
                 self.drop()
+
+
+def _places(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
+    """Of the samples whose logprobs are asked for: True is all of them, False none.
+
+    Raises:
+        ValueError: a place that there is not, or one that comes twice.
+    """
+    if isinstance(asked, bool):
+        return range(num_samples if asked else 0)
+    places = list(asked)
+    outside = next((place for place in places if not 0 <= place < num_samples), None)
+    if outside is not None:
+        raise ValueError(f"return_logprobs has {outside}: must be places of samples, 0 to {num_samples - 1}")
+    if len(set(places)) < len(places):
+        raise ValueError(f"return_logprobs={places}: a sample comes twice")
+    return places
 
 
 def _evaluate(

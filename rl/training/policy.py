@@ -35,6 +35,7 @@ from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.qwen3_moe.model import Router
 from rl.models.spec import ModelSpec, StateDictAdapter
+from rl.observability.activity import doing
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.training.token_values import TokenValues
@@ -132,16 +133,17 @@ class Policy:
             ValueError: as `rl.rollouts.packing.pack`, or a target is no token of the vocabulary.
         """
         _check_targets(samples, vocab_size=self.spec.model.vocab_size)  # type: ignore[attr-defined]
-        return pack(
-            samples,
-            max_tokens=self.training.max_tokens_per_microbatch,
-            max_sequences=self.training.max_sequences_per_microbatch,
-            max_length=self.training.max_sequence_length or num_positions(self.spec),
-            pad_multiple=_pad_multiple(self),
-            share_prompts=self._shares_prompts,
-            rank=self.data_rank.index,
-            num_ranks=self.data_rank.count,
-        )
+        with doing("pack"):
+            return pack(
+                samples,
+                max_tokens=self.training.max_tokens_per_microbatch,
+                max_sequences=self.training.max_sequences_per_microbatch,
+                max_length=self.training.max_sequence_length or num_positions(self.spec),
+                pad_multiple=_pad_multiple(self),
+                share_prompts=self._shares_prompts,
+                rank=self.data_rank.index,
+                num_ranks=self.data_rank.count,
+            )
 
     def forward(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Logprob of each target, [T] or [T, K] float32 with gradient, and entropy, [T] float32; nats. The
@@ -194,16 +196,12 @@ class Policy:
 
         [T, K] for a sample with K targets.
         """
-        values = self.token_values(samples)
+        values = token_values_of(self, samples)
         for batch in self.pack(samples):
             logprobs_T, _ = self.forward(batch.to(self.device))
             values.add(batch, logprobs_T)
         self.release()
         return values.collect()
-
-    def token_values(self, samples: Sequence[TrainingSample]) -> TokenValues:
-        """What receives numbers of this policy's micro-batches of `samples`, and returns them by sample."""
-        return TokenValues(samples, data_rank=self.data_rank, device=self.device, is_alone=self.mesh is None)
 
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout and with any converters."""
@@ -295,6 +293,14 @@ class Policy:
             for _ in gathered:
                 pass
         barrier()
+
+
+def token_values_of(
+    policy: Policy, samples: Sequence[TrainingSample], places: Sequence[int] | None = None
+) -> TokenValues:
+    """What receives numbers of a policy's micro-batches, and returns them by sample; `places` as there."""
+    rank, alone = policy.data_rank, policy.mesh is None
+    return TokenValues(samples, places=places, data_rank=rank, device=policy.device, is_alone=alone)
 
 
 def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:
