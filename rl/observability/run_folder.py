@@ -2,7 +2,7 @@
 
     outputs/<name>/
         config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  status.json
-        logs/  checkpoints/
+        logs/  checkpoints/  and, of sinks that are asked for, tensorboard/  wandb/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
 it ends. `status.json` says whether the run finished.
@@ -28,10 +28,11 @@ from rl.errors import writing
 
 LOCK, STATUS = ".lock", "status.json"
 EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OWN_FILES = (
     "config.json",
-    "metrics.jsonl",
+    METRICS,
     "learning_curve.png",
     *ROLLOUTS,
     "metrics.before.jsonl",
@@ -44,6 +45,9 @@ OWN_FILES = (
 PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
+TENSORBOARD = "tensorboard"
+SINK_FOLDERS = (TENSORBOARD, "wandb")
+"""Made by sinks; W&B names its own."""
 WEIGHTS = "weights"
 """Where weights travel as files, unless they are elsewhere; gone when the run has ended in order."""
 FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
@@ -62,7 +66,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = checkpoints or path / "checkpoints"
         self.config_json = path / "config.json"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
         self.learning_curve = path / "learning_curve.png"
@@ -290,7 +294,7 @@ def _occupied(path: Path, status: str) -> str:
 def _clear(path: Path) -> None:
     """Remove what a run wrote, and nothing else that somebody put there."""
     failures = [file.name for pattern in FAILURE_FILES for file in path.glob(pattern)]
-    for name in (*OWN_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
+    for name in (*OWN_FOLDERS, *SINK_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
         target = path / name
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
