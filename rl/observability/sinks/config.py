@@ -122,7 +122,8 @@ def check_sinks(config: SinksConfig, *, prefix: str = "sinks") -> None:
         if get_storage_mode() != "sqlite":
             raise ValueError(
                 f"{prefix}.trackio.enable=True: {TRACKIO_DIR}, where trackio keeps its database, is on a "
-                "file system of the network. Let TRACKIO_DIR name a folder of this machine, or set it to False"
+                "file system of the network. Let TRACKIO_DIR name a folder of this machine, or set it to "
+                "False"
             )
 
 

@@ -1,14 +1,15 @@
 """All sinks of a run beside metrics.jsonl: what a person sees, and what other packages write.
 
-    async with open_sinks(SinksConfig(), folder=folder, title="try-1", num_steps=80) as sinks:
-        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
-            loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.watch, ...)
-            await loop.run()
+async with open_sinks(SinksConfig(), folder=folder, title="try-1", num_steps=80) as sinks:
+    with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+        loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.watch, ...)
+        await loop.run()
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,12 +26,15 @@ from rl.observability.sinks.follower import Backend, Follower
 from rl.observability.sinks.tensorboard import TensorBoard
 from rl.observability.sinks.trackio import Trackio
 from rl.observability.sinks.wandb import Wandb
+from rl.stop_request import StopAskedError
 from rl.worker_thread import run_aside
 
 SENT = "sinks"
 """Folder within a run's logs: what each sink was given."""
 FINISH_SHARE = 0.8
 """Of the time to end that W&B has to send what is left, so that it can still end in order."""
+AT_ONCE_S = 2.0
+"""To end, of a run that is ended without being asked: by a second Ctrl-C."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +82,16 @@ class RunSinks:
         """Show that something long goes on."""
         return self.console.watch(title)
 
-    async def close(self, *, failed: bool = False) -> None:
-        """Let followers take what they have not yet, and end; what they lack is logged."""
+    async def close(self, *, failed: bool = False, limit_s: float = math.inf) -> None:
+        """Let followers take what they have not yet, and end; what they lack is logged.
+
+        `limit_s` is for all together, where it is less than the config says.
+        """
         if not self.followers:
             return
         for follower in self.followers:
             follower.end(failed=failed)
-        until = time.monotonic() + self._close_s
+        until = time.monotonic() + min(limit_s, self._close_s)
 
         def join() -> None:
             for follower in self.followers:
@@ -98,7 +105,9 @@ class RunSinks:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close(failed=error is not None)
+        at_once = error is not None and not isinstance(error, Exception)  # cancelled
+        failed = error is not None and not isinstance(error, StopAskedError)
+        await self.close(failed=failed, limit_s=AT_ONCE_S if at_once else math.inf)
 
 
 def open_sinks(
