@@ -22,7 +22,8 @@ from rl.observability.live import LiveConsole
 from rl.observability.metrics import Record, read_metrics
 from rl.observability.run_folder import METRICS, TENSORBOARD
 from rl.observability.sinks.config import ConsoleConfig, SinksConfig, check_sinks
-from rl.observability.sinks.follower import Backend, Follower
+from rl.observability.sinks.delivery import Backend
+from rl.observability.sinks.follower import Follower
 from rl.observability.sinks.tensorboard import TensorBoard
 from rl.observability.sinks.trackio import Trackio
 from rl.observability.sinks.wandb import Wandb

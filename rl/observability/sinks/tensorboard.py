@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """A backend of `Follower`."""
+    """A `Backend`."""
 
     name = "tensorboard"
 

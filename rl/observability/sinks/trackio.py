@@ -11,7 +11,7 @@ from rl.observability.sinks.tail import NumberedRecord
 
 
 class Trackio:
-    """A backend of `Follower`."""
+    """A `Backend`."""
 
     name = "trackio"
 

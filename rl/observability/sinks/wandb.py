@@ -19,7 +19,7 @@ NO_REPORTS = "WANDB_ERROR_REPORTING"
 
 
 class Wandb:
-    """A backend of `Follower`. What W&B has it keeps: of a run that goes back the records that it was given
+    """A `Backend`. What W&B has it keeps: of a run that goes back the records that it was given
     before stay, and those that take their place are not sent."""
 
     name = "wandb"
