@@ -23,12 +23,11 @@ class Backend(Protocol):
 
     name: str
 
-    def open(self, *, sent: Sent, keep: Place | None) -> Place | None:
+    def open(self, sent: Sent) -> Place | None:
         """Be ready for records, be it for the first time, after a failure, or as the run has gone back.
 
         Args:
-            sent: what it was given, in this process or an earlier one; its last record is None for a new run.
-            keep: the last record of metrics.jsonl: what it was given after that will come again.
+            sent: what it was given, in this process or an earlier one, and what of that will come again.
 
         Returns:
             The last record that need not be given to it; None: all are.
@@ -67,15 +66,18 @@ class Delivery:
         self._sent_file = sent
         self._clock = clock
         self._sent: Sent | None = None
+        self._keeps: list[Place | None] = []
+        """Of restarts that are not in the file of what was sent."""
         self._held: Place | None = None
         """The last record that the backend has; known while it is open."""
         self._is_open = False
         self._num_in_a_row = 0
         self._retry_at = 0.0
 
-    def restart(self) -> None:
-        """The file may have lost its last lines."""
+    def restart(self, keep: Place | None) -> None:
+        """The file ended with this record (None: it was empty), and may have had more before."""
         self._is_open = False
+        self._keeps.append(keep)
         self.catch_up()
 
     def look(self) -> None:
@@ -109,9 +111,11 @@ class Delivery:
     def _open(self) -> None:
         if self._sent is None:
             self._sent = Sent.read(self._sent_file)
-        keep = self._tail.last_place()
+        while self._keeps:
+            self._sent.cut(self._keeps[0])
+            self._keeps.pop(0)
         with self._busy():
-            self._held = self._backend.open(sent=self._sent, keep=keep)
+            self._held = self._backend.open(self._sent)
         self._tail.restart()
         self._sent.save(self._held)
         self._is_open = True

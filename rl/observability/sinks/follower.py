@@ -13,11 +13,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rl.observability.metrics import Record
 from rl.observability.sinks.delivery import Backend, Delivery
+from rl.observability.sinks.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class _Restart:
+    keep: Place | None
+
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +53,7 @@ class Follower:
         self._delivery = Delivery(backend, metrics=metrics, sent=sent, clock=clock)
         self._write_s = write_s
         self._clock = clock
-        self._words: queue.SimpleQueue[Literal["restart", "look", "end", "fail"]] = queue.SimpleQueue()
+        self._words: queue.SimpleQueue[_Restart | Literal["look", "end", "fail"]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
         self._told_hang = False
 
@@ -54,11 +62,11 @@ class Follower:
         """Calls of the backend that raised."""
         return self._delivery.num_failures
 
-    def begin(self) -> None:
-        """The loop begins, or begins again: metrics.jsonl may have lost its last lines."""
+    def begin(self, keep: Place | None) -> None:
+        """The loop begins, or begins again: metrics.jsonl ends with this record, None: it is empty."""
         if self._thread.ident is None:
             self._thread.start()
-        self._words.put("restart")
+        self._words.put(_Restart(keep))
 
     def write(self, record: Record) -> None:
         """This record is in metrics.jsonl now. Returns at once."""
@@ -94,8 +102,8 @@ class Follower:
     def _work(self) -> None:
         while True:
             word = self._words.get()
-            if word == "restart":
-                self._delivery.restart()
+            if isinstance(word, _Restart):
+                self._delivery.restart(word.keep)
             elif word == "look":
                 self._delivery.look()
             else:

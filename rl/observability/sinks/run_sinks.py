@@ -24,6 +24,7 @@ from rl.observability.run_folder import METRICS, TENSORBOARD
 from rl.observability.sinks.config import ConsoleConfig, SinksConfig, check_sinks
 from rl.observability.sinks.delivery import Backend
 from rl.observability.sinks.follower import Follower
+from rl.observability.sinks.place import place_of
 from rl.observability.sinks.tensorboard import TensorBoard
 from rl.observability.sinks.trackio import Trackio
 from rl.observability.sinks.wandb import Wandb
@@ -62,9 +63,10 @@ class RunSinks:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Around a loop that runs: the file has the records that it goes on from."""
-        for follower in self.followers:
-            follower.begin()
         records = read_metrics(self._metrics) if self._metrics.exists() else []
+        keep = place_of(records[-1], records[-1]["step"]) if records else None
+        for follower in self.followers:
+            follower.begin(keep)
         with self.console.shown(records):
             yield
 

@@ -45,15 +45,6 @@ class MetricsTail:
             self._end += len(line)
             self._number += 1
 
-    def last_place(self) -> Place | None:
-        """Of the file that is there now; None of an empty one."""
-        tail = MetricsTail(self.path)
-        last = None
-        for record in tail:
-            last = record.place
-        tail.close()
-        return last
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

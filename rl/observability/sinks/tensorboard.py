@@ -21,17 +21,16 @@ class TensorBoard:
         self.folder = folder
         self._writer: SummaryWriter | None = None
 
-    def open(self, *, sent: Sent, keep: Place | None) -> Place | None:
+    def open(self, sent: Sent) -> Place | None:
         """Tell readers to forget all from the last step on that they are to keep, which is given again: they
         forget whole steps only."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.close(failed=False)
-        last = None if sent.last is None or keep is None else min(sent.last, keep)
         has_files = self.folder.is_dir() and any(self.folder.iterdir())
-        forgets = 0 if last is None else last.step
+        forgets = 0 if sent.kept is None else sent.kept.step
         self._writer = SummaryWriter(str(self.folder), purge_step=forgets if has_files else None)
-        return Place(last.step - 1, True) if last is not None and has_files else None
+        return Place(forgets - 1, True) if has_files else None
 
     def write(self, record: NumberedRecord) -> None:
         assert self._writer is not None

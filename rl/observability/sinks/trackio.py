@@ -27,12 +27,12 @@ class Trackio:
         self._run_id = ""
         self._says_settings = True
 
-    def open(self, *, sent: Sent, keep: Place | None) -> Place | None:
+    def open(self, sent: Sent) -> Place | None:
         """A run that goes back is taken out of the database, and what it keeps is written again."""
         from trackio.sqlite_storage import SQLiteStorage
 
         self._run_id, self._says_settings = sent.run_id, True
-        if sent.last is not None and (keep is None or keep < sent.last):
+        if sent.is_cut:
             # First: of a process that is killed between the two nothing counts as written that is not.
             sent.save(None)
             SQLiteStorage.delete_run(self.config.project, self.title, run_id=sent.run_id)

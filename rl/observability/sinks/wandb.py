@@ -41,7 +41,7 @@ class Wandb:
         self.finish_s = finish_s
         self._run: Any = None
 
-    def open(self, *, sent: Sent, keep: Place | None) -> Place | None:
+    def open(self, sent: Sent) -> Place | None:
         if self._run is None:
             hooks = sys.excepthook, sys.exit
             try:
@@ -88,5 +88,12 @@ class Wandb:
 
     def close(self, *, failed: bool) -> None:
         run, self._run = self._run, None
-        if run is not None:
+        if run is None:
+            return
+        import wandb
+
+        try:
             run.finish(exit_code=int(failed))
+        finally:
+            if wandb.run is None:  # else somebody else's run needs W&B's process
+                wandb.teardown()

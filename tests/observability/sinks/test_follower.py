@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl.observability.metrics import MetricsWriter
+from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.sinks.delivery import RETRY_S, Delivery
 from rl.observability.sinks.follower import Follower
-from rl.observability.sinks.place import Place, Sent
+from rl.observability.sinks.place import Place, Sent, place_of
 
 LIMIT_S = 30.0
 """For a thread to end; none needs it."""
@@ -25,11 +25,10 @@ class ListBackend:
     calls: list = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def open(self, *, sent, keep):
+    def open(self, sent):
         self.calls.append("open")
-        last = None if sent.last is None or keep is None else min(sent.last, keep)
-        self.rows = [row for row in self.rows if last is not None and row[0] <= last]
-        return last
+        self.rows = [row for row in self.rows if sent.kept is not None and row[0] <= sent.kept]
+        return sent.kept
 
     def write(self, record):
         if self.fails and self.fails.pop(0):
@@ -50,7 +49,7 @@ class ListBackend:
 class KeepingBackend(ListBackend):
     """Cannot forget anything."""
 
-    def open(self, *, sent, keep):
+    def open(self, sent):
         return sent.last
 
 
@@ -79,6 +78,10 @@ class Steps:
                 writer.write(record)
                 self.follower.write(record)
 
+    def begin(self):
+        records = read_metrics(self.metrics) if self.metrics.exists() else []
+        self.follower.begin(place_of(records[-1], records[-1]["step"]) if records else None)
+
     def cut(self, num_lines):
         lines = self.metrics.read_text().splitlines(keepends=True)
         self.metrics.write_text("".join(lines[:num_lines]))
@@ -94,7 +97,7 @@ def test_each_record_is_given_once_and_in_order_those_from_before_too(tmp_path):
     with MetricsWriter(run.metrics) as writer:  # of a process that had no such sink
         for step in (1, 2):
             writer.write({"step": step})
-    run.follower.begin()
+    run.begin()
     run.write(3)
     run.write(3, evaluation=True)
     assert run.end()
@@ -125,7 +128,7 @@ def test_a_failure_is_one_warning_that_names_the_sink_and_nothing_is_lost_or_dou
 def test_a_sink_that_fails_to_the_end_says_at_the_end_what_it_lacks(tmp_path, caplog):
     backend = ListBackend(fails=[False, False, *[True] * 99])
     run = Steps(tmp_path, backend)
-    run.follower.begin()
+    run.begin()
     run.write(1, 2, 3, 4)
     assert not run.end()
     first, last = (record.message for record in caplog.records)
@@ -138,7 +141,7 @@ def test_after_failures_in_a_row_a_sink_is_left_alone_for_longer_and_longer(tmp_
     with MetricsWriter(tmp_path / "m") as writer:
         writer.write({"step": 1})
     delivery = Delivery(backend, metrics=tmp_path / "m", sent=tmp_path / "sent.json", clock=clock)
-    delivery.restart()
+    delivery.restart(Place(1))
     tried_at = []
     for second in range(1, 160):
         clock.now_s, before = 100.0 + second, delivery.num_failures
@@ -165,7 +168,7 @@ def test_a_sink_that_hangs_holds_up_nobody_and_is_told_once(tmp_path, caplog):
 
     backend = Hanging()
     run = Steps(tmp_path, backend, write_s=60.0)
-    run.follower.begin()
+    run.begin()
     run.write(1)
     assert entered.wait(LIMIT_S)
     run.clock.now_s += 59
@@ -186,11 +189,11 @@ def test_a_sink_that_hangs_holds_up_nobody_and_is_told_once(tmp_path, caplog):
 def test_a_run_that_goes_back_doubles_nothing_in_this_process(tmp_path):
     backend = ListBackend()
     run = Steps(tmp_path, backend)
-    run.follower.begin()
+    run.begin()
     run.write(1, 2, 3, 4)
     wait_for(backend, 4)
     run.cut(2)
-    run.follower.begin()
+    run.begin()
     run.write(3, 4, 5)
     assert run.end()
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4, 5]
@@ -201,12 +204,12 @@ def test_a_run_that_goes_back_doubles_nothing_in_this_process(tmp_path):
 def test_a_process_that_resumes_the_run_doubles_nothing(tmp_path, make):
     backend = make()
     first = Steps(tmp_path, backend)
-    first.follower.begin()
+    first.begin()
     first.write(1, 2, 3, 4)
     assert first.end()
     first.cut(2)
     second = Steps(tmp_path, backend)
-    second.follower.begin()
+    second.begin()
     second.write(3, 4, 5, 6)
     assert second.end()
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4, 5, 6]
@@ -215,14 +218,14 @@ def test_a_process_that_resumes_the_run_doubles_nothing(tmp_path, make):
 def test_what_a_killed_process_had_not_given_is_given_by_the_next(tmp_path):
     backend = KeepingBackend()
     first = Steps(tmp_path, backend)
-    first.follower.begin()
+    first.begin()
     first.write(1)
     assert first.end()
     with MetricsWriter(first.metrics) as writer:
         for step in (2, 3):
             writer.write({"step": step})
     second = Steps(tmp_path, backend)
-    second.follower.begin()
+    second.begin()
     second.write(4)
     assert second.end()
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4]
@@ -231,12 +234,12 @@ def test_what_a_killed_process_had_not_given_is_given_by_the_next(tmp_path):
 def test_a_run_that_starts_again_from_its_beginning_gives_everything_again(tmp_path):
     backend = ListBackend()
     first = Steps(tmp_path, backend)
-    first.follower.begin()
+    first.begin()
     first.write(1, 2)
     assert first.end()
     first.metrics.unlink()
     second = Steps(tmp_path, backend)
-    second.follower.begin()
+    second.begin()
     second.write(1)
     assert second.end()
     assert [step for step, _ in backend.steps] == [1]
@@ -246,7 +249,7 @@ def test_a_line_that_is_not_whole_waits_and_one_that_is_no_record_is_left_out(tm
     backend = ListBackend()
     run = Steps(tmp_path, backend)
     run.metrics.write_text('{"step": 1}\nnoise\n{"reward/mean": 1}\n{"step": 2, "rew')
-    run.follower.begin()
+    run.follower.begin(Place(1))
     run.follower.write({"step": 2})
     wait_for(backend, 1)
     with run.metrics.open("a") as file:
@@ -265,6 +268,13 @@ def test_what_was_sent_is_a_file_that_another_process_reads(tmp_path):
     again = Sent.read(file)
     assert (again.last, again.run_id) == (Place(3, True), sent.run_id)
     assert json.loads(file.read_text())["last"] == {"step": 3, "is_evaluation": True}
+    sent.cut(Place(5))
+    assert not sent.is_cut
+    sent.cut(Place(3))
+    sent.cut(Place(2))
+    sent.cut(Place(4))  # of a process that could give nothing between
+    again = Sent.read(file)
+    assert (again.last, again.is_cut, again.kept) == (Place(3, True), True, Place(2))
     file.write_text('{"last": ')
     assert Sent.read(file).last is None
     assert Place(3) < Place(3, True) < Place(4)
