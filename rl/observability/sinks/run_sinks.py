@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from rl.observability.activity import doing
 from rl.observability.console import Console, ConsoleSink, NoConsole, is_terminal
 from rl.observability.live import LiveConsole
 from rl.observability.metrics import Record, read_metrics
@@ -100,7 +101,8 @@ class RunSinks:
             for follower in self.followers:
                 follower.join(until - time.monotonic())
 
-        await run_aside(join, name="sinks")
+        with doing("waits for its sinks"):
+            await run_aside(join, name="sinks")
 
     async def __aenter__(self) -> RunSinks:
         return self
