@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from rl.rollouts.settings import Evaluation
 from rl.step_metrics import TrainedMinibatch, batch_metrics, training_metrics
 from rl.tasks.sum_digits import make_problem
 from rl.types import ExpertLoad, Observation, Packing, Score
-from tests.support.fakes import FakePolicy, completion, prompt_of, rollout_of
+from tests.support.fakes import FakePolicy, ListSink, completion, prompt_of, rollout_of
 from tests.support.loops import half_right, make_loop
 from tests.support.virtual_time import run_in_virtual_time
 from tests.test_docs_of_options import fields_of
@@ -52,16 +53,12 @@ def row_of(name, documented):
     return min(fitting, key=lambda row: row.count("/") * -100 + len(row), default=None)
 
 
-class KeptRecords:
-    """A sink that keeps each number with its reduction."""
+class KeptRecords(ListSink):
+    """Keeps how each number is joined."""
 
     def __init__(self):
+        super().__init__()
         self.metrics = {}
-
-    num_records = 0
-
-    async def flush_to_disk(self):
-        """There is none."""
 
     def write(self, record):
         for name, value in record.items():
@@ -84,7 +81,7 @@ def of_loops():
     """What loops over fakes write: synchronous and ahead, with what has metrics of its own switched on."""
     sink = KeptRecords()
     rubric = Rubric(criteria=(Criterion(name="length", function=length),))
-    settings = [
+    settings: list[dict[str, Any]] = [
         {"eval_every": 1, "evaluation": Evaluation(num_samples=2), "kl_reward": KLReward(coef=0.1)},
         {"max_policy_age": 1, "num_steps": 2, "max_sample_tokens": 20, "long_samples": "drop"},
         {"max_sample_tokens": 20, "long_samples": "truncate"},
@@ -121,7 +118,7 @@ def of_evaluations():
 
 def of_engines():
     """What real losses report, with a correction in both modes and a reference; experts and packing."""
-    merged = {}
+    merged: dict[str, Metric] = {}
     for mode in ("truncate", "mask"):
         engine = make_engine(None)
         samples = make_samples()

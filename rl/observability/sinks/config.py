@@ -92,8 +92,12 @@ class SinksConfig:
     @property
     def enabled(self) -> tuple[str, ...]:
         """Names of those that another package writes; each is that of its package too."""
-        parts = {"tensorboard": self.tensorboard, "wandb": self.wandb, "trackio": self.trackio}
-        return tuple(name for name, part in parts.items() if part.enable)
+        parts = {
+            "tensorboard": self.tensorboard.enable,
+            "wandb": self.wandb.enable,
+            "trackio": self.trackio.enable,
+        }
+        return tuple(name for name, enable in parts.items() if enable)
 
 
 def check_sinks(config: SinksConfig, *, prefix: str = "sinks") -> None:

@@ -69,13 +69,13 @@ def test_a_console_that_fails_is_one_warning(tmp_path, caplog):
 
 
 def test_where_there_is_no_terminal_lines_are_printed_unless_the_config_says_otherwise(tmp_path):
-    kinds = {
-        style: type(
-            make_console(ConsoleConfig(style=style), num_steps=1, logs=tmp_path, title="x", stream=stream)
-        )
-        for style, stream in (("auto", io.StringIO()), ("lines", Terminal()), ("off", Terminal()))
-    }
-    assert kinds == {"auto": ConsoleSink, "lines": ConsoleSink, "off": NoConsole}
+    asked: list[tuple[ConsoleConfig, io.StringIO]] = [
+        (ConsoleConfig(style="auto"), io.StringIO()),
+        (ConsoleConfig(style="lines"), Terminal()),
+        (ConsoleConfig(style="off"), Terminal()),
+    ]
+    kinds = [type(make_console(c, num_steps=1, logs=tmp_path, title="x", stream=s)) for c, s in asked]
+    assert kinds == [ConsoleSink, ConsoleSink, NoConsole]
 
 
 class Terminal(io.StringIO):

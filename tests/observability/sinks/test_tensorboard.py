@@ -34,7 +34,7 @@ def cut(folder, num_lines):
 
 def expected(folder):
     """What is in metrics.jsonl, by tag."""
-    shown = {}
+    shown: dict[str, list] = {}
     for record in read_metrics(folder / "metrics.jsonl"):
         for name, value in record.items():
             if name != "step":
