@@ -1,6 +1,6 @@
 """A run on a terminal: the last steps as a table, evaluations, time left, what each process is doing.
 
-Drawn anew twice a second in place, by a thread of rich's; lines that are printed meanwhile go above it. At
+Drawn anew every second in place, by a thread of rich's; lines that are printed meanwhile go above it. At
 the end the table stays.
 """
 
@@ -23,7 +23,7 @@ from rl.observability.summary import duration
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-REFRESH_PER_S = 2.0
+REFRESH_PER_S = 1.0
 NUM_PACE = 20
 """Last steps that the time left is told from."""
 MAX_PROCESS_LINES = 12
