@@ -115,6 +115,7 @@ def check_sinks(config: SinksConfig, *, prefix: str = "sinks") -> None:
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
+        wandb.setup(wandb.Settings(silent=True))
         if not wandb.login(prompt=False, verify=False):
             raise ValueError(
                 f"{prefix}.wandb.mode='online': there is no key for W&B. Run `wandb login`, set "

@@ -32,7 +32,7 @@ class Wandb:
             folder: of the run; W&B makes wandb/ in it.
             title: of the run, as it is shown.
             settings: the run's config.
-            finish_s: longest time to send what is left at the end.
+            finish_s: longest time to reach the server, and to send what is left at the end.
         """
         self.config = config
         self.folder = folder
@@ -73,6 +73,8 @@ class Wandb:
                 silent=True,
                 save_code=False,
                 disable_git=True,
+                # The end of this process waits for W&B's, which is in one of these.
+                init_timeout=self.finish_s,
                 finish_timeout=self.finish_s,
                 x_transaction_log_flush_interval=FLUSH_S,
             ),

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -131,3 +132,59 @@ def test_online_without_a_key_is_refused_before_anything_is_asked_of_the_network
         "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set WANDB_API_KEY, or choose "
         "offline"
     ), done.stderr
+
+
+NOBODY_ANSWERS = """
+import asyncio, logging, sys
+from pathlib import Path
+from rl.interpreter import leave
+from rl.observability.metrics import MetricsWriter
+from rl.observability.run_folder import METRICS
+from rl.observability.sinks.config import ConsoleConfig, SinksConfig, WandbConfig
+from rl.observability.sinks.run_sinks import open_sinks
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+folder = Path(sys.argv[1])
+wandb = WandbConfig(enable=True, mode="online")
+config = SinksConfig(console=ConsoleConfig(style="off"), wandb=wandb, close_s=2.5)
+
+async def run():
+    async with open_sinks(config, folder=folder, title="try-1", num_steps=3) as sinks:
+        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+            for step in range(1, 4):
+                metrics.write({"step": step})
+                sinks.write({"step": step})
+                print("step", step)
+
+asyncio.run(run())
+print("ended")
+leave(0)
+"""
+
+
+@pytest.mark.medium
+def test_a_server_that_never_answers_holds_up_neither_the_loop_nor_the_end_of_the_process(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are made, nobody reads
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_ERROR_REPORTING": "false",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", NOBODY_ANSWERS, str(tmp_path)],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=50,  # W&B itself would wait for 90 s
+        )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["step 1", "step 2", "step 3"]
+    assert lines[-1] == "ended"
+    assert lines[3].startswith("wandb was not ")
+    assert "it lacks all of it, which is in " in lines[-2]
