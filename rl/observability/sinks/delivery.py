@@ -61,6 +61,8 @@ class Delivery:
         """When the call of the backend that goes on began, by the clock."""
         self.has_all = True
         """Whether the backend had all that there was when it was asked last."""
+        self.problem: str | None = None
+        """What is to be said after `close`."""
         self._backend = backend
         self._tail = MetricsTail(metrics)
         self._sent_file = sent
@@ -99,8 +101,13 @@ class Delivery:
         self._retry_at, self.has_all = 0.0, True
 
     def close(self, *, failed: bool) -> None:
+        """At the end of the run; `failed`: it ended with an error."""
         self._tail.close()
-        self._close(failed=failed)
+        error = self._close(failed=failed)
+        if not self.has_all:
+            self.problem = f"could not be written: {self.what_is_missing()}"
+        elif error is not None:
+            self.problem = f"may lack some of the records, as it was not closed in order: {error!r}"
 
     def what_is_missing(self) -> str:
         """Such as "it lacks what came after step 3, which is in outputs/x/metrics.jsonl"."""
@@ -145,12 +152,14 @@ class Delivery:
             self._tail.path.name,
         )
 
-    def _close(self, *, failed: bool) -> None:
+    def _close(self, *, failed: bool) -> Exception | None:
         try:
             with self._busy():
                 self._backend.close(failed=failed)
         except Exception as error:  # noqa: BLE001  (a sink never stops training)
-            logger.info("%s was not closed: %s: %s", self._backend.name, type(error).__name__, error)
+            logger.info("%s was not closed: %r", self._backend.name, error)
+            return error
+        return None
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:

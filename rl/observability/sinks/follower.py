@@ -91,12 +91,12 @@ class Follower:
             return True
         self._thread.join(max(0.0, limit_s))
         if self._thread.is_alive():
-            how = "was not done when the run ended"
-        elif not self._delivery.has_all:
-            how = "could not be written"
+            problem = f"was not done when the run ended: {self._delivery.what_is_missing()}"
+        elif self._delivery.problem is not None:
+            problem = self._delivery.problem
         else:
             return True
-        logger.warning("%s %s: %s", self.name, how, self._delivery.what_is_missing())
+        logger.warning("%s %s", self.name, problem)
         return False
 
     def _work(self) -> None:

@@ -136,6 +136,23 @@ def test_a_sink_that_fails_to_the_end_says_at_the_end_what_it_lacks(tmp_path, ca
     assert last == (f"list could not be written: it lacks what came after step 2, which is in {run.metrics}")
 
 
+def test_a_sink_that_cannot_be_closed_says_that_it_may_lack_some(tmp_path, caplog):
+    @dataclass(kw_only=True)
+    class Lost(ListBackend):
+        def close(self, *, failed):
+            raise ConnectionResetError("Connection lost")
+
+    run = Steps(tmp_path, Lost())
+    run.begin()
+    run.write(1)
+    assert not run.end()
+    (record,) = caplog.records
+    assert record.message == (
+        "list may lack some of the records, as it was not closed in order: "
+        "ConnectionResetError('Connection lost')"
+    )
+
+
 def test_after_failures_in_a_row_a_sink_is_left_alone_for_longer_and_longer(tmp_path):
     clock, backend = Clock(), ListBackend(fails=[True] * 9)
     with MetricsWriter(tmp_path / "m") as writer:
