@@ -242,7 +242,7 @@ class _Progress:
         line = Table.grid(padding=(0, GAP, 0, 0))
         line.add_row(
             ProgressBar(total=max(1, self._num_steps), completed=self._num_done, width=30),
-            Text(f"{self._num_done:,}/{self._num_steps:,} steps, {passed}{left}"),
+            Text(f"{self._num_done:,}/{self._num_steps:,} steps, {passed} passed{left}"),
         )
         return line
 

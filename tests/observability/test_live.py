@@ -19,7 +19,7 @@ def test_a_terminal_shows_the_last_steps_evaluations_time_left_and_what_each_pro
             ["7", "0.700"], ["8", "0.800"], ["9", "0.900"], ["10", "1.000"],
         ]  # fmt: skip
         assert lines[6] == "evaluation: correct 0.500 at step 10, 0.250 at step 0, of 64 problems"
-        assert re.fullmatch(r"━+.* 10/20 steps, \d+ s, about \d+ s left", lines[7])
+        assert re.fullmatch(r"━+.* 10/20 steps, \d+ s passed, about \d+ s left", lines[7])
         assert re.fullmatch(r"generator_0 +generate \(2 times\) +\d+\.\d s", lines[8])
         assert re.fullmatch(r"trainer 0-1 +forward_backward of version 10 +\d+\.\d s", lines[9])
         assert len(lines) == 10
@@ -37,7 +37,7 @@ def test_a_terminal_shows_the_last_steps_evaluations_time_left_and_what_each_pro
     assert terminal.screen.cursor_is_shown
     assert lines[:2] == ["generator_0 is lost", "try-1"]
     assert [line.split()[0] for line in lines[3:7]] == ["17", "18", "19", "20"]
-    assert re.fullmatch(r"━+ +20/20 steps, \d+ s", lines[8])
+    assert re.fullmatch(r"━+ +20/20 steps, \d+ s passed", lines[8])
     assert lines[9:] == ["finished: 20 steps"]
 
 
