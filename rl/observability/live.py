@@ -248,13 +248,13 @@ class _Progress:
 
 
 class _Forgiving:
-    """A stream that nobody may be left to read."""
+    """A stream that nobody may be left to read, or that has not all letters."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             return self._stream.write(text)
         return len(text)
 
