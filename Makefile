@@ -24,7 +24,7 @@ help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: ## .venv with everything that runs and tests need
-	@$(SETUP) test trl tasks tinker
+	@$(SETUP) test trl tasks tinker sinks
 
 sum-digits: ## train a tiny model on the digit-sum task, with real actors, on this machine
 	@$(SETUP)
@@ -89,7 +89,7 @@ soak: ## 50 shortened runs one after another, each checked for how it ended and 
 	$(RUN) -m tools.soak.main $(ARGS) $(NO_INPUT)
 
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
-	@$(SETUP) test trl tasks tinker hooks
+	@$(SETUP) test trl tasks tinker sinks hooks
 	$(RUN) -m pre_commit install --hook-type pre-commit --hook-type pre-push
 
 clean: ## caches and build leftovers; runs in outputs/ and .venv stay

@@ -38,13 +38,14 @@ from rl.config.serialize import to_dict
 from rl.errors import RunError
 from rl.loop import Loop, Seams, Sink
 from rl.loop_state import LoopState, read_loop_state
-from rl.observability.console import ConsoleSink, progress
+from rl.observability.console import progress
 from rl.observability.curve import draw_learning_curve
 from rl.observability.cut_back import cut_back
 from rl.observability.limit_sink import LimitSink, RunLimits
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
+from rl.observability.sinks.run_sinks import RunSinks, open_sinks
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.scoring import longest_s
 from rl.step_checkpoints import StepCheckpoints
@@ -165,19 +166,30 @@ class Training:
             StopAskedError: the run was asked to end.
             RunError: it cannot go on.
         """
-        while True:
-            try:
-                await self._attempt(fleet)
-                return fleet
-            except RunError as error:
-                if self.stop.was_asked:
-                    raise
-                # However far apart its losses are: a run that saves nothing between them gets nowhere.
-                from_here = self._starts.count(self._starts[-1]) if self._starts else 1
-                fleet = await self.revive(fleet, error, at_least=from_here)
-                logger.warning("the trainer is there again; the run goes back to its last checkpoint")
+        async with self._sinks() as sinks:
+            while True:
+                try:
+                    await self._attempt(fleet, sinks)
+                    return fleet
+                except RunError as error:
+                    if self.stop.was_asked:
+                        raise
+                    # However far apart its losses are: a run that saves nothing between them gets nowhere.
+                    from_here = self._starts.count(self._starts[-1]) if self._starts else 1
+                    fleet = await self.revive(fleet, error, at_least=from_here)
+                    logger.warning("the trainer is there again; the run goes back to its last checkpoint")
 
-    async def _attempt(self, fleet: Fleet) -> None:
+    def _sinks(self) -> RunSinks:
+        return open_sinks(
+            self.config.sinks,
+            folder=self.folder.path,
+            logs=self.folder.logs,
+            title=self.folder.path.name,
+            num_steps=self.config.loop.num_steps,
+            settings=to_dict(self.config),
+        )
+
+    async def _attempt(self, fleet: Fleet, sinks: RunSinks) -> None:
         learner = ActorLearner(fleet.trainer)
         source = await self._prepare(learner)
         state = None if source is None else _state(source, self.config)
@@ -185,8 +197,8 @@ class Training:
         if self._began:
             self._go_back(source)
         self._began = True
-        with MetricsWriter(self.folder.metrics) as metrics:
-            loop = self._loop(fleet, learner, metrics=metrics, state=state, source=source)
+        with MetricsWriter(self.folder.metrics) as metrics, sinks.attempt():
+            loop = self._loop(fleet, learner, metrics=metrics, sinks=sinks, state=state, source=source)
             background = self.config.trainer.checkpoint.async_mode != "disabled"
             async with _last_save_ends(fleet, background=background):
                 await while_trainer_lives(fleet, loop.run())
@@ -242,18 +254,19 @@ class Training:
         learner: ActorLearner,
         *,
         metrics: MetricsWriter,
+        sinks: RunSinks,
         state: LoopState | None,
         source: LoadSource | None,
     ) -> Loop:
         config, plan = self.config, self.plan
-        sinks: list[Sink] = [metrics, ConsoleSink()]
+        told: list[Sink] = [metrics, sinks]
         in_folder = source is not None and source.path.parent == self.folder.checkpoints
         loop: Loop = config.loop.build(
             seams=self._seams(fleet, learner),
             renderer=plan.renderer,
             task=plan.task,
             max_sequence_tokens=config.generator.max_model_len,
-            sinks=sinks if self.limits is None else [LimitSink(limits=self.limits, sinks=sinks)],
+            sinks=told if self.limits is None else [LimitSink(limits=self.limits, sinks=told)],
             checkpoints=StepCheckpoints(
                 learner=learner,
                 config=config.trainer.checkpoint,
@@ -266,7 +279,7 @@ class Training:
             ),
             seed=config.seed,
             recorder=Recorder(self.folder.rollouts, config=config.recorder),
-            watch=progress,
+            watch=sinks.watch,
             state=state,
             proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
             threads=plan.environments.threads,

@@ -28,6 +28,7 @@ from actors.trainer import PolicyTrainer
 from rl.config.serialize import code_name, to_dict
 from rl.config.tree import input_paths
 from rl.models.spec import ModelSpec
+from rl.observability.sinks.config import check_sinks
 from rl.rollouts.demonstrations import demonstrated_now
 from rl.rollouts.renderer import TemplateRenderer, make_renderer
 from rl.rollouts.tried_environments import TriedEnvironments
@@ -79,6 +80,7 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
     Args:
         resumes: folder of the checkpoints of a run that goes on; None: it is a new one.
     """
+    check_sinks(config.sinks)
     task: Task = config.task.build()
     environments = tried_environments(config, task=task)
     resumed = None

@@ -22,6 +22,7 @@ from rl.machine_limits import LimitsConfig
 from rl.models.spec import ModelSpec
 from rl.observability.recorder import RecorderConfig
 from rl.observability.span_file import TimelineConfig
+from rl.observability.sinks.config import SinksConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.supervised import SupervisedWarmup
 from rl.weights.store import WeightStore
@@ -76,6 +77,7 @@ class RunConfig(Configurable.Config):
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    sinks: SinksConfig = field(default_factory=SinksConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:

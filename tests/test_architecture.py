@@ -42,6 +42,9 @@ ROOMS = {
     "fastapi": ("rl/tinker/http/",),
     "starlette": ("rl/tinker/http/",),
     "uvicorn": ("rl/tinker/http/",),
+    "tensorboard": ("rl/observability/sinks/",),
+    "wandb": ("rl/observability/sinks/",),
+    "trackio": ("rl/observability/sinks/",),
 }
 """Heavy packages, and the only paths (beginnings of) that may import them."""
 

@@ -16,6 +16,10 @@ from rl.loop import Loop, Seams
 from rl.models.converters.lora import LoRA
 from rl.models.generate import generate
 from rl.models.spec import ModelSpec
+from rl.observability.metrics import MetricsWriter
+from rl.observability.run_folder import METRICS
+from rl.observability.sinks.config import SinksConfig, TensorBoardConfig
+from rl.observability.sinks.run_sinks import open_sinks
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.rollouts.samples import policy_sample
@@ -29,6 +33,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import Completion, OptimParams, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
 from tests.support import policies
+from tests.support.event_files import points
 from tests.support.fakes import ListSink
 from tests.support.scored import replied
 from tests.training.parts import make_samples, small_spec, write_assets
@@ -425,8 +430,14 @@ class LowBytes(GeneratedTask):
 @pytest.mark.parametrize("max_policy_age", [0, 1])
 def test_the_loop_learns_over_it(max_policy_age, tmp_path):
     sink = ListSink()
+    config = SinksConfig(tensorboard=TensorBoardConfig(enable=True))
 
     async def use(local):
+        async with open_sinks(config, folder=tmp_path, title="local", num_steps=24) as sinks:
+            with MetricsWriter(tmp_path / METRICS) as metrics, sinks.attempt():
+                await learn(local, [sink, metrics, sinks])
+
+    async def learn(local, sinks):
         tokenizer, ends = open_tokenizer(assets_path)
         checkpoint = CheckpointConfig(enable=False)
         task = LowBytes.Config(num_eval=2).build()
@@ -445,7 +456,7 @@ def test_the_loop_learns_over_it(max_policy_age, tmp_path):
             renderer=make_renderer(RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends),
             task=task,
             max_sequence_tokens=64,
-            sinks=[sink],
+            sinks=sinks,
             checkpoints=StepCheckpoints(learner=local, config=checkpoint, folder=str(tmp_path)),
             seed=0,
         )
@@ -462,3 +473,6 @@ def test_the_loop_learns_over_it(max_policy_age, tmp_path):
     rewards = [float(r["reward/mean"] or 0) for r in sink.records if "reward/mean" in r]
     assert len(rewards) == 24
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    shown = points(tmp_path / "tensorboard")
+    assert [value for _, value in shown["reward/mean"]] == pytest.approx(rewards)
+    assert [step for step, _ in shown["eval/correct"]] == [0, 24]

@@ -11,7 +11,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
@@ -63,6 +64,40 @@ COLUMNS = (
 )
 
 
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether what was printed can be changed there; None is standard output."""
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class Console(Protocol):
+    """What shows a run to a person."""
+
+    def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
+        """Around a loop that runs and goes on from these records."""
+        ...
+
+    def write(self, record: Record) -> None:
+        """A step's record, or an evaluation's (it has the key `eval/correct`)."""
+        ...
+
+    def watch(self, title: str, /) -> AbstractContextManager[object]:
+        """Around something long."""
+        ...
+
+
+class NoConsole:
+    """Shows no step."""
+
+    def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def write(self, record: Record) -> None:
+        """Is left out."""
+
+    def watch(self, title: str, /) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
 class ConsoleSink:
     """Prints a line a step under a header that comes back, and a sentence an evaluation."""
 
@@ -70,6 +105,12 @@ class ConsoleSink:
         """`stream` None is standard output."""
         self._stream = stream
         self._num_rows = 0
+
+    def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def watch(self, title: str, /) -> AbstractContextManager[object]:
+        return progress(title, stream=self._stream)
 
     def write(self, record: Record) -> None:
         """A step's record, or an evaluation's (it has the key `eval/correct`)."""
@@ -122,7 +163,7 @@ def progress(
         clock: Seconds.
     """
     stream = stream or sys.stdout
-    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    if is_terminal(stream):
         with _bar(title, total=total, stream=stream) as advance:
             yield advance
     else:

@@ -191,9 +191,10 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The lines of a metrics file; one that was cut short by the end of its process is left out."""
-    records = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            record = json.loads(line)
-            records.append({k: float(v) if isinstance(v, str) else v for k, v in record.items()})
-    return records
+    lines = path.read_text().splitlines(keepends=True)
+    return [parse_record(line) for line in lines if line.endswith("\n")]
+
+
+def parse_record(line: str) -> dict[str, float]:
+    """One line of a metrics file; raises ValueError where it is not JSON."""
+    return {k: float(v) if isinstance(v, str) else v for k, v in json.loads(line).items()}

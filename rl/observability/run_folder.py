@@ -2,7 +2,7 @@
 
     outputs/<name>/
         config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  status.json
-        timeline.json  logs/  checkpoints/
+        timeline.json  logs/  checkpoints/  and, of sinks that are asked for, tensorboard/  wandb/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
 it ends. `status.json` says whether the run finished.
@@ -29,10 +29,11 @@ STATUS = "status.json"
 AS_WHAT = "a run's folder"
 EVENTS = "events.jsonl"
 TIMELINE = "timeline.json"
+METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OWN_FILES = (
     "config.json",
-    "metrics.jsonl",
+    METRICS,
     "learning_curve.png",
     *ROLLOUTS,
     "metrics.before.jsonl",
@@ -46,6 +47,9 @@ OWN_FILES = (
 PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)
 """Of a process that was killed while it wrote; the next run that has the folder removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
+TENSORBOARD = "tensorboard"
+SINK_FOLDERS = (TENSORBOARD, "wandb")
+"""Made by sinks; W&B names its own."""
 WEIGHTS = "weights"
 """Where weights travel as files, unless they are elsewhere; gone when the run has ended in order."""
 FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
@@ -64,7 +68,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = checkpoints or path / "checkpoints"
         self.config_json = path / "config.json"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
         self.learning_curve = path / "learning_curve.png"
@@ -240,7 +244,7 @@ def _occupied(path: Path, status: str) -> str:
 def _clear(path: Path) -> None:
     """Remove what a run wrote, and nothing else that somebody put there."""
     failures = [file.name for pattern in FAILURE_FILES for file in path.glob(pattern)]
-    for name in (*OWN_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
+    for name in (*OWN_FOLDERS, *SINK_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
         target = path / name
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)

@@ -1,6 +1,6 @@
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from rl.tasks.sum_digits import SumDigits
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import DamagedCheckpointError, saved_steps
 from rl.training.own_checkpoint import own_checkpoint
+from tests.support.event_files import points
 from tests.support.fake_fleet import FakeTrainer, fake_fleet
 from tests.support.fakes import RENDERER
 from tests.support.faulty_configs import short
@@ -139,7 +140,12 @@ def training(config: Controller.Config, folder: RunFolder, revive: Any) -> Train
 
 
 def train(
-    config: Controller.Config, tmp_path: Path, name: str, *, dies_at: Sequence[int] = ()
+    config: Controller.Config,
+    tmp_path: Path,
+    name: str,
+    *,
+    dies_at: Sequence[int] = (),
+    before: Callable[[RunFolder], None] = lambda folder: None,
 ) -> tuple[list[dict[str, float]], list[FakeTrainer]]:
     """The records of a run whose trainers die one after another, and the trainers."""
     trainers = [FakeTrainer(dies_at=at) for at in (*dies_at, None)]
@@ -154,6 +160,7 @@ def train(
         return replace(fleet, trainer=trainers[place + 1])
 
     with RunFolder.create(tmp_path, name) as folder:
+        before(folder)
         run = training(config, folder, revive)
         fleet = asyncio.run(run.run(fake_fleet(trainers[0], rubric=run.rubric)))
         assert fleet.trainer is trainers[-1]
@@ -180,6 +187,38 @@ def test_a_trainer_that_is_lost_before_a_checkpoint_starts_the_run_from_its_begi
     records, trainers = train(config, tmp_path, "lost", dies_at=(1,))
     assert [trainer.loaded for trainer in trainers] == [[], []]
     assert records == whole
+
+
+def test_tensorboard_has_each_point_once_however_often_the_run_goes_back(tmp_path):
+    config = run_config()
+    config.trainer.checkpoint.interval = 2
+    config.sinks.tensorboard.enable = True
+    records, _ = train(config, tmp_path, "lost", dies_at=(3, 3, 4))
+    shown = points(tmp_path / "lost" / "tensorboard")
+    for name in ("reward/mean", "eval/correct", "policy_version"):
+        expected = [(r["step"], r[name]) for r in records if name in r]
+        assert [step for step, _ in shown[name]] == [step for step, _ in expected]
+        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in expected])
+    assert len(shown["reward/mean"]) == 5
+    assert len(shown["eval/correct"]) == 4
+
+
+def test_a_sink_that_cannot_write_is_one_warning_and_the_run_ends_as_without_it(tmp_path, caplog):
+    config = run_config()
+    whole, _ = train(config, tmp_path, "whole")
+    caplog.clear()
+    config.sinks.tensorboard.enable = True
+
+    def occupy(folder: RunFolder) -> None:
+        (folder.path / "tensorboard").write_text("no folder")
+
+    records, _ = train(config, tmp_path, "refused", before=occupy)
+    assert records == whole
+    first, last = (
+        r.message for r in caplog.records if "tensorboard" in r.message and r.levelname == "WARNING"
+    )
+    assert first.startswith("tensorboard was not written: ")
+    assert last.startswith("tensorboard could not be written: it lacks all of it, which is in ")
 
 
 def test_a_trainer_that_may_not_be_replaced_ends_the_run_with_its_error(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl.observability.run_folder import RunFolder, read_status
+from rl.observability.run_folder import SINK_FOLDERS, RunFolder, read_status
 
 
 def test_new_folder_has_its_parts_and_is_unfinished(tmp_path):
@@ -51,6 +51,8 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
         (folder.path / "status.json.tmp").write_text("{")
         (folder.path / "nan_notes.npz").write_bytes(b"mine")
         (folder.path / "notes.txt").write_text("mine")
+        for sink in SINK_FOLDERS:
+            (folder.path / sink / "earlier").mkdir(parents=True)
         folder.checkpoints.rmdir()
         folder.checkpoints.symlink_to(elsewhere)
         folder.mark_finished()
@@ -61,6 +63,7 @@ def test_overwrite_clears_what_a_run_wrote_and_keeps_what_others_put_there(tmp_p
         assert [file.name for file in again.path.glob("nan*")] == ["nan_notes.npz"]
         assert not (again.path / "collectives_rank1.json").exists()
         assert not (again.path / "status.json.tmp").exists()
+        assert not any((again.path / sink).exists() for sink in ("tensorboard", "wandb"))
         assert (again.path / "notes.txt").read_text() == "mine"
         assert (elsewhere / "weights").read_text() == "w"
         assert read_status(again.path) == "running"

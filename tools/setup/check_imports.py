@@ -129,6 +129,11 @@ def check_tinker(_: str) -> None:
         importlib.import_module(name)
 
 
+def check_sinks(_: str) -> None:
+    for name in ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage"):
+        importlib.import_module(name)
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "tools of the system": check_system_tools,
     "torch": check_torch,
@@ -140,6 +145,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 GROUP_CHECKS: dict[str, Callable[[str], None]] = {
     "float8": check_float8,
+    "sinks": check_sinks,
     "tasks": check_tasks,
     "test": check_test,
     "tinker": check_tinker,

@@ -1,0 +1,48 @@
+"""A run of 20 steps as a person sees it, which waits for a line of its input where a test is to look."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rl.observability.activity import Activity
+from rl.observability.console import say
+from rl.observability.sinks.config import ConsoleConfig
+from rl.observability.sinks.run_sinks import make_console
+
+STEP = {"loss/mean": -0.0123, "logprob_diff/mean": 1e-7, "time/step_s": 0.5, "policy_version": 9}
+
+
+def main(logs: Path) -> None:
+    console = make_console(ConsoleConfig(num_rows=4), num_steps=20, logs=logs, title="try-1")
+    trainers = [_process(logs, "trainer", rank) for rank in range(2)]
+    generator = _process(logs, "generator_0", 0)
+    for trainer in trainers:
+        trainer.begin("forward_backward", 10)
+    generator.begin("generate", None)
+    generator.begin("generate", None)
+    earlier = [{"step": 0, "eval/correct": 0.25, "eval/num_problems": 64}]
+    earlier += [{"step": step, "reward/mean": step / 10, **STEP} for step in range(1, 4)]
+    with console.shown(earlier):
+        for step in range(4, 11):
+            console.write({"step": step, "reward/mean": step / 10, **STEP})
+        console.write({"step": 10, "eval/correct": 0.5, "eval/num_problems": 64})
+        sys.stdin.readline()
+        say("generator_0 is lost")
+        sys.stdin.readline()
+        with console.watch("evaluation at step 10 (64 problems)"):
+            sys.stdin.readline()
+        for step in range(11, 21):
+            console.write({"step": step, "reward/mean": step / 10, **STEP})
+        sys.stdin.readline()
+    say("finished: 20 steps")
+
+
+def _process(logs: Path, role: str, rank: int) -> Activity:
+    activity = Activity()
+    activity.start(logs / "state", role=role, rank=rank)
+    return activity
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
