@@ -105,7 +105,8 @@ def _turns(record: Mapping[str, float], shares: Mapping[str, float], of: _Settin
 
 def _generation(record: Mapping[str, float], reached: float | None, of: _Settings) -> _Advice:
     if reached is not None and reached >= NEAR:
-        if of.given("generator.dtype") == "float32":
+        # Whose bits are to be the trainer's has its dtype.
+        if of.given("generator.dtype") == "float32" and not of.given("batch_invariant"):
             return _Advice("half the bytes would be read in half the time", "--generator.dtype bfloat16")
         return _more_generators(of, "more of it needs more generators")
     requests = of.number("loop.num_prompts") * of.number("loop.num_samples")
