@@ -1,9 +1,9 @@
-"""What it costs to be watched: steps with all observability, with the timeline alone and with none, in one run.
+"""What it costs to be watched: steps with all observability, with the timeline alone and with none.
 
     python -m benchmarks.observability [--quick] [--rounds 40] [--tokens 32]
 
-A run of the tiny config with all its actors, on a random model whose replies are as long as they may be. Its
-sides take turns step by step, in an order that changes from round to round:
+One run of the tiny config with all its actors, on a random model whose replies are nearly always as long as they
+may be. Its sides take turns step by step, in an order that changes from round to round:
 
     off        no process says or keeps what it does; no records, no rollouts, nothing compared with limits
     timeline   every process keeps its spans
@@ -47,7 +47,7 @@ from benchmarks.observability_actors import (
     observe,
 )
 from configs.sum_digits import tiny
-from rl.loop import Loop, Seams
+from rl.loop import Loop, Seams, Sink
 from rl.models.starting_point import write_random_model
 from rl.observability.console import ConsoleSink
 from rl.observability.limit_sink import LimitSink
@@ -119,7 +119,7 @@ class Observed:
         """Serve the first weights, and measure the machine."""
         limits = await run_limits(config, self._fleet, spec=plan.start.spec)
         assert limits is not None, "the machine was not measured"
-        inner = [self._metrics, ConsoleSink(stream=io.StringIO())]
+        inner: list[Sink] = [self._metrics, ConsoleSink(stream=io.StringIO())]
         self._sinks = [LimitSink(limits=limits, sinks=inner)]
         await self._loop._sync.begin()
         self._loop._progress.step_of_version[await self._loop._served_version()] = 0

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ LIMITS = RunLimits(
     most_running=16,
     waits_for_the_longest=True,
 )
-STEP = {
+STEP: dict[str, Any] = {
     "step": 1,
     "time/step_s": 10.0,
     "time/train_s": 4.0,
