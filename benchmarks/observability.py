@@ -2,7 +2,7 @@
 
     python -m benchmarks.observability [--quick] [--rounds 40] [--tokens 32]
 
-One run of the tiny config with all its actors, on a random model whose replies are nearly always as long as they
+One run of the tiny config with all its actors, on a random model whose replies are mostly as long as they
 may be. Its sides take turns step by step, in an order that changes from round to round:
 
     off        no process says or keeps what it does; no records, no rollouts, nothing compared with limits
