@@ -12,11 +12,13 @@ import torch
 from actors.trainer import PolicyTrainer, PushGate
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.tokenizer import build_byte_tokenizer
+from rl.observability.spans import read_spans
 from rl.training.reference import ReferenceConfig
 from rl.types import TrainingSample
 from rl.weights.errors import WeightTimeoutError
 from rl.weights.files import FileWeightStore
 from rl.weights.store import WeightStore
+from tests.support.kept_spans import kept_spans
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.policies import VOCAB_SIZE, model_folder, random_model, small_spec
 
@@ -152,11 +154,17 @@ async def _call(awaitable):
     return await awaitable
 
 
-def test_a_push_that_does_not_end_is_an_error_of_what_waits_for_it():
+def test_a_push_that_does_not_end_is_an_error_of_what_waits_for_it(tmp_path):
     gate = PushGate(timeout_s=0.01, margin_s=0.01)
     gate.wait()
     gate.begin()
-    with pytest.raises(WeightTimeoutError, match=r"a push of them did not end within 0\.01 s"):
+    with (
+        kept_spans(tmp_path),
+        pytest.raises(WeightTimeoutError, match=r"a push of them did not end within 0\.01 s"),
+    ):
         gate.wait()
     gate.end()
     gate.wait()
+    (span,) = read_spans(tmp_path)  # where there is no push nobody waits
+    assert (span.name, span.kind) == ("waits for a push", "wait")
+    assert 0.02 <= span.duration_s < 10
