@@ -185,13 +185,9 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
 
 
 async def setup_logs(
-    mesh: ProcMesh,
-    *,
-    folder: Path,
-    console_level: str,
-    timeline: TimelineConfig | None = None,
+    mesh: ProcMesh, *, folder: Path, console_level: str, timeline: TimelineConfig | None = None,
     timeout_s: float = SPAWN_TIMEOUT_S,
-) -> None:
+) -> None:  # fmt: skip
     """Log records of every process of the role go to `folder/<role>-<rank>.log`, and from
     `console_level` up to the console; what it does to the folders of `actors.watching.be_watched`.
 

@@ -21,8 +21,8 @@ from rl.loop import Loop
 from rl.machine_limits import LimitsConfig
 from rl.models.spec import ModelSpec
 from rl.observability.recorder import RecorderConfig
-from rl.observability.span_file import TimelineConfig
 from rl.observability.sinks.config import SinksConfig
+from rl.observability.span_file import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.supervised import SupervisedWarmup
 from rl.weights.store import WeightStore

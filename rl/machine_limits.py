@@ -75,20 +75,25 @@ class MachineLimits:
     """That it is kept in; empty where it is not."""
 
 
-def machine_limits(workload: Workload, *, device: torch.device, cache: Path | None) -> MachineLimits:
+Measure = Callable[[Workload, torch.device], tuple[MachineLimits, bool]]
+"""As `measured`."""
+
+
+def machine_limits(
+    workload: Workload, *, device: torch.device, cache: Path, measure: Measure | None = None
+) -> MachineLimits:
     """Kept from before, or measured now on the calling thread's number of threads.
 
     Args:
-        cache: folder of the files; None keeps nothing. One that cannot be written is no error.
+        cache: folder of the files; one that cannot be written is no error.
+        measure: `measured`, if None.
     """
     subject = _subject(workload, device)
-    if cache is None:
-        return _measure(workload, device)[0]
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
     file = cache.expanduser() / f"machine-{name}.json"
     if (kept := _read(file, subject)) is not None:
         return kept
-    limits, is_quiet = _measure(workload, device)
+    limits, is_quiet = (measure or measured)(workload, device)
     if not is_quiet:
         logger.info("%s was busy while it was measured: it is measured again next time", limits.device)
         return limits
@@ -140,8 +145,8 @@ class _Tries:
 
 
 @torch.no_grad()
-def _measure(workload: Workload, device: torch.device) -> tuple[MachineLimits, bool]:
-    """And whether nothing else seems to have run."""
+def measured(workload: Workload, device: torch.device) -> tuple[MachineLimits, bool]:
+    """Now, and whether nothing else seems to have run."""
     started = time.perf_counter()
     on_gpu = device.type == "cuda"
     num_bytes = _copied_bytes(workload, device)
@@ -152,6 +157,7 @@ def _measure(workload: Workload, device: torch.device) -> tuple[MachineLimits, b
     if on_gpu:
         all_tries.append(_copy(LARGEST_COPY["cpu"], device, torch.device("cpu")))
         host = LARGEST_COPY["cpu"] / all_tries[-1].best_s
+        torch.cuda.empty_cache()  # what was measured with is needed by others now
     limits = MachineLimits(
         device=torch.cuda.get_device_name(device) if on_gpu else processor(),
         flops_per_s=flops / multiplied.best_s,

@@ -132,9 +132,13 @@ class LimitSink:
 
     def _warn(self, name: str, share: float) -> None:
         of = self.limits.generator if name == "limit/decode" else self.limits.trainer
-        where = f": remove {of.file} for another measurement" if of.file else ""
+        where = f": remove {of.file} to have it measured again" if of.file else ""
         logger.warning(
-            "%s is %.2f, more than what was measured of %s: it was busy then%s", name, share, of.device, where
+            "%s is %.2f, more than what was measured of %s, which was busy then%s",
+            name,
+            share,
+            of.device,
+            where,
         )
 
 

@@ -54,8 +54,12 @@ def typical(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     steps = [record for record in records if "time/step_s" in record]
     steps = steps[NUM_FIRST:] if len(steps) > 2 * NUM_FIRST else steps
     names = {name for record in steps for name in record}
-    values = {name: [r[name] for r in steps if math.isfinite(r.get(name, math.nan))] for name in names}
+    values = {name: [r[name] for r in steps if _is_finite(r.get(name))] for name in names}
     return {name: statistics.median(of_name) for name, of_name in values.items() if of_name}
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bottleneck | None:
@@ -105,7 +109,8 @@ def _turns(record: Mapping[str, float], shares: Mapping[str, float], of: _Settin
 
 def _generation(record: Mapping[str, float], reached: float | None, of: _Settings) -> _Advice:
     if reached is not None and reached >= NEAR:
-        if of.given("generator.dtype") == "float32":
+        # Whose bits are to be the trainer's has its dtype.
+        if of.given("generator.dtype") == "float32" and not of.given("batch_invariant"):
             return _Advice("half the bytes would be read in half the time", "--generator.dtype bfloat16")
         return _more_generators(of, "more of it needs more generators")
     requests = of.number("loop.num_prompts") * of.number("loop.num_samples")
