@@ -85,10 +85,14 @@ class Counted:
         return await self.local.generate(prompts, sampling=endless)
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         self.calls.append(list(samples))
-        return await self.local.forward_backward(samples, loss=loss)
+        return await self.local.forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
 
     async def push(self) -> int:
         self.num_pushes += 1
