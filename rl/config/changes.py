@@ -15,8 +15,8 @@ def changed_fields(file: Path, config: Any) -> list[str]:
 
     Where a run's folder was moved, its own place is none of them.
     """
-    before = dict(_leaves(json.loads(file.read_text())["values"], prefix=""))
-    after = dict(_leaves(to_dict(config), prefix=""))
+    before = dict(leaves(json.loads(file.read_text())["values"]))
+    after = dict(leaves(to_dict(config)))
     return [
         f"{path}: {_said(before, path)} -> {_said(after, path)}"
         for path in {**before, **after}
@@ -24,10 +24,11 @@ def changed_fields(file: Path, config: Any) -> list[str]:
     ]
 
 
-def _leaves(value: Any, *, prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each option of a config's JSON values with its dotted path."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, prefix=f"{prefix}.{name}" if prefix else name)
+            yield from leaves(inner, prefix=f"{prefix}.{name}" if prefix else name)
     else:
         yield prefix, value
 
