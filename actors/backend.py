@@ -50,7 +50,11 @@ class ActorLearner:
         self.trainer = trainer
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         return await self._rank0("forward_backward", samples, loss, return_logprobs, limit="train_s")
 

@@ -153,7 +153,7 @@ class PolicyTrainer(Actor, Configurable):
         self,
         samples: Sequence[TrainingSample],
         loss: Loss | None = None,
-        return_logprobs: bool = False,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Logprobs are in the answer of rank 0."""
         rank = current_rank().rank

@@ -163,7 +163,11 @@ class LocalBackend:
     # Learner
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """As `TrainingEngine.forward_backward`."""
         return await self._learner.run(

@@ -14,7 +14,7 @@ the tests. Shape legend: P prompts of a step, G samples of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +35,13 @@ from rl.rollout_parts import RolloutParts
 from rl.rollouts.ages import token_ages
 from rl.rollouts.environment_thread import EnvironmentThreads
 from rl.rollouts.evaluation import FailedEvaluationError
+from rl.rollouts.producer import Batch
 from rl.rollouts.renderer import Renderer
 from rl.step_checkpoints import StepCheckpoints
 from rl.step_clock import StepClock
 from rl.step_metrics import TrainedMinibatch, age_metrics, batch_metrics, time_metrics, training_metrics
 from rl.step_samples import SampleMaker, StepSamples
+from rl.step_tokens import StepTokens
 from rl.stop_request import StopAskedError, StopRequest
 from rl.tasks.task import Task
 from rl.types import OptimStepResult
@@ -60,6 +62,10 @@ class Watch(Protocol):
     def __call__(self, title: str, /) -> AbstractContextManager[object]:
         """Entered before something long begins, left when it is done."""
         ...
+
+
+Writing = Callable[[Callable[[], None]], Awaitable[None]]
+"""`begin` or `last` of a `BackgroundWriter`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,10 +216,14 @@ class Loop(Configurable):
             max_age=self.config.max_policy_age,
         )
         made = await self._samples.make(batch)
-        if self.recorder is not None:
-            # Long rollouts take a second to write: beside the gradient.
-            await self._recording.begin(partial(self.recorder.step, step, batch, made.advantages_PG))
-        minibatches = await self._train(made, is_on_policy=not ages.any())
+        tokens = StepTokens(made, batch, () if self.recorder is None else self.recorder.places(batch.groups))
+        try:
+            minibatches = await self._train(made, tokens, is_on_policy=not ages.any())
+        except Exception:
+            await self._record(self._recording.last, step, batch, tokens)
+            raise
+        # Long rollouts take a second to write: beside what comes next.
+        await self._record(self._recording.begin, step, batch, tokens)
         policy_version = minibatches[-1].update.policy_version
         await self._publish(step, policy_version)
         clock.lap("publish")
@@ -231,10 +241,13 @@ class Loop(Configurable):
         self._progress.step_ends(step, teaches=made.teaches)
         check_empty_steps(self._progress.num_empty_steps, batch, most=self.config.max_empty_steps)
 
-    async def _train(self, made: StepSamples, *, is_on_policy: bool) -> list[TrainedMinibatch]:
+    async def _train(
+        self, made: StepSamples, tokens: StepTokens, *, is_on_policy: bool
+    ) -> list[TrainedMinibatch]:
         minibatches: list[TrainedMinibatch] = []
-        for samples in made.minibatches:
-            gradient = await self.seams.learner.forward_backward(samples)
+        for number, samples in enumerate(made.minibatches):
+            gradient = await self.seams.learner.forward_backward(samples, **tokens.asked(number))
+            tokens.add(number, gradient)
             if is_on_policy and not minibatches:  # later ones differ by the updates between
                 check_logprobs(gradient, max_diff=self.config.max_logprob_diff)
             self._clock.lap("train")
@@ -244,6 +257,10 @@ class Loop(Configurable):
             self._clock.lap("train")
             minibatches.append(TrainedMinibatch(gradient=gradient, update=update))
         return minibatches
+
+    async def _record(self, how: Writing, step: int, batch: Batch, tokens: StepTokens) -> None:
+        if self.recorder is not None:
+            await how(partial(self.recorder.step, step, batch, tokens.trained()))
 
     async def _update(self) -> OptimStepResult:
         progress = self._progress

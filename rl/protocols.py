@@ -66,11 +66,17 @@ class ResumableSampler(Sampler, Protocol):
 
 class Learner(Protocol):
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
 
-        `loss` None takes the configured one.
+        Args:
+            loss: None takes the configured one.
+            return_logprobs: with the logprobs of all samples, or of those at these places, in this order.
         """
         ...
 

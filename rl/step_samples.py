@@ -18,10 +18,13 @@ from rl.loop_config import LoopConfig
 from rl.observability.metrics import Mean, Metric, Sum
 from rl.protocols import Learner
 from rl.rollouts.grading import ScoredRollout, token_rewards
+from rl.rollouts.group import Place
 from rl.rollouts.kl_reward import kl_penalty
 from rl.rollouts.producer import Batch
 from rl.rollouts.samples import cut, policy_sample
 from rl.types import TrainingSample
+
+Placed = tuple[Place, TrainingSample]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,6 +32,8 @@ class StepSamples:
     """What a step trains on."""
 
     minibatches: list[list[TrainingSample]]
+    places: list[list[Place]]
+    """Whose each of them is. A rollout that is left out is in no minibatch."""
     teaches: bool
     """Whether any token has an advantage other than 0."""
     advantages_PG: list[list[np.ndarray]]
@@ -63,15 +68,20 @@ class SampleMaker:
             known = iter(references)
             samples_PG = [[replace(s, reference_logprobs=next(known)) for s in of] for of in samples_PG]
         width = self.config.num_prompts // self.config.num_minibatches
-        parts, counts = self._within_limit(
-            [list(chain(*samples_PG[i : i + width])) for i in range(0, len(samples_PG), width)]
+        placed_PG = [[((p, g), s) for g, s in enumerate(of)] for p, of in enumerate(samples_PG)]
+        placed, counts = self._within_limit(
+            [list(chain(*placed_PG[i : i + width])) for i in range(0, len(placed_PG), width)]
         )
+        parts = [[sample for _, sample in part] for part in placed]
         if self.adds_proximal:
             logprobs = iter(await self.learner.compute_logprobs([s for part in parts for s in part]))
             parts = [[replace(s, proximal_logprobs=next(logprobs)) for s in part] for part in parts]
-        teaches = any(s.advantages[s.mask].any() for part in parts for s in part)
         return StepSamples(
-            minibatches=parts, teaches=teaches, advantages_PG=advantages_PG, metrics=metrics | counts
+            minibatches=parts,
+            places=[[place for place, _ in part] for part in placed],
+            teaches=any(s.advantages[s.mask].any() for part in parts for s in part),
+            advantages_PG=advantages_PG,
+            metrics=metrics | counts,
         )
 
     def _sample(self, member: ScoredRollout, advantages_C: np.ndarray) -> TrainingSample:
@@ -99,9 +109,7 @@ class SampleMaker:
             total, count = total + float(kl_C.sum()), count + len(kl_C)
         return references, Mean(total, count)
 
-    def _within_limit(
-        self, parts: list[list[TrainingSample]]
-    ) -> tuple[list[list[TrainingSample]], dict[str, Metric]]:
+    def _within_limit(self, parts: list[list[Placed]]) -> tuple[list[list[Placed]], dict[str, Metric]]:
         """`loop.max_sample_tokens` with `loop.long_samples` drop or truncate; what is empty then is left out.
 
         Raises:
@@ -110,14 +118,14 @@ class SampleMaker:
         limit, policy = self.config.max_sample_tokens, self.config.long_samples
         if limit is None or policy == "drop_group":
             return parts, {}
-        samples = [s for part in parts for s in part]
+        samples = [s for part in parts for _, s in part]
         num_long = sum(len(s.token_ids) > limit for s in samples)
         if policy == "truncate":
             # Of a prompt as long as the limit nothing is left to train on.
-            cuts = [[cut(s, max_tokens=limit) for s in part] for part in parts]
-            kept = [[s for s in part if s.mask.any()] for part in cuts]
+            cuts = [[(place, cut(s, max_tokens=limit)) for place, s in part] for part in parts]
+            kept = [[(place, s) for place, s in part if s.mask.any()] for part in cuts]
         else:
-            kept = [[s for s in part if len(s.token_ids) <= limit] for part in parts]
+            kept = [[(place, s) for place, s in part if len(s.token_ids) <= limit] for part in parts]
         kept = [part for part in kept if part]
         num_dropped = len(samples) - sum(map(len, kept))
         if not kept:

@@ -298,8 +298,8 @@ class ForwardBackwardResult:
     packing: Packing | None = None
     """None of a learner that does not pack."""
     logprobs: tuple[np.ndarray, ...] | None = field(default=None, compare=False)
-    """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; [T, K] with K targets. Before the
-    next optimizer step. None where nobody asked."""
+    """[T] float32 nats for each sample that was asked for, entry t of token t, entry 0 is 0; [T, K] with K
+    targets. Before the next optimizer step. None where nobody asked."""
     time_s: float
 
     @property

@@ -2,12 +2,17 @@
 
     {"step": 3, "kind": "train", "advantage": 0.5, "problem": "sum-digits/47-82", "answer": "21", "sample": 0,
      "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages": [...],
-     "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...]}]}
+     "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...],
+     "trainer_logprobs": [...], "advantages": 0.5, "mask": 1}]}
 
 `kind` is train, dropped (with the reason why its group was), pending (no step had taken it when the run
 stopped), eval (greedy) or eval_sampled (with the set).
-Logprobs are the generator's, in nats; advantages are one number, or one a token where they differ. A number
-that is not finite is written as a text, as in metrics.jsonl: JSON has none.
+`logprobs` are the generator's, in nats. The last three are of `train` alone: the trainer's logprobs, of the
+pass that the gradient was computed in; advantages; 1 for a token that was trained on, 0 for one that was not.
+Versions, advantages and mask are one number, or one a token where they differ. A number that is not finite is
+written as a text, as in metrics.jsonl: JSON has none. So is the trainer's logprob of what was cut off.
+
+Shape legend: P groups, G scored rollouts of each, C tokens that the model produced, in all turns.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +33,9 @@ from rl.data.difficulty import write_pass_rates
 from rl.observability.whole_lines import WholeLines
 from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.grading import failure_of
-from rl.rollouts.group import Group
+from rl.rollouts.group import Group, Place
 from rl.rollouts.producer import Batch
 from rl.types import Rollout, Score, Turn
-
-Entry = tuple[Rollout, Score, dict[str, Any]]
-"""A rollout, its score, and what else its line says."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +48,67 @@ class RecorderConfig:
 
     enable: bool = True
     """Write any."""
-    num_groups: int = 2
+    num_groups: int | None = 2
     """Groups of each step that are written, the first ones, and as many of those that were dropped before it.
     Rollouts that failed, or in which no answer was found, are written of every other group too, up to as many
-    rollouts."""
-    num_eval_problems: int = 32
-    """Problems of each evaluation set that are written, and as many odd rollouts of others."""
+    rollouts. None: all groups."""
+    num_eval_problems: int | None = 32
+    """Problems of each evaluation set that are written, and as many odd rollouts of others. None: all."""
     tokens: bool = True
-    """Token ids, logprobs and policy versions too."""
+    """Token ids, logprobs of generator and trainer, policy versions, advantages and mask too."""
     max_megabytes: float = 256.0
     """Of the file and the one before it, rollouts.1.jsonl, together: the oldest rollouts make room."""
 
     def __post_init__(self) -> None:
-        if self.num_groups < 0 or self.num_eval_problems < 0:
+        if (self.num_groups or 0) < 0 or (self.num_eval_problems or 0) < 0:
             raise ValueError(
                 f"num_groups={self.num_groups}, num_eval_problems={self.num_eval_problems}: must be at "
-                "least 0"
+                "least 0, or None for all"
             )
         if not 0 < self.max_megabytes < math.inf:
             raise ValueError(f"max_megabytes={self.max_megabytes}: must be above 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainedRollout:
+    """What a step knows of the tokens of a scored rollout."""
+
+    advantages: np.ndarray
+    """[C] float32."""
+    mask: np.ndarray | None = None
+    """[C] bool, True where the token was trained on; None where nobody asked."""
+    trainer_logprobs: np.ndarray | None = None
+    """[C] float32, nats; NaN of a token that was cut off. None where the trainer was not asked, or did not
+    get as far."""
+
+    def of_turns(self, turns: Sequence[Turn]) -> list[dict[str, np.ndarray]]:
+        """What the line says of each turn."""
+        values = {
+            "trainer_logprobs": self.trainer_logprobs,
+            "advantages": self.advantages,
+            "mask": None if self.mask is None else self.mask.astype(np.int8),
+        }
+        ends = np.cumsum([len(turn.completion.token_ids) for turn in turns])[:-1]
+        parts = {name: np.split(v, ends) for name, v in values.items() if v is not None}
+        return [{name: of[i] for name, of in parts.items()} for i in range(len(turns))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Entry:
+    """A rollout that may get a line."""
+
+    rollout: Rollout
+    score: Score
+    said: Mapping[str, Any]
+    """With which the line begins."""
+    trained: TrainedRollout | None = None
+    place: Place | None = None
+    """In its batch, of one that was scored."""
+
+    @property
+    def is_odd(self) -> bool:
+        """Written of every group."""
+        return failure_of(self.rollout, self.score) is not None or bool(self.score.unparsed)
 
 
 class Recorder:
@@ -75,9 +119,16 @@ class Recorder:
         self.config = config
         self._fails = False
 
-    def step(self, step: int, batch: Batch, advantages_PG: Sequence[Sequence[np.ndarray]]) -> None:
+    def places(self, groups: Sequence[Group]) -> list[Place]:
+        """Of the rollouts whose tokens `step` will write: what it is told of others is not looked at."""
+        if not (self.config.enable and self.config.tokens):
+            return []
+        chosen = self._chosen([_entries(group, number=p) for p, group in enumerate(groups)])
+        return [entry.place for entry in chosen if entry.place is not None]
+
+    def step(self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]) -> None:
         """Of a step's groups, in order, and of those that were dropped before it."""
-        self._append(self._of_step(step, batch, advantages_PG))
+        self._append(self._of_step(step, batch, trained_PG))
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
         """Of each set's problems, in order; where some were drawn several times, also pass_rates.jsonl with
@@ -90,45 +141,40 @@ class Recorder:
     def stopped(self, step: int, batch: Batch) -> None:
         """Of what the producer had when the run stopped before this step's batch."""
         pending = [_entries(group, step=step, kind="pending") for group in batch.groups]
-        self._append(
-            self._line(*e) for e in chain(self._chosen(pending), self._chosen(_dropped(step, batch)))
-        )
+        chosen = chain(self._chosen(pending), self._chosen(_dropped(step, batch)))
+        self._append(self._line(entry) for entry in chosen)
 
     def stopped_evaluation(self, step: int, result: EvaluationResult) -> None:
         """Of an evaluation in which too much failed, as far as it got; no rates."""
         self._append(self._of_evaluation(step, result))
 
     def _of_step(
-        self, step: int, batch: Batch, advantages_PG: Sequence[Sequence[np.ndarray]]
+        self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]
     ) -> Iterator[dict[str, Any]]:
         trained = [
-            _entries(group, advantages, step=step, kind="train")
-            for group, advantages in zip(batch.groups, advantages_PG, strict=True)
+            _entries(group, of_group, step=step, kind="train")
+            for group, of_group in zip(batch.groups, trained_PG, strict=True)
         ]
         for entry in chain(self._chosen(trained), self._chosen(_dropped(step, batch))):
-            yield self._line(*entry)
+            yield self._line(entry)
 
-    def _chosen(self, entries_PG: Sequence[list[Entry]], num: int | None = None) -> Iterator[Entry]:
-        """Those of the first groups, and odd ones of the groups after them as far as there is room."""
-        num = self.config.num_groups if num is None else num
-        yield from chain.from_iterable(entries_PG[:num])
-        room = num * max(map(len, entries_PG), default=0)
-        others = chain.from_iterable(entries_PG[num:])
-        odd = ((r, s, said) for r, s, said in others if failure_of(r, s) is not None or s.unparsed)
-        yield from islice(odd, room)
+    def _chosen(self, entries_PG: Sequence[list[Entry]]) -> Iterator[Entry]:
+        return _first_and_odd(entries_PG, self.config.num_groups)
 
     def _of_evaluation(self, step: int, result: EvaluationResult) -> Iterator[dict[str, Any]]:
         for done in result.sets:
-            said = {"step": step, "set": done.name}
-            greedy = [[(r, s, said | {"kind": "eval"})] for r, s in done.greedy]
-            sampled = [[(r, s, said | {"kind": "eval_sampled"}) for r, s in group] for group in done.sampled]
-            for entry in chain(*(self._chosen(e, self.config.num_eval_problems) for e in (greedy, sampled))):
-                yield self._line(*entry)
+            for kind, groups in (("eval", [[pair] for pair in done.greedy]), ("eval_sampled", done.sampled)):
+                said = {"step": step, "set": done.name, "kind": kind}
+                entries = [[Entry(rollout=r, score=s, said=said) for r, s in group] for group in groups]
+                for entry in _first_and_odd(entries, self.config.num_eval_problems):
+                    yield self._line(entry)
 
-    def _line(self, rollout: Rollout, score: Score, said: Mapping[str, Any]) -> dict[str, Any]:
-        """`said` begins it; an array in it becomes one number where all are the same."""
-        line: dict[str, Any] = {
-            **{name: _shortest(v) if isinstance(v, np.ndarray) else v for name, v in said.items()},
+    def _line(self, entry: Entry) -> dict[str, Any]:
+        rollout, score, trained = entry.rollout, entry.score, entry.trained
+        line: dict[str, Any] = dict(entry.said)
+        if trained is not None:
+            line["advantage"] = _shortest(trained.advantages)
+        line |= {
             "problem": rollout.prompt.problem.id,
             "answer": rollout.prompt.problem.answer,
             "sample": rollout.sample,
@@ -141,7 +187,14 @@ class Recorder:
             line["failure"] = failure
         if score.unparsed:
             line["unparsed"] = list(score.unparsed)
-        return line | {"turns": [self._turn(turn) for turn in rollout.turns]}
+        turns = [self._turn(turn) for turn in rollout.turns]
+        if trained is not None and self.config.tokens:
+            for said, values in zip(turns, trained.of_turns(rollout.turns), strict=True):
+                said |= {
+                    name: _rounded(v) if name == "trainer_logprobs" else _shortest(v)
+                    for name, v in values.items()
+                }
+        return line | {"turns": turns}
 
     def _turn(self, turn: Turn) -> dict[str, Any]:
         said: dict[str, Any] = {
@@ -159,7 +212,7 @@ class Recorder:
         return said | {
             "prompt_ids": turn.prompt_ids.tolist(),
             "token_ids": completion.token_ids.tolist(),
-            "logprobs": [round(float(p), 6) for p in completion.logprobs],
+            "logprobs": _rounded(completion.logprobs),
             "policy_versions": _shortest(completion.policy_versions),
         }
 
@@ -225,19 +278,39 @@ def _dropped(step: int, batch: Batch) -> list[list[Entry]]:
     return [_entries(group, step=step, kind="dropped", dropped=why) for why, group in batch.dropped]
 
 
-def _entries(group: Group, advantages: Iterable[np.ndarray] = (), **said: Any) -> list[Entry]:
-    """[G]; `advantages` are those of the group's scored rollouts, or none."""
-    entries, of_scored = [], iter(advantages)
+def _entries(
+    group: Group, trained: Iterable[TrainedRollout] = (), *, number: int = 0, **said: Any
+) -> list[Entry]:
+    """[G]; `trained` is what is known of the group's scored rollouts, or nothing. `number` is the group's."""
+    entries: list[Entry] = []
+    of_scored = zip_longest(range(len(group.scored)), trained)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        advantage = next(of_scored, None) if failure_of(rollout, score) is None else None
-        entries.append((rollout, score, said if advantage is None else said | {"advantage": advantage}))
+        if failure_of(rollout, score) is not None:
+            entries.append(Entry(rollout=rollout, score=score, said=said))
+        else:
+            place, known = next(of_scored)
+            entries.append(
+                Entry(rollout=rollout, score=score, said=said, trained=known, place=(number, place))
+            )
     return entries
+
+
+def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int | None) -> Iterator[Entry]:
+    """Those of the first groups, and odd ones of the groups after them as far as there is room."""
+    num = len(entries_PG) if num is None else num
+    yield from chain.from_iterable(entries_PG[:num])
+    room = num * max(map(len, entries_PG), default=0)
+    yield from islice((e for e in chain.from_iterable(entries_PG[num:]) if e.is_odd), room)
 
 
 def _shortest(values: np.ndarray) -> list[float] | float:
     """One number where all are the same."""
     numbers: list[float] = values.tolist()
     return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def _rounded(logprobs: np.ndarray) -> list[float]:
+    return [round(float(p), 6) for p in logprobs]
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,10 @@ from rl.types import Problem, Rollout, SamplingParams, Score
 logger = logging.getLogger(__name__)
 
 
+Place = tuple[int, int]
+"""Of a rollout in a batch: the number of its group, and its own among those of the group that were scored."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
     """The rollouts of one problem, scored."""

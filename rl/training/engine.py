@@ -118,15 +118,21 @@ class TrainingEngine(Configurable):
         self._place.set_timeout(config.comm.train_timeout_s)
 
     def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, return_logprobs: bool = False
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
 
         Args:
-            return_logprobs: with those of all targets in the result, on every rank.
+            return_logprobs: with those of all targets in the result, on every rank; or of the samples at
+                these places alone, in this order.
 
         Raises:
-            ValueError: no samples, one that fits no micro-batch, or losses with and without a denominator.
+            ValueError: no samples, one that fits no micro-batch, losses with and without a denominator, or
+                logprobs of a sample that is not there.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         return self._gradient.add(

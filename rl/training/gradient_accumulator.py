@@ -55,15 +55,21 @@ class GradientAccumulator:
         self.state = StepState()
 
     def add(
-        self, samples: Sequence[TrainingSample], *, loss: Loss, version: int, return_logprobs: bool
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss,
+        version: int,
+        return_logprobs: bool | Sequence[int],
     ) -> ForwardBackwardResult:
         """As `TrainingEngine.forward_backward`, at policy version `version`."""
         started = time.perf_counter()
         if not samples:
             raise ValueError("forward_backward got no samples")
+        places = _places(return_logprobs, num_samples=len(samples))
         batches = self._policy.pack(samples)
         sums = MicroBatchSums(device=self._policy.device, room=self._policy.micro_batch_room)
-        values = self._policy.token_values(samples) if return_logprobs else None
+        values = self._policy.token_values(samples, places=places) if places else None
         with self.dropped_on_error(f"forward_backward of step {version}"):
             for batch in with_reference(batches, reference=self._reference, loss=loss):
                 self._backward(batch.to(self._policy.device), loss=loss, sums=sums, values=values)
@@ -162,6 +168,23 @@ class GradientAccumulator:
             if not done:
                 self._policy.release()
                 self.drop()
+
+
+def _places(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
+    """Of the samples whose logprobs are asked for: True is all of them, False none.
+
+    Raises:
+        ValueError: a place that there is not, or one that comes twice.
+    """
+    if isinstance(asked, bool):
+        return range(num_samples if asked else 0)
+    places = list(asked)
+    outside = next((place for place in places if not 0 <= place < num_samples), None)
+    if outside is not None:
+        raise ValueError(f"return_logprobs has {outside}: must be places of samples, 0 to {num_samples - 1}")
+    if len(set(places)) < len(places):
+        raise ValueError(f"return_logprobs={places}: a sample comes twice")
+    return places
 
 
 def _evaluate(

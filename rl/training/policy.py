@@ -201,9 +201,18 @@ class Policy:
         self.release()
         return values.collect()
 
-    def token_values(self, samples: Sequence[TrainingSample]) -> TokenValues:
-        """What receives numbers of this policy's micro-batches of `samples`, and returns them by sample."""
-        return TokenValues(samples, data_rank=self.data_rank, device=self.device, is_alone=self.mesh is None)
+    def token_values(
+        self, samples: Sequence[TrainingSample], *, places: Sequence[int] | None = None
+    ) -> TokenValues:
+        """What receives numbers of this policy's micro-batches of `samples`, and returns them by sample; of
+        those at `places` alone, unless that is None."""
+        return TokenValues(
+            samples,
+            places=places,
+            data_rank=self.data_rank,
+            device=self.device,
+            is_alone=self.mesh is None,
+        )
 
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout and with any converters."""

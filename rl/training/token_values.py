@@ -21,16 +21,30 @@ class TokenValues:
     """One number for each target of each sample; each rank adds those of its micro-batches."""
 
     def __init__(
-        self, samples: Sequence[TrainingSample], *, data_rank: DataRank, device: torch.device, is_alone: bool
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        places: Sequence[int] | None = None,
+        data_rank: DataRank,
+        device: torch.device,
+        is_alone: bool,
     ) -> None:
-        """`is_alone`: there are no other ranks. Else `collect` is a collective of all of them on `device`."""
+        """
+        Args:
+            samples: all that are packed.
+            places: in `samples`, of those whose numbers are wanted; None: all. The device is waited for after
+                those micro-batches alone that have some of them.
+            is_alone: there are no other ranks. Else `collect` is a collective of all of them on `device`.
+        """
         self._data_rank = data_rank
         self._device = device
         self._is_alone = is_alone
-        self._shapes = [s.mask.shape for s in samples]
-        self._ends = np.cumsum([s.mask.size for s in samples])
+        wanted = range(len(samples)) if places is None else places
+        self._shapes = [samples[place].mask.shape for place in wanted]
+        self._ends = np.cumsum([samples[place].mask.size for place in wanted])
         self._flat = np.zeros(self._ends[-1], dtype=np.float32)
         self._parts = self._split(self._flat)
+        self._part_of = {place: number for number, place in enumerate(wanted)}
 
     def _split(self, flat: np.ndarray) -> list[np.ndarray]:
         parts = np.split(flat, self._ends[:-1])
@@ -38,12 +52,15 @@ class TokenValues:
 
     def add(self, batch: PackedBatch, values_T: Tensor) -> None:
         """Those of one micro-batch, [T] or [T, K] float32 on any device."""
-        if self._data_rank.speaks:
-            for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
-                self._parts[index][:] = values
+        if not self._data_rank.speaks or self._part_of.keys().isdisjoint(batch.sample_indices):
+            return
+        for index, values in batch.scatter(values_T.detach().cpu().numpy()).items():
+            if (number := self._part_of.get(index)) is not None:
+                self._parts[number][:] = values
 
     def collect(self) -> list[np.ndarray]:
-        """One array a sample, in order, of its mask's shape; entry 0, no target, is 0. On every rank."""
+        """One array a wanted sample, in their order, of its mask's shape; entry 0, no target, is 0. On every
+        rank."""
         if self._is_alone:
             return self._parts
         # Each token was computed by one data-parallel rank and is 0 on the others.

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from rl.data.difficulty import read_pass_rates
-from rl.observability.recorder import Recorder, RecorderConfig, previous_file, read_rollouts
+from rl.observability.recorder import (
+    Recorder,
+    RecorderConfig,
+    TrainedRollout,
+    previous_file,
+    read_rollouts,
+)
 from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.grading import scored
 from rl.rollouts.group import Group
@@ -67,7 +73,7 @@ def group(name, *scores, rollouts=None):
 
 
 def advantages_of(*numbers):
-    return [np.full(2, number, dtype=np.float32) for number in numbers]
+    return [TrainedRollout(advantages=np.full(2, number, dtype=np.float32)) for number in numbers]
 
 
 def recorder(tmp_path, **settings):
@@ -109,6 +115,7 @@ def test_a_line_says_what_was_asked_what_was_said_and_what_it_earned(tmp_path):
                 "token_ids": [7, 9],
                 "logprobs": [-0.5, -1.25],
                 "policy_versions": 3,
+                "advantages": 0.5,
             }
         ],
     }
@@ -116,10 +123,53 @@ def test_a_line_says_what_was_asked_what_was_said_and_what_it_earned(tmp_path):
 
 def test_values_that_differ_from_token_to_token_are_written_one_each(tmp_path):
     replies = [rollout("p", versions=(3, 4))]
-    uneven = [[np.array([0.25, -0.75], dtype=np.float32)]]
+    uneven = [[TrainedRollout(advantages=np.array([0.25, -0.75], dtype=np.float32))]]
     (line,) = recorded(tmp_path, [group("p", score(), rollouts=replies)], advantages=uneven)
     assert line["advantage"] == [0.25, -0.75]
+    assert line["turns"][0]["advantages"] == [0.25, -0.75]
     assert line["turns"][0]["policy_versions"] == [3, 4]
+
+
+def test_what_the_trainer_knows_of_each_token_goes_to_the_turn_that_it_is_of(tmp_path):
+    trained = TrainedRollout(
+        advantages=np.array([0.5, 0.5, 0.25, -0.25], dtype=np.float32),
+        mask=np.array([True, True, True, False]),
+        trainer_logprobs=np.array([-0.5, -1.2500004, -0.125, np.nan], dtype=np.float32),
+    )
+    replies = [rollout("p", turn("a"), turn("b"))]
+    (line,) = recorded(tmp_path, [group("p", score(), rollouts=replies)], advantages=[[trained]])
+    one, two = line["turns"]
+    names = ("trainer_logprobs", "advantages", "mask")
+    assert [one[name] for name in names] == [[-0.5, -1.25], 0.5, 1]
+    assert [two[name] for name in names] == [[-0.125, "nan"], [0.25, -0.25], [1, 0]]
+
+
+def test_places_are_those_of_the_rollouts_whose_tokens_are_written(tmp_path):
+    groups = [
+        group("a", score(), score(0.0, failure="raised"), score(0.0)),
+        group("b", score(), score(0.0, unparsed=("answer",)), score(0.0, failure="raised")),
+        group("c", score(0.0, failure="raised"), score(), score()),
+    ]
+    # A place counts the scored rollouts of a group alone.
+    assert recorder(tmp_path, num_groups=1).places(groups) == [(0, 0), (0, 1), (1, 1)]
+    assert recorder(tmp_path, num_groups=None).places(groups) == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+    assert recorder(tmp_path, num_groups=0).places(groups) == []
+    assert recorder(tmp_path, tokens=False).places(groups) == []
+    assert recorder(tmp_path, enable=False).places(groups) == []
+
+
+def test_all_groups_and_all_evaluated_problems_can_be_written(tmp_path):
+    groups = [group(name, score(), score(0.0)) for name in "abcd"]
+    dropped = [("equal", group(name, score())) for name in "xyz"]
+    written = recorded(tmp_path, groups, dropped=dropped, num_groups=None)
+    assert named(written) == [(name, i) for name in "abcd" for i in (0, 1)] + [(n, 0) for n in "xyz"]
+    evaluated = EvaluatedSet(name="s", greedy=[(rollout(str(i)), score()) for i in range(50)], sampled=[])
+    made = recorder(tmp_path / "all", num_eval_problems=None)
+    made.path.parent.mkdir()
+    made.evaluation(20, EvaluationResult(sets=[evaluated]))
+    assert [line["problem"] for line in lines(made.path)] == [str(i) for i in range(50)]
 
 
 def test_each_turn_is_written_with_what_its_environment_gave(tmp_path):
@@ -235,6 +285,7 @@ def test_any_text_comes_back_as_it_was(tmp_path, text):
 def test_tokens_can_be_left_out(tmp_path):
     (line,) = recorded(tmp_path, [group("p", score())], tokens=False)
     assert set(line["turns"][0]) == {"messages", "reply", "finish_reason"}
+    assert line["advantage"] == 0.5
 
 
 def test_nothing_is_written_where_it_is_off(tmp_path):

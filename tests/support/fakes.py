@@ -86,6 +86,8 @@ class FakePolicy:
     served_version: int = 0
     calls: list[str] = field(default_factory=list)
     trained: list[list[TrainingSample]] = field(default_factory=list)
+    asked: list[bool | Sequence[int]] = field(default_factory=list)
+    """Of whose logprobs, with each gradient."""
     sampled: list[SamplingParams] = field(default_factory=list)
     saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
     """Position, `model_only` and `wait` of each save."""
@@ -120,10 +122,17 @@ class FakePolicy:
         return 0  # Nothing is ever under way.
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
+        """Its logprobs are -1 - `logprob_diff`."""
         self.calls.append("forward_backward")
         self.trained.append(list(samples))
+        self.asked.append(return_logprobs)
+        places = range(len(samples)) if return_logprobs is True else return_logprobs or ()
         num_valid = int(sum(s.mask.sum() for s in samples))
         return ForwardBackwardResult(
             loss_sum=-1.0 * num_valid,
@@ -139,8 +148,13 @@ class FakePolicy:
             logprob_diff_mean=self.logprob_diff,
             logprob_diff_max=self.logprob_diff,
             logprobs_identical=True,
+            logprobs=tuple(self.logprobs_of(samples[place]) for place in places) or None,
             time_s=0.0,
         )
+
+    def logprobs_of(self, sample: TrainingSample) -> np.ndarray:
+        """[T] float32, what the learner says of a sample."""
+        return np.full(len(sample.token_ids), -1.0 - self.logprob_diff, dtype=np.float32)
 
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         self.calls.append("optim_step")

@@ -60,13 +60,17 @@ class SimulatedPolicy(FakePolicy):
         return [[_begun_at(made, started_at) for made in group] for group in groups]
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss | None = None,
+        return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
         self.events.append((now_s(), "forward_backward"))
         versions = np.concatenate([s.policy_versions[s.mask] for s in samples])
         self.age_of_tokens += (self.version - versions).tolist()
         await asyncio.sleep(self.train_s)
-        return await super().forward_backward(samples, loss=loss)
+        return await super().forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
 
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
         assert self.num_pushing == 0, "the weights change while they are pushed"

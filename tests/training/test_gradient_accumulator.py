@@ -127,3 +127,34 @@ def test_a_step_that_may_be_empty_is_the_same_where_it_is_not(assets):
     params = OptimParams(max_norm=math.inf)
     assert one.optim_step(params, allow_empty=True).grad_norm == other.optim_step(params).grad_norm
     assert_near(dict(one.policy.parameters), dict(other.policy.parameters), relative=0.0)
+
+
+# Logprobs of some samples
+
+
+def test_logprobs_of_some_samples_are_those_of_all_and_change_no_bit_of_the_gradient(assets):
+    places = [11, 2, 7]
+    whole, some, none = (make_engine(assets) for _ in range(3))
+    expected = logprobs_of(whole.forward_backward(SAMPLES, return_logprobs=True))
+    result = some.forward_backward(SAMPLES, return_logprobs=places)
+    for ours, place in zip(logprobs_of(result), places, strict=True):
+        np.testing.assert_array_equal(ours, expected[place])
+    plain = none.forward_backward(SAMPLES)
+    assert plain.logprobs is None
+    assert replace(plain, time_s=0.0) == replace(result, time_s=0.0)
+    assert_near(gradients(some), gradients(none), relative=0.0)
+    assert none.forward_backward(SAMPLES, return_logprobs=[]).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ([0, 13], "return_logprobs has 13: must be places of samples, 0 to 12"),
+        ([3, 3], r"=\[3, 3\]: .*twice"),
+    ],
+)
+def test_logprobs_of_samples_that_are_not_there_are_refused_before_anything_is_computed(assets, places, says):
+    engine = make_engine(assets)
+    with pytest.raises(ValueError, match=says):
+        engine.forward_backward(SAMPLES, return_logprobs=places)
+    assert all(p.grad is None for p in engine.policy.parameters.values())

@@ -234,8 +234,8 @@ class InProcess(FakePolicy):
 
     engine: TrainingEngine
 
-    async def forward_backward(self, samples, *, loss=None):
-        return self.engine.forward_backward(samples, loss=loss)
+    async def forward_backward(self, samples, *, loss=None, return_logprobs=False):
+        return self.engine.forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
 
     async def optim_step(self, params=None):
         result = self.engine.optim_step(params)
