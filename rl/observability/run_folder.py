@@ -1,7 +1,8 @@
 """The folder of one run: who may write into it, and what is in it.
 
     outputs/<name>/
-        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  status.json
+        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
+        status.json  report.html
         logs/  checkpoints/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
@@ -28,6 +29,8 @@ from rl.errors import writing
 
 LOCK, STATUS = ".lock", "status.json"
 EVENTS = "events.jsonl"
+ENVIRONMENT = "environment.json"
+REPORT = "report.html"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OWN_FILES = (
     "config.json",
@@ -39,6 +42,8 @@ OWN_FILES = (
     "rollouts.1.before.jsonl",
     "pass_rates.jsonl",
     EVENTS,
+    ENVIRONMENT,
+    REPORT,
     STATUS,
 )
 PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,24 +15,28 @@ MAX_BAD_STEPS = 100
 _DIGITS = 6
 
 
-def curves(records: Iterable[Mapping[str, float]], *, max_points: int = MAX_POINTS) -> dict[str, Any]:
+def curves(*sources: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Every number of the records by name, over `step`.
 
         {"xs": [[1, 2, 3]], "series": {"reward/mean": {"x": 0, "y": [0.1, null, 0.3], "bad": [2], "num_bad": 1}}}
 
     `x` counts in `xs`, which curves share. Where steps are taken together, x is the middle one, y the mean of
     what is finite, and `low` and `high` the least and the largest. `bad` are the first steps whose value is
-    not finite, `num_bad` says how many there are; both are left out where there is none. Of records of one
-    step the last one counts.
+    not finite, `num_bad` says how many there are; both are left out where there is none.
+
+    Args:
+        sources: records by step, as of steps and of evaluations; a name belongs to the first that has it.
     """
-    by_step = {record["step"]: record for record in records if math.isfinite(record.get("step", math.nan))}
     found: dict[str, tuple[list[float], list[float]]] = {}
-    for step in sorted(by_step):
-        for name, value in by_step[step].items():
-            if name != "step":
-                steps, values = found.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
+    for records in sources:
+        of_source: dict[str, tuple[list[float], list[float]]] = {}
+        for record in records:
+            for name, value in record.items():
+                if name != "step" and name not in found:
+                    steps, values = of_source.setdefault(name, ([], []))
+                    steps.append(record["step"])
+                    values.append(value)
+        found |= of_source
     xs: dict[tuple[float, ...], int] = {}
     series = {}
     for name, (steps, values) in found.items():
