@@ -119,6 +119,7 @@
     if (log) return uPlot.rangeLog(low, high, 10, false);
     const isShare = lines.every((line) => line.share) && low >= 0 && high <= 1;
     if (isShare) return [0, 1.02];
+    if (low === 0 && high === 0) return [0, 1];
     if (low === high) {
       const room = Math.abs(low) * 0.1 || 1;
       return [low - room, high + room];
@@ -203,7 +204,7 @@
     });
     const series = parts.map((part) => ({
       stroke: () => relay.color(part.color),
-      fill: () => withAlpha(relay.color(part.color), 0.75),
+      fill: () => relay.color(part.color),
       width: 1,
       points: { show: x.length === 1 },
     }));

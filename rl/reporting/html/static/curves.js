@@ -70,7 +70,9 @@
     host.append(toolbar(host));
     const headlines = el(".grid.headlines");
     for (const [title, note, metrics] of HEADLINES) {
-      const lines = Object.entries(metrics).flatMap(([name, [label, color]]) => linesOf(name, label, color));
+      const entries = Object.entries(metrics);
+      const lines = entries.flatMap(([name, [label, color]]) => linesOf(name, label, color));
+      if (entries.length === 1) byRun(lines);
       if (lines.length) headlines.append(card(title, note, lines, marksOf(Object.keys(metrics), title === "Learning")));
     }
     host.append(headlines);
@@ -157,6 +159,12 @@
     return box;
   };
 
+  // Of one metric: the colour says which run it is of.
+  const byRun = (lines) => {
+    if (relay.compares) for (const line of lines) line.color = line.dash ? "--run-1" : "--run-0";
+    return lines;
+  };
+
   const legend = (lines) =>
     el(
       ".legend",
@@ -178,11 +186,7 @@
     return [...byGroup].map(([group, members]) => {
       const grid = el(".grid");
       for (const name of members) {
-        const lines = linesOf(name, name, relay.compares ? "--run-0" : "--accent");
-        lines.forEach((line) => {
-          if (line.dash) line.color = "--run-1";
-        });
-        grid.append(card(name, null, lines, marksOf([name])));
+        grid.append(card(name, null, byRun(linesOf(name, name, "--accent")), marksOf([name])));
       }
       return el(
         "details.group",

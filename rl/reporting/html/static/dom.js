@@ -54,6 +54,7 @@ relay.percent = (share) => {
 relay.duration = (seconds) => {
   if (seconds === null || seconds === undefined) return "–";
   const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
   if (size < 1e-3) return `${Math.round(seconds * 1e6)} µs`;
   if (size < 1) return `${Number((seconds * 1e3).toPrecision(3))} ms`;
   if (size < 60) return `${Number(seconds.toPrecision(3))} s`;

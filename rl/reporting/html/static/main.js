@@ -2,14 +2,17 @@
 "use strict";
 (() => {
   const { el } = relay;
-  const PARTS = ["overview", "findings", "curves", "timeline", "time", "rollouts", "events", "config", "environment"];
+  const AT_ONCE = ["overview", "findings", "curves"];
+  const WHEN_NEAR = ["timeline", "time", "rollouts", "events", "config", "environment"];
 
   document.getElementById("theme").addEventListener("click", relay.toggleTheme);
   document.getElementById("written").textContent = `written ${relay.moment(relay.report.written)}`;
-  for (const part of PARTS) {
+  const begin = (part) => {
     const host = document.querySelector(`#${part} .body`);
     relay.attempt(host, () => relay[part](host));
-  }
+  };
+  AT_ONCE.forEach(begin);
+  for (const part of WHEN_NEAR) relay.whenNear(document.getElementById(part), () => begin(part));
 
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
   const counted = links.get("findings");

@@ -21,18 +21,25 @@
   };
   const value = (reward) => (typeof reward === "number" ? reward : Number.NEGATIVE_INFINITY);
 
+  let begun = null;
+  const choice = new Promise((resolve) => {
+    begun = resolve;
+  });
+
   relay.rollouts = (host) => {
-    let choose = null;
-    choose = relay.perRun(host, (run, i, body) => {
+    const choose = relay.perRun(host, (run, i, body) => {
       browsers[i] = new Browser(run, body);
       return browsers[i].ready;
     });
-    // From a finding: the rollout {step, problem, sample} of a run.
-    relay.openRollout = async (runNumber, wanted) => {
-      if (!browsers[runNumber]?.body.isConnected) choose(runNumber);
-      document.getElementById("rollouts").scrollIntoView();
-      await browsers[runNumber].openLike(wanted);
-    };
+    begun(choose);
+  };
+
+  // From a finding: the rollout {step, problem, sample} of a run.
+  relay.openRollout = async (runNumber, wanted) => {
+    document.getElementById("rollouts").scrollIntoView();
+    const choose = await choice;
+    if (!browsers[runNumber]?.body.isConnected) choose(runNumber);
+    await browsers[runNumber].openLike(wanted);
   };
 
   class Browser {

@@ -128,7 +128,7 @@
       el(
         ".message.assistant.reply",
         {},
-        el("i", {}, "reply", turn.finish ? el("span.hint", {}, ` ${turn.finish}`) : null, turn.reward ? el("span.hint", {}, ` turn's reward ${relay.number(turn.reward)}`) : null),
+        el("i", {}, "reply", turn.finish ? el("span.hint", {}, ` · ended by ${turn.finish}`) : null, turn.reward ? el("span.hint", {}, ` · the turn's reward ${relay.number(turn.reward)}`) : null),
         turn.tokens ? tokenText(turn, pieces, scale) : el("pre", {}, texts[turn.reply] ?? ""),
       ),
       turn.metrics ? el(".card-note", {}, Object.entries(turn.metrics).map(([name, value]) => `${name} ${relay.number(value)}  `)) : null,
