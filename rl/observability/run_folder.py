@@ -70,6 +70,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
+        self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
         self._lock_fds = [lock_fd]
         self._created = created
