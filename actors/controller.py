@@ -5,6 +5,7 @@ It drives an ordinary Python loop in this process; the actors do the work in the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -23,7 +24,7 @@ from actors.roles import LogSettings, num_gpus
 from actors.run_config import RunConfig
 from actors.sync_check import SyncCheck
 from actors.temporary_files import temporary_files
-from actors.watching import watched_controller
+from actors.watching import draw_timeline, watched_controller
 from rl.config.changes import changed_fields
 from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
@@ -138,9 +139,14 @@ class Controller(Configurable):
             logger.info("starting from %s", plan.start.folder)
             write_environment(folder.environment)
             events = Events(folder.events)
-            with watched_controller(folder.logs, events, resumed_after=resumed_after):
+            with watched_controller(
+                folder.logs, events, timeline=config.timeline, resumed_after=resumed_after
+            ):
                 self._run(folder, plan, events)
             logger.info("finished")
+        except BaseException:
+            draw_timeline(folder, config.timeline)  # of a run that is looked at for its end
+            raise
         finally:
             undo_logging()
 
@@ -182,6 +188,7 @@ class Controller(Configurable):
         )
         fleet = await training.run(fleet)
         folder.mark_finished()
+        await asyncio.to_thread(draw_timeline, folder, self.config.timeline)
         run_s = time.monotonic() - started
         say(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s))
         await close_fleet(fleet)
@@ -202,7 +209,9 @@ class Controller(Configurable):
                 hf_assets_path=str(plan.start.folder),
                 rubric=rubric,
                 failure_folder=folder.path,
-                logs=LogSettings(folder=folder.logs, console_level=config.console_level),
+                logs=LogSettings(
+                    folder=folder.logs, console_level=config.console_level, timeline=config.timeline
+                ),
                 events=events.add,
             )
 

@@ -48,6 +48,7 @@ from actors.processes import (
     until_gone,
     with_descendants,
 )
+from rl.observability.span_file import TimelineConfig
 from rl.stop_request import StopAskedError, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -183,17 +184,22 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
 
 
 async def setup_logs(
-    mesh: ProcMesh, *, folder: Path, console_level: str, timeout_s: float = SPAWN_TIMEOUT_S
+    mesh: ProcMesh,
+    *,
+    folder: Path,
+    console_level: str,
+    timeline: TimelineConfig | None = None,
+    timeout_s: float = SPAWN_TIMEOUT_S,
 ) -> None:
     """Log records of every process of the role go to `folder/<role>-<rank>.log`, and from
-    `console_level` up to the console.
+    `console_level` up to the console; what it does to the folders of `actors.watching.be_watched`.
 
     Raises:
         ActorTimeoutError: names the role.
         ActorCallError: a process of it is dead; names the role.
     """
     role = _role_of(mesh)
-    settled = role.members.set_up_logs.call(role.name, folder, console_level)
+    settled = role.members.set_up_logs.call(role.name, folder, console_level, timeline)
     await _within(timeout_s, settled, f"setting up the logs of role {role.name!r}")
     role.watched = Watched(role=role.name, num_ranks=len(role.hostnames), logs=folder, members=role.members)
 

@@ -20,6 +20,7 @@ from rl.interpreter import without_collections
 from rl.observability.activity import STATE_FOLDER
 from rl.observability.logs import setup_logging
 from rl.observability.process_state import read_state
+from rl.observability.span_file import TimelineConfig
 from rl.observability.stacks import ask
 from rl.weights.monarch_env import SETTINGS
 
@@ -48,10 +49,12 @@ class Member(Actor):
         return "127.0.0.1" if one_host else outward_address(), free_port()
 
     @endpoint
-    async def set_up_logs(self, role: str, folder: Path, console_level: str) -> None:
+    async def set_up_logs(
+        self, role: str, folder: Path, console_level: str, timeline: TimelineConfig | None
+    ) -> None:
         rank = current_rank().rank
         setup_logging(role, rank=rank, folder=folder, console_level=console_level)
-        be_watched(folder, role=role, rank=rank)
+        be_watched(folder, role=role, rank=rank, timeline=timeline)
         self._state = folder / STATE_FOLDER / f"{role}-{rank}.json"
 
     @concurrent_endpoint

@@ -17,15 +17,23 @@ from actors.launch_config import LaunchConfig
 from actors.placement import Place
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
+from rl.observability.span_file import TimelineConfig
 from rl.weights.store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSettings:
-    """Where the actors' log records go."""
+    """Where the actors' log records go, and what is kept of what they do."""
 
     folder: Path
     console_level: str
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+
+    async def set_up(self, mesh: ProcMesh) -> None:
+        """In every process of a role."""
+        await launch.setup_logs(
+            mesh, folder=self.folder, console_level=self.console_level, timeline=self.timeline
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -73,7 +81,7 @@ class Roles:
     async def move(self, mesh: ProcMesh, at: Place) -> None:
         """Let what `spare` has made be the processes of this place."""
         await launch.move(mesh, at.role, gpus=at.gpus)
-        await launch.setup_logs(mesh, folder=self.logs.folder, console_level=self.logs.console_level)
+        await self.logs.set_up(mesh)
 
     async def mesh(
         self, at: Place, *, imports: Sequence[str], env: Mapping[str, str] | None = None
@@ -88,7 +96,7 @@ class Roles:
             host=None if at.hosts is None else self.hosts[at.hosts],
             python=None if at.hosts is None else self.launch.python,
         )
-        await launch.setup_logs(mesh, folder=self.logs.folder, console_level=self.logs.console_level)
+        await self.logs.set_up(mesh)
         await launch.import_modules(mesh, imports, timeout_s=self.timeouts.setup_s)
         return mesh
 

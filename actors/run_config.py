@@ -19,6 +19,7 @@ from rl.distributed.seeds import check_seed
 from rl.loop import Loop
 from rl.models.spec import ModelSpec
 from rl.observability.recorder import RecorderConfig
+from rl.observability.span_file import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.supervised import SupervisedWarmup
 from rl.weights.store import WeightStore
@@ -71,6 +72,7 @@ class RunConfig(Configurable.Config):
     router: Strategy = "least_loaded"
     """Which generator a prompt goes to; sticky: a session stays where it was, the rest as least_loaded."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.threads import use_threads
 from rl.models.spec import ModelSpec
-from rl.observability.activity import during
+from rl.observability.activity import doing, during
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.sleep import TrainerSleep, check_this_device
@@ -79,9 +79,13 @@ class PushGate:
             WeightTimeoutError: that takes longer than a push may.
         """
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
-            ):
+            if self._num_pushes == 0:
+                return
+            with doing("waits for a push"):
+                ended = self._changed.wait_for(
+                    lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
+                )
+            if not ended:
                 raise WeightTimeoutError(
                     f"the weights cannot change: a push of them did not end within {self._timeout_s:g} s"
                 )

@@ -58,15 +58,30 @@ def age_metrics(ages: np.ndarray) -> dict[str, Metric]:
 
 def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
     rollout, score = member.rollout, member.score
+    num_drawn = rollout.num_completion_tokens
     return {
         "reward/mean": Mean(score.reward),
         "reward/std": Std(score.reward),
         "reward/correct": Mean(score.correct),
-        "completion/tokens_mean": Mean(rollout.num_completion_tokens),
+        "prompt/tokens_mean": Mean(rollout.num_tokens - num_drawn),
+        "completion/tokens_mean": Mean(num_drawn),
+        "completion/tokens_max": Max(num_drawn),
+        "completion/context_mean": Mean(_attended(rollout), num_drawn),
         "completion/cut_off": Mean(rollout.completion.finish_reason == "length"),
         "rollout/turns_mean": Mean(len(rollout.turns)),
         "rollout/unfinished": Mean(rollout.end != "done"),
     }
+
+
+def _attended(rollout: Rollout) -> int:
+    """Of all tokens that the model produced, together, those that it had before it when it drew each."""
+    total = num_before = 0
+    for turn in rollout.turns:
+        num_before += len(turn.prompt_ids)
+        num_drawn = len(turn.completion.token_ids)
+        total += num_drawn * num_before + num_drawn * (num_drawn - 1) // 2
+        num_before += num_drawn
+    return total
 
 
 def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -116,6 +131,7 @@ def _packing_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
         "packing/padding": Mean(packing.num_padding, num_rows),
         "packing/fill": Mean(packing.num_packed, packing.num_room),
         "packing/shared": Mean(gradient.num_tokens - packing.num_packed, gradient.num_tokens),
+        "packing/context_mean": Mean(packing.num_attended, packing.num_packed if packing.num_attended else 0),
     }
 
 

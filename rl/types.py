@@ -265,6 +265,8 @@ class Packing:
     """Tokens of padding that went through it too."""
     num_room: int
     """Tokens that the micro-batches could have held, by max_tokens_per_microbatch."""
+    num_attended: int = 0
+    """Tokens that the packed tokens attended to, all together, each to itself too; 0: nobody counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

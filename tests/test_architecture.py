@@ -22,7 +22,14 @@ Sources = Mapping[str, str]
 
 FLOORS = {"losses": 0, "rl": 1, "actors": 2, "configs": 3}
 ENTRY_FLOOR, TOP_FLOOR = 4, 5
-ENTRIES = ("rl.train", "rl.simple_grpo_sum_digits", "rl.report", "rl.doctor", "rl.tinker.server")
+ENTRIES = (
+    "rl.train",
+    "rl.simple_grpo_sum_digits",
+    "rl.report",
+    "rl.doctor",
+    "rl.timeline",
+    "rl.tinker.server",
+)
 TOPS = ("examples", "benchmarks", "tests", "tools")
 """They use everything, so where heavy imports stand is not checked in them."""
 

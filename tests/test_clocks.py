@@ -15,6 +15,7 @@ FLOORS = ("losses", "rl", "actors", "configs")
 
 STAMPS = {
     "rl/observability/activity.py": "since when, for readers on other machines",
+    "rl/observability/span_file.py": "where the times of spans begin; they go on by the monotonic clock",
     "rl/observability/process_state.py": "for how long, as other machines tell it",
     "rl/observability/events.py": "the stamps of events",
     "rl/observability/health.py": "how long ago the last step was, as the doctor shows it",

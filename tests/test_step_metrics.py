@@ -99,7 +99,11 @@ def test_rewards_of_groups_of_unequal_size_count_by_sample_and_groups_by_group()
         "reward/num_failed": 2,
         "reward/num_unparsed": 1,
         # The end token counts: 4 and 3 of the first group, 5 and 5 of the second.
+        "prompt/tokens_mean": len(PROMPT.token_ids),
         "completion/tokens_mean": 4.25,
+        "completion/tokens_max": 5,
+        # Before the last token of 4 stand the prompt and 3, and so on.
+        "completion/context_mean": len(PROMPT.token_ids) + (6 + 3 + 10 + 10) / 17,
         "completion/cut_off": 0.5,
         "rollout/turns_mean": 1,
         "rollout/unfinished": 0,
@@ -124,6 +128,11 @@ def test_rollouts_of_several_turns_report_them_and_what_their_environment_counte
     said = values(batch_metrics(Batch(groups=groups, dropped=[])))
     assert (said["rollout/turns_mean"], said["rollout/unfinished"]) == (2, 0.5)
     assert said["completion/tokens_mean"] == (3 * 4 + 4) / 2  # of all turns
+    # Turns of a prompt of N and 4 tokens each: before the first token of the third stand 3 N + 8.
+    num_told = len(PROMPT.token_ids)
+    attended = [[turn * (num_told + 4) + num_told + i for turn in range(n) for i in range(4)] for n in (3, 1)]
+    assert said["completion/context_mean"] == sum(map(sum, attended)) / 16
+    assert said["prompt/tokens_mean"] == (3 + 1) * num_told / 2
     # A rollout's calls are added up; one that counts no errors has none.
     assert (said["environment/calls"], said["environment/errors"]) == (1.5, 0.5)
 
@@ -165,13 +174,14 @@ def test_packing_is_reported_as_shares_of_all_micro_batches():
         made = minibatch(num_valid=40)  # 50 tokens
         return TrainedMinibatch(gradient=replace(made.gradient, packing=Packing(**sizes)), update=made.update)
 
-    first = packed(num_micro_batches=2, num_packed=30, num_padding=10, num_room=64)
-    second = packed(num_micro_batches=1, num_packed=50, num_padding=10, num_room=64)
+    first = packed(num_micro_batches=2, num_packed=30, num_padding=10, num_room=64, num_attended=150)
+    second = packed(num_micro_batches=1, num_packed=50, num_padding=10, num_room=64, num_attended=650)
     merged = values(training_metrics([first, second]))
     assert merged["packing/num_micro_batches"] == 3
     assert merged["packing/padding"] == 20 / 100
     assert merged["packing/fill"] == 80 / 128
     assert merged["packing/shared"] == 20 / 100  # of 2 x 50 tokens
+    assert merged["packing/context_mean"] == 800 / 80
 
 
 def test_load_of_experts_is_reported_where_there_are_some():

@@ -20,6 +20,7 @@ from actors.vllm.delivery import Samples, deliver
 from actors.vllm.errors import EngineFailedError, EngineTimeoutError, GeneratorError
 from actors.vllm.lockstep import Drawn, Lockstep, Request, Turn
 from actors.vllm.requests import Sample, Scored
+from rl.observability.activity import doing
 from rl.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class Driver:
         update = _Update(version=version)
         self._updates.append(update)
         self._wake.set()
-        await update.turn
+        with doing("waits for a turn", version=version):
+            await update.turn
         written = False
         try:
             yield

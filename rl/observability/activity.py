@@ -1,4 +1,5 @@
-"""What a process is doing, for whoever waits for it: logs/state/<role>-<rank>.json.
+"""What a process is doing, for whoever waits for it: logs/state/<role>-<rank>.json; and what it has done:
+logs/spans (`rl.observability.span_file`).
 
     THIS_PROCESS.start(logs / "state", role="trainer", rank=0)
     with doing("forward_backward", version=3):
@@ -23,8 +24,9 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from rl.observability.span_file import SpanFile, quoted
 from rl.process_id import identify
 
 P = ParamSpec("P")
@@ -41,6 +43,16 @@ STATE_FOLDER = "state"
 """Within a run's logs."""
 
 
+class _Begun(NamedTuple):
+    """An activity that goes on."""
+
+    told: str
+    """What the record says of it."""
+    at_s: float
+    """By `time.monotonic`."""
+    version: int | None
+
+
 class Activity:
     """Of one process. Used from any thread."""
 
@@ -50,15 +62,16 @@ class Activity:
         self.policy_version: int | None = None
         """That was named last."""
         self._lock = threading.Lock()
-        self._running: dict[str, dict[int, str]] = {}
-        """By name, what the record says of each, oldest first."""
+        self._running: dict[str, dict[int, _Begun]] = {}
+        """By name and number, oldest first."""
         self._numbers = itertools.count()
-        self._idle = _now()
+        self._idle = _now(time.monotonic())
         self._failed = "null"
         """What ended with an error last."""
         self._head = ""
         self._file: Path | None = None
         self._descriptor: int | None = None
+        self._spans: SpanFile | None = None
         self._change = 0
 
     def start(self, folder: Path, *, role: str, rank: int) -> Path:
@@ -84,24 +97,32 @@ class Activity:
             self._head = head[1:-1]
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, RECORD_BYTES)
-            self._write(_now())
+            self._write(_now(time.monotonic()))
         return file
 
+    def keep_spans(self, file: SpanFile | None) -> None:
+        """Write there what has ended from now on, until `stop`; None: nowhere."""
+        with self._lock:
+            self._close_spans()
+            self._spans = file
+
     def stop(self) -> None:
-        """Tell nothing any more; the file stays."""
+        """Tell nothing any more; the files stay."""
         with self._lock:
             self._close()
+            self._close_spans()
 
     def begin(self, name: str, version: int | None) -> int:
         """An activity's number, for its `end`."""
         number = next(self._numbers)
         of_version = "null" if version is None else version
-        now = _now()
-        told = f'{{"version": {of_version}, {now}}}'
+        at_s = time.monotonic()
+        now = _now(at_s)
+        begun = _Begun(f'{{"version": {of_version}, {now}}}', at_s, version)
         with self._lock:
             if version is not None:
                 self.policy_version = version
-            self._running.setdefault(name, {})[number] = told
+            self._running.setdefault(name, {})[number] = begun
             self._write(now)
         if self.on_begin is not None:
             self.on_begin(name)
@@ -109,28 +130,39 @@ class Activity:
 
     def end(self, name: str, number: int, error: BaseException | None = None) -> None:
         """`error`: of what it has failed."""
-        now = _now()
+        at_s = time.monotonic()
+        now = _now(at_s)
         with self._lock:
+            told = None
             # What is given up has not failed.
             if isinstance(error, Exception):
                 told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR]
-                named = f'"what": {json.dumps(name[:MAX_NAME])}, "error": {json.dumps(told)}'
+                named = f'"what": {quoted(name[:MAX_NAME])}, "error": {json.dumps(told)}'
                 self._failed = f'{{{named}, "at": {{{now}}}}}'
             of_name = self._running[name]
-            del of_name[number]
+            begun = of_name.pop(number)
             if not of_name:
                 del self._running[name]
                 if not self._running:
                     self._idle = now
             self._write(now)
+            if self._spans is not None:
+                self._spans.add(
+                    name,
+                    began_s=begun.at_s,
+                    ended_s=at_s,
+                    version=begun.version,
+                    error=told,
+                    more=bool(self._running),
+                )
 
     def _write(self, now: str) -> None:
         if self._descriptor is None:
             return
         self._change += 1
         listed = [
-            f'{{"what": {json.dumps(name[:MAX_NAME])}, "num": {len(all_of)}, '
-            f'"oldest": {next(iter(all_of.values()))}}}'
+            f'{{"what": {quoted(name[:MAX_NAME])}, "num": {len(all_of)}, '
+            f'"oldest": {next(iter(all_of.values())).told}}}'
             for name, all_of in itertools.islice(self._running.items(), MAX_NAMES)
         ]
         while len(record := self._record(listed, now)) > RECORD_BYTES:
@@ -152,6 +184,11 @@ class Activity:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _close_spans(self) -> None:
+        if self._spans is not None:
+            self._spans.close()
+            self._spans = None
 
 
 class doing:  # noqa: N801  (reads as what it does)
@@ -194,9 +231,9 @@ def during(
     return decorate
 
 
-def _now() -> str:
+def _now(monotonic_s: float) -> str:
     """By the wall clock, for other machines, and by the clock that nobody sets."""
-    return f'"since": {time.time():.3f}, "since_monotonic_s": {time.monotonic():.3f}'
+    return f'"since": {time.time():.3f}, "since_monotonic_s": {monotonic_s:.3f}'
 
 
 THIS_PROCESS = Activity()

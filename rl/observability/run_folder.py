@@ -2,7 +2,7 @@
 
     outputs/<name>/
         config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
-        status.json  report.html
+        status.json  timeline.json  report.html
         logs/  checkpoints/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
@@ -31,6 +31,7 @@ LOCK, STATUS = ".lock", "status.json"
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
+TIMELINE = "timeline.json"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
 OWN_FILES = (
     "config.json",
@@ -44,6 +45,7 @@ OWN_FILES = (
     EVENTS,
     ENVIRONMENT,
     REPORT,
+    TIMELINE,
     STATUS,
 )
 PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)
@@ -72,6 +74,7 @@ class RunFolder:
         self.events = path / EVENTS
         self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
+        self.timeline = path / TIMELINE
         self._lock_fds = [lock_fd]
         self._created = created
 

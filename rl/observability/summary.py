@@ -16,6 +16,7 @@ def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s:
       Hugging Face    outputs/x/checkpoints/hf
       LoRA adapter    outputs/x/checkpoints/adapter
       learning curve  outputs/x/learning_curve.png
+      timeline        outputs/x/timeline.json
 
     Args:
         records: of metrics.jsonl.
@@ -29,6 +30,7 @@ def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s:
         "Hugging Face": folder.checkpoints / "hf",
         "LoRA adapter": folder.checkpoints / "adapter",
         "learning curve": folder.learning_curve,
+        "timeline": folder.timeline,
     }
     lines += [f"  {title:<14}  {path}" for title, path in results.items() if path.exists()]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from rl.types import ExpertLoad, ForwardBackwardResult, Packing, TrainingSample
 
 _SUMS = (
     "loss", "denominator", "num_valid", "num_masked", "entropy", "num_drawn", "logprob_diff", "num_different",
-    "num_padding", "num_rows",
+    "num_padding", "num_rows", "num_attended",
 )  # fmt: skip
 """What each micro-batch adds up, in this order; the loss's own metrics follow."""
 
@@ -132,6 +132,7 @@ class MicroBatchSums:
         logprobs_T = inputs.logprobs.detach()
         drawn_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
         diff_T = torch.where(drawn_T, (logprobs_T - inputs.generator_logprobs).abs(), 0.0)
+        is_padding_T = batch.sequence_ids == batch.num_sequences
         denominator = output.denominator
         self.normalized = denominator is not None
         self._metrics = tuple(output.metric_sums)
@@ -144,8 +145,9 @@ class MicroBatchSums:
             drawn_T.sum(),
             diff_T.sum(),
             (drawn_T & (logprobs_T != inputs.generator_logprobs)).sum(),
-            (batch.sequence_ids == batch.num_sequences).sum(),
+            is_padding_T.sum(),
             torch.full((), batch.sequence_ids.numel(), device=self._device),
+            torch.where(is_padding_T, 0, batch.positions + 1).sum(),
             *output.metric_sums.values(),
         )
         self._rows.append(torch.stack([value.detach().double() for value in row]))
@@ -219,6 +221,7 @@ class Totals:
                 num_packed=round(sums["num_rows"] - sums["num_padding"]),
                 num_padding=round(sums["num_padding"]),
                 num_room=self.num_room,
+                num_attended=round(sums["num_attended"]),
             ),
             logprobs=logprobs,
             time_s=time_s,

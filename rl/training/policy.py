@@ -35,6 +35,7 @@ from rl.models.hf import HFFolder, hf_buffers, read_parameters, write_hf_folder
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.qwen3_moe.model import Router
 from rl.models.spec import ModelSpec, StateDictAdapter
+from rl.observability.activity import doing
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.training.token_values import TokenValues
@@ -132,16 +133,17 @@ class Policy:
             ValueError: as `rl.rollouts.packing.pack`, or a target is no token of the vocabulary.
         """
         _check_targets(samples, vocab_size=self.spec.model.vocab_size)  # type: ignore[attr-defined]
-        return pack(
-            samples,
-            max_tokens=self.training.max_tokens_per_microbatch,
-            max_sequences=self.training.max_sequences_per_microbatch,
-            max_length=self.training.max_sequence_length or num_positions(self.spec),
-            pad_multiple=_pad_multiple(self),
-            share_prompts=self._shares_prompts,
-            rank=self.data_rank.index,
-            num_ranks=self.data_rank.count,
-        )
+        with doing("pack"):
+            return pack(
+                samples,
+                max_tokens=self.training.max_tokens_per_microbatch,
+                max_sequences=self.training.max_sequences_per_microbatch,
+                max_length=self.training.max_sequence_length or num_positions(self.spec),
+                pad_multiple=_pad_multiple(self),
+                share_prompts=self._shares_prompts,
+                rank=self.data_rank.index,
+                num_ranks=self.data_rank.count,
+            )
 
     def forward(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Logprob of each target, [T] or [T, K] float32 with gradient, and entropy, [T] float32; nats. The

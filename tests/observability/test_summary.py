@@ -16,13 +16,15 @@ def test_summary_goes_from_the_first_evaluation_to_the_last_and_says_where_the_r
         for name in ("step-2", "step-3", "hf", "adapter"):
             (folder.checkpoints / name).mkdir()
         folder.learning_curve.touch()
+        folder.timeline.touch()
         assert summary(records, folder=folder, run_s=252.4) == (
             "finished: 3 steps in 4 min 12 s\n"
             "  evaluation      correct 0.375 -> 0.979 of 512 problems\n"
             f"  checkpoint      {tmp_path}/run/checkpoints/step-3\n"
             f"  Hugging Face    {tmp_path}/run/checkpoints/hf\n"
             f"  LoRA adapter    {tmp_path}/run/checkpoints/adapter\n"
-            f"  learning curve  {tmp_path}/run/learning_curve.png"
+            f"  learning curve  {tmp_path}/run/learning_curve.png\n"
+            f"  timeline        {tmp_path}/run/timeline.json"
         )
 
 

@@ -141,10 +141,19 @@ def test_result_is_what_the_loop_counts(assets):
 def test_result_says_how_full_the_micro_batches_were():
     samples = [make_sample(length=n, seed=n, prompt_seed=9) for n in (13, 13, 13, 25)]  # 36 + 24 inputs
     apart = make_engine(None, share_prompts=False, max_tokens_per_microbatch=40).forward_backward(samples)
-    assert apart.packing == Packing(num_micro_batches=2, num_packed=60, num_padding=0, num_room=80)
+    sums = [n * (n + 1) // 2 for n in (12, 12, 12, 24)]  # causal: input i sees i tokens
+    assert apart.packing == Packing(
+        num_micro_batches=2, num_packed=60, num_padding=0, num_room=80, num_attended=sum(sums)
+    )
     # The three of 13 tokens have a prompt of 4 in common, of which 3 inputs have no trained target.
     shared = make_engine(None, share_prompts=True, max_tokens_per_microbatch=40).forward_backward(samples)
-    assert shared.packing == Packing(num_micro_batches=2, num_packed=54, num_padding=0, num_room=80)
+    assert shared.packing == Packing(
+        num_micro_batches=2,
+        num_packed=54,
+        num_padding=0,
+        num_room=80,
+        num_attended=sum(sums) - 2 * (1 + 2 + 3),
+    )
     assert shared.num_tokens == 60
 
 
