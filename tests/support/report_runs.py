@@ -104,7 +104,8 @@ def _step(step: int, learnt: float, made: MadeRun, rng: np.random.Generator) -> 
         "time/generate_s": generate_s, "time/score_s": 0.02, "time/train_s": train_s,
         "time/publish_s": 0.08, "time/push_s": 0.05, "time/pull_s": 0.03, "time/step_s": step_s,
         "time/generator_idle_s": step_s - generate_s, "time/trainer_idle_s": step_s - train_s,
-        "perf/samples_per_s": 128.0, "perf/generated_tokens_per_s": 2900.0, "perf/trained_tokens_per_s": 5200.0,
+        "perf/samples_per_s": 128.0,
+        "perf/generated_tokens_per_s": 2900.0, "perf/trained_tokens_per_s": 5200.0,
     }  # fmt: skip
     if made.is_new:
         told |= {"limit/decode": 0.31, "limit/train": 0.62, "limit/sync": 0.8, "limit/idle": 0.42}
@@ -118,9 +119,7 @@ def _rollouts(made: MadeRun, rng: np.random.Generator) -> Iterable[dict[str, Any
                 yield _rollout(step, group, sample, made, rng)
 
 
-def _rollout(
-    step: int, group: int, sample: int, made: MadeRun, rng: np.random.Generator
-) -> dict[str, Any]:
+def _rollout(step: int, group: int, sample: int, made: MadeRun, rng: np.random.Generator) -> dict[str, Any]:
     ids = list(made.reply.encode())
     if made.tokens:
         ids = rng.integers(32, 127, made.tokens).tolist()
@@ -152,7 +151,10 @@ def _rollout(
 
 _ACTIVITIES = {
     "trainer-0": (("forward_backward", 0.56, 0.85), ("optim_step", 0.86, 0.9), ("push", 0.91, 0.95)),
-    "generator-0": (("pull", 0.95, 0.99), *(("generate", 0.02 + 0.01 * i, 0.5 + 0.005 * i) for i in range(6))),
+    "generator-0": (
+        ("pull", 0.95, 0.99),
+        *(("generate", 0.02 + 0.01 * i, 0.5 + 0.005 * i) for i in range(6)),
+    ),
     "reward-0": (("score", 0.51, 0.54),),
     "controller-0": (("waits for a batch", 0.01, 0.54), ("waits for trainer.forward_backward", 0.55, 0.86)),
 }

@@ -1,6 +1,6 @@
 """From what runs have left to the file that shows it.
 
-    write_report([ReportedRun(data=read_run(folder), ...)], Path("report.html"), written_s=...)
+write_report([ReportedRun(data=read_run(folder), ...)], Path("report.html"), written_s=...)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rl.atomic_file import replacing
 from rl.reporting.findings import Finding
 from rl.reporting.html.blocks import packed
 from rl.reporting.html.config_rows import config_rows
-from rl.reporting.html.evidence import told_finding, referred_lines
+from rl.reporting.html.evidence import referred_lines, told_finding
 from rl.reporting.html.facts import breakdown, facts
 from rl.reporting.html.page import render
 from rl.reporting.html.rollouts import pack_rollouts

@@ -13,8 +13,8 @@ from rl.config.tree import ConfigError
 
 
 def config_rows(config: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-    """Of a config.json: `path`, `value` and, where it differs, `default` of each option, values as JSON texts;
-    and why nothing is known of the defaults.
+    """Of a config.json: `path`, `value` and, where it differs, `default` of each option, values as JSON
+    texts; and why nothing is known of the defaults.
 
     The registry function is called as it is now: it may have changed since the run.
     """

@@ -64,8 +64,8 @@ def breakdown(run: RunData) -> dict[str, Any]:
     """Where the time of a step went, and how much of the machine was used.
 
     `parts`: mean seconds of what the loop waited for, which together are the step, largest first; `beside`:
-    of what happened beside it; `idle`: by role, the share of the steps in which it did nothing; `limits`: mean
-    shares of the machine's measured limits. Empty where a run does not tell.
+    of what happened beside it; `idle`: by role, the share of the steps in which it did nothing; `limits`:
+    mean shares of the machine's measured limits. Empty where a run does not tell.
     """
     times = _means(run.steps, "time/", "_s")
     evaluation = _means(run.evaluations, "time/", "_s")

@@ -1,4 +1,4 @@
-"""What the model wrote, for a page's browser of rollouts: an index, and chunks that are unpacked when looked at.
+"""What the model wrote, for a page's browser of rollouts: an index, and chunks that are unpacked when needed.
 
 The index has a column a property, so that a page lists and filters a hundred thousand rollouts without their
 tokens. A chunk has the turns of some rollouts; texts that they share, as the prompt of a group's samples, are
@@ -85,8 +85,8 @@ def _cost(line: Line) -> int:
 
 
 def _evenly(costs: Sequence[int], kept: Sequence[bool], budget: float) -> list[int]:
-    """Numbers of groups whose costs are together about the budget: those that are kept as far as they fit, and
-    of the others as many at even distances."""
+    """Numbers of groups whose costs are together about the budget: those that are kept as far as they fit,
+    and of the others as many at even distances."""
     total = sum(costs)
     if budget >= total:
         return list(range(len(costs)))

@@ -18,7 +18,7 @@ _DIGITS = 6
 def curves(*sources: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Every number of the records by name, over `step`.
 
-        {"xs": [[1, 2, 3]], "series": {"reward/mean": {"x": 0, "y": [0.1, null, 0.3], "bad": [2], "num_bad": 1}}}
+        {"xs": [[1, 2]], "series": {"reward/mean": {"x": 0, "y": [0.1, null], "bad": [2], "num_bad": 1}}}
 
     `x` counts in `xs`, which curves share. Where steps are taken together, x is the middle one, y the mean of
     what is finite, and `low` and `high` the least and the largest. `bad` are the first steps whose value is

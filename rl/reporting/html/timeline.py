@@ -1,5 +1,5 @@
-"""What each process did when, as a page draws it: of long runs, neighbours that no screen could tell apart are
-one block.
+"""What each process did when, as a page draws it: of long runs, neighbours that no screen could tell apart
+are one block.
 
     pack_timeline(run.spans, run.events) -> {"start_s": ..., "length_s": ..., "names": [...], "lanes": [...]}
 """
@@ -75,8 +75,8 @@ def pack_timeline(
 
     A lane's `blocks` are columns: `at` and `for` in seconds, `name` (counts in `names`), `row`, `version`,
     `num` (activities in it), `busy` (seconds of them), and `error` by the block's number. `steps` are the
-    controller's, [step, at, for]. `gap_s` is what neighbours have at most between them to be one block; 0 where
-    all are shown.
+    controller's, [step, at, for]. `gap_s` is what neighbours have at most between them to be one block;
+    0 where all are shown.
     """
     times = [float(event["time"]) for event in events if _is_time(event.get("time"))]
     if not spans:
@@ -140,7 +140,9 @@ def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
         first = [i for i, name in enumerate(_ROLES) if role.startswith(name)]
         return (first[0] if first else len(_ROLES), role, rank)
 
-    return {lane: sorted(lanes[lane], key=attrgetter("start_s", "end_s")) for lane in sorted(lanes, key=place)}
+    return {
+        lane: sorted(lanes[lane], key=attrgetter("start_s", "end_s")) for lane in sorted(lanes, key=place)
+    }
 
 
 def _crowded(spans: Iterable[Span]) -> set[str]:
@@ -158,9 +160,7 @@ def _crowded(spans: Iterable[Span]) -> set[str]:
     return found
 
 
-def _blocks(
-    spans: Iterable[Span], *, gap_s: float, until_s: float, crowded: Collection[str]
-) -> list[_Block]:
+def _blocks(spans: Iterable[Span], *, gap_s: float, until_s: float, crowded: Collection[str]) -> list[_Block]:
     """Of one lane, by time. Joined to the one of its name before it is what is crowded and overlaps it, and,
     until a time, what follows within the gap where both are shorter. An error always stands alone."""
     done: list[_Block] = []

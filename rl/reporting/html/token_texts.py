@@ -77,7 +77,8 @@ def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenText
 
     Args:
         folder: the run's; its exported model is looked into first.
-        values: of its config.json: `hf_assets_path`, or null for a model made from a seed, whose tokens are bytes.
+        values: of its config.json: `hf_assets_path`, or null for a model made from a seed, whose tokens are
+            bytes.
     """
     given = values.get("hf_assets_path")
     folders = [folder / "checkpoints" / "hf", *([Path(given).expanduser()] if given else [])]
