@@ -136,7 +136,7 @@
 
   // Long replies are made piece by piece as they come into view.
   const tokenText = (turn, pieces, scale) => {
-    const box = el("pre.tokens", { "data-count": turn.tokens.length });
+    const box = el("pre.tokens", { "data-tokens": turn.tokens.length });
     const more = (from) => {
       const to = Math.min(from + PER_PIECE, turn.tokens.length);
       for (let i = from; i < to; i += 1) box.append(token(turn, pieces, i, scale));
