@@ -36,11 +36,12 @@ from losses.types import uses_proximal_logprobs
 from rl.atomic_folder import remove
 from rl.config.serialize import to_dict
 from rl.errors import RunError
-from rl.loop import Loop, Seams
+from rl.loop import Loop, Seams, Sink
 from rl.loop_state import LoopState, read_loop_state
 from rl.observability.console import ConsoleSink, progress
 from rl.observability.curve import draw_learning_curve
 from rl.observability.cut_back import cut_back
+from rl.observability.limit_sink import LimitSink, RunLimits
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import RunFolder
@@ -131,6 +132,8 @@ class Training:
     revive: Revive = revive_trainer
     events: AddEvent = no_event
     """Is told of what happens to the run."""
+    limits: RunLimits | None = None
+    """What its steps are compared with; None: nothing."""
     _began: bool = field(init=False, default=False)
     """Whether the run's folder may hold records of this run."""
     _starts: list[int] = field(init=False, default_factory=list)
@@ -227,13 +230,14 @@ class Training:
         source: LoadSource | None,
     ) -> Loop:
         config, plan = self.config, self.plan
+        sinks: list[Sink] = [metrics, ConsoleSink()]
         in_folder = source is not None and source.path.parent == self.folder.checkpoints
         loop: Loop = config.loop.build(
             seams=self._seams(fleet, learner),
             renderer=plan.renderer,
             task=plan.task,
             max_sequence_tokens=config.generator.max_model_len,
-            sinks=[metrics, ConsoleSink()],
+            sinks=sinks if self.limits is None else [LimitSink(limits=self.limits, sinks=sinks)],
             checkpoints=StepCheckpoints(
                 learner=learner,
                 config=config.trainer.checkpoint,

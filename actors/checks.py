@@ -187,7 +187,7 @@ def check_load_source(
         )
     trainer = fleet.trainer
     adapter = model_spec.adapter(model_spec.model)
-    model, converters = _converted(fleet, model_spec=model_spec, num_gpus=num_gpus)
+    model, converters = converted_model(fleet, model_spec=model_spec, num_gpus=num_gpus)
     if source.in_hf:
         HFFolder(source.path).check(model, adapter, names=set(converters.plain_names))
         return
@@ -224,7 +224,7 @@ def check_reference_weights(
     )
     if folder is None:
         return None
-    model, converters = _converted(fleet, model_spec=start.spec, num_gpus=num_gpus)
+    model, converters = converted_model(fleet, model_spec=start.spec, num_gpus=num_gpus)
     if is_checkpoint(folder):
         check_sizes(folder)
         into = Destination(tensors=model_tensors(model), converters=converters)
@@ -256,10 +256,10 @@ def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
     Raises:
         ValueError: names the converter by its number, and the field.
     """
-    _converted(fleet, model_spec=model_spec, num_gpus=num_gpus)
+    converted_model(fleet, model_spec=model_spec, num_gpus=num_gpus)
 
 
-def _converted(
+def converted_model(
     fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
 ) -> tuple[nn.Module, ModelConverters]:
     """The trainer's model, without memory, and what changed it."""

@@ -19,6 +19,7 @@ from actors import launch
 from actors.attempt import Training
 from actors.fleet import Fleet, close_fleet, place_fleet, start_fleet
 from actors.hosts import describe
+from actors.limits import run_limits
 from actors.plan import Plan, make_plan
 from actors.roles import LogSettings, num_gpus
 from actors.run_config import RunConfig
@@ -185,12 +186,14 @@ class Controller(Configurable):
             rubric=rubric,
             stop=stop,
             events=events.add,
+            limits=await run_limits(self.config, fleet, spec=plan.start.spec),
         )
         fleet = await training.run(fleet)
         folder.mark_finished()
         await asyncio.to_thread(draw_timeline, folder, self.config.timeline)
         run_s = time.monotonic() - started
-        say(summary(read_metrics(folder.metrics), folder=folder, run_s=run_s))
+        records = read_metrics(folder.metrics)
+        say(summary(records, folder=folder, run_s=run_s, config=to_dict(self.config)))
         await close_fleet(fleet)
 
     async def _start_fleet(

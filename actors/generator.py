@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
+from actors.measured import Measured
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
 from actors.vllm.errors import GeneratorError
 from rl.config.configurable import Configurable
@@ -26,8 +28,10 @@ from rl.observability.activity import doing, during
 from rl.types import Completion, PullResult, SamplingParams
 from rl.weights.store import Transfer, WeightStore
 
+T = TypeVar("T")
 
-class VLLMGenerator(Actor, Configurable):
+
+class VLLMGenerator(Measured, Actor, Configurable):
     """Every endpoint is called on all ranks with the same arguments; rank 0 answers `generate`."""
 
     @dataclass(kw_only=True, slots=True)
@@ -169,6 +173,9 @@ class VLLMGenerator(Actor, Configurable):
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self.engine is not None:
             await self.engine.close()
+
+    async def _where_it_computes(self, function: Callable[[], T]) -> T:
+        return await self._running().aside(function)
 
     def _running(self) -> GeneratorEngine:
         if self.engine is None:

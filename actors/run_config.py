@@ -17,6 +17,7 @@ from actors.trainer import PolicyTrainer
 from rl.config.configurable import HIDDEN, ONE_RUN, Configurable
 from rl.distributed.seeds import check_seed
 from rl.loop import Loop
+from rl.machine_limits import LimitsConfig
 from rl.models.spec import ModelSpec
 from rl.observability.recorder import RecorderConfig
 from rl.observability.span_file import TimelineConfig
@@ -73,6 +74,7 @@ class RunConfig(Configurable.Config):
     """Which generator a prompt goes to; sticky: a session stays where it was, the rest as least_loaded."""
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:

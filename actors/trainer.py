@@ -25,6 +25,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
+from actors.measured import Measured
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
@@ -91,7 +92,7 @@ class PushGate:
                 )
 
 
-class PolicyTrainer(Actor, Configurable):
+class PolicyTrainer(Measured, Actor, Configurable):
     """Every endpoint is called on all ranks with the same arguments; results are the same too."""
 
     @dataclass(kw_only=True, slots=True)
@@ -318,6 +319,8 @@ class PolicyTrainer(Actor, Configurable):
     async def _compute(self, function: Callable[..., T], *args: object) -> T:
         """In the engine's thread, after all that was asked for before."""
         return await self._thread.run(function, *args)
+
+    _where_it_computes = _compute
 
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
         # The engine's thread waits, not this one: what is asked for next stays behind it.

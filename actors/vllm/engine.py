@@ -124,7 +124,7 @@ class GeneratorEngine(Configurable):
         Raises:
             ValueError: the settings do not fit the model or the memory, or the folder is not whole.
         """
-        self._check_assets()
+        _check_assets(self.config, self._model_spec, self._hf_assets_path)
         self._thread = WorkerThread("vllm-engine")
         try:
             self._core, lockstep = await self._thread.run(self._build)
@@ -257,6 +257,12 @@ class GeneratorEngine(Configurable):
         self._rng.setstate(own)
         restore_process_states(of_process)
 
+    async def aside(self, function: Callable[[], T]) -> T:
+        """Its result, called in the engine's thread between two steps; on rank 0."""
+        self._driver.check_serving()
+        assert self._thread is not None
+        return await self._thread.run(function)
+
     async def close(self) -> None:
         """End the engine and its thread; calls that wait fail. Idempotent."""
         thread, self._thread = self._thread, None
@@ -289,18 +295,6 @@ class GeneratorEngine(Configurable):
             self._tokenizer, _ = await asyncio.to_thread(open_tokenizer, Path(self._hf_assets_path))
         return partial(spells_any, texts, tokenizer=self._tokenizer)
 
-    def _check_assets(self) -> None:
-        spec = self._model_spec
-        if self.config.initial_weights == "store":
-            file = Path(self._hf_assets_path) / "config.json"
-            self.config.check_model(spec.from_hf_config(json.loads(file.read_text("utf-8"))))
-            return
-        folder = HFFolder(self._hf_assets_path)
-        model_config: Any = spec.from_hf_config(folder.config)
-        self.config.check_model(model_config)
-        with torch.device("meta"):
-            folder.check(model_config.build(), spec.adapter(model_config))
-
     def _build(self) -> tuple[VLLMCore, Lockstep]:
         """In the engine's thread, which from here on is the only one to touch vllm."""
         os.environ.update(ENVIRONMENT)
@@ -326,3 +320,16 @@ class GeneratorEngine(Configurable):
             core.step()
         core.weights_changed()
         return core, lockstep
+
+
+def _check_assets(config: GeneratorConfig, spec: ModelSpec, path: str) -> None:
+    """The folder fits the settings and, if the weights come from it, is whole."""
+    if config.initial_weights == "store":
+        file = Path(path) / "config.json"
+        config.check_model(spec.from_hf_config(json.loads(file.read_text("utf-8"))))
+        return
+    folder = HFFolder(path)
+    model_config: Any = spec.from_hf_config(folder.config)
+    config.check_model(model_config)
+    with torch.device("meta"):
+        folder.check(model_config.build(), spec.adapter(model_config))

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rl.observability.limits import bottleneck, typical
 from rl.observability.run_folder import RunFolder
 
 
-def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s: float) -> str:
-    """Steps, time, first and last evaluation, and where the results are, as far as there are any.
+def summary(
+    records: Sequence[Mapping[str, float]],
+    *,
+    folder: RunFolder,
+    run_s: float,
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """Steps, time, first and last evaluation, where the results are, and what took the time, as far as there
+    is any of it.
 
     finished: 80 steps in 4 min 12 s
       evaluation      correct 0.375 -> 0.979 of 512 problems
@@ -17,9 +26,12 @@ def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s:
       LoRA adapter    outputs/x/checkpoints/adapter
       learning curve  outputs/x/learning_curve.png
       timeline        outputs/x/timeline.json
+      bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
+      would move it   --loop.max_policy_age 1
 
     Args:
         records: of metrics.jsonl.
+        config: `values` of config.json.
     """
     num_steps = round(max((record["step"] for record in records), default=0))
     lines = [f"finished: {num_steps} steps in {duration(run_s)}"]
@@ -33,6 +45,8 @@ def summary(records: Sequence[Mapping[str, float]], *, folder: RunFolder, run_s:
         "timeline": folder.timeline,
     }
     lines += [f"  {title:<14}  {path}" for title, path in results.items() if path.exists()]
+    if (found := bottleneck(typical(records), config)) is not None:
+        lines += [f"  bottleneck      {found.sentence}", f"  would move it   {found.setting}"]
     return "\n".join(lines)
 
 

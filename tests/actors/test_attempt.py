@@ -155,7 +155,9 @@ def train(
         assert fleet.trainer is trainers[-1]
         assert folder.learning_curve.exists()
         records = read_metrics(folder.metrics)
-    return [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in records], trainers
+    return [
+        {k: v for k, v in r.items() if not k.startswith(("time/", "perf/", "limit/"))} for r in records
+    ], trainers
 
 
 def test_a_run_that_loses_its_trainer_goes_back_and_ends_as_one_that_did_not(tmp_path):

@@ -39,6 +39,17 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path, records, line):
     assert text.splitlines()[1:] == ([] if line is None else [f"  evaluation      {line}"])
 
 
+def test_what_held_the_run_up_and_would_move_it_comes_last(tmp_path):
+    step = {"step": 1, "time/step_s": 10.0, "time/score_s": 9.0, "time/train_s": 1.0}
+    with RunFolder.create(tmp_path, "run") as folder:
+        text = summary([step], folder=folder, run_s=1.0, config={"reward": {"num_procs": 1}})
+    assert text.splitlines()[1:] == [
+        "  bottleneck      Scoring takes 90% of a step: reward functions are slower than what is to be "
+        "scored; more processes score side by side",
+        "  would move it   --reward.num_procs 2",
+    ]
+
+
 def test_durations_have_two_units():
     assert [duration(s) for s in (0.4, 59.4, 59.6, 252.4, 3599.6, 7530)] == [
         "0 s", "59 s", "1 min 0 s", "4 min 12 s", "1 h 0 min", "2 h 5 min",

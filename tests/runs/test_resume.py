@@ -23,7 +23,7 @@ LIMIT_S = 240
 
 def without_times(folder):
     return [
-        {name: value for name, value in record.items() if not name.startswith(("time/", "perf/"))}
+        {name: value for name, value in record.items() if not name.startswith(("time/", "perf/", "limit/"))}
         for record in read_metrics(folder / "metrics.jsonl")
     ]
 

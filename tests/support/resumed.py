@@ -114,7 +114,7 @@ class Lineage:
 
 
 def without_times(record: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: v for name, v in record.items() if not name.startswith(("time/", "perf/"))}
+    return {name: v for name, v in record.items() if not name.startswith(("time/", "perf/", "limit/"))}
 
 
 def _numbers(step: list[Any]) -> list[int]:

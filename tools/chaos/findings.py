@@ -12,7 +12,7 @@ from actors.fault_injection import MARKER
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS, ROLLOUTS, read_status
 
-NOT_COMPARED = ("time/", "perf/")
+NOT_COMPARED = ("time/", "perf/", "limit/")
 """Keys of metrics.jsonl that tell of the machine."""
 
 Rollout = tuple[int, str, int]
