@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.observability.run_folder import EVENTS, ROLLOUTS, STATUS, read_status
-from rl.observability.spans import SPANS_FOLDER, Span, read_spans
+from rl.observability.span_file import SPANS_FOLDER
+from rl.observability.spans import Span, read_spans
 
 CONFIG, METRICS, LOGS = "config.json", "metrics.jsonl", "logs"
 TOKENS_MB = 48.0

@@ -1,0 +1,206 @@
+"""Whole runs of real training in this process, small enough for seconds, and the faults that are planted in them.
+
+The task: a letter is asked, its capital is right (`k` -> `K!!`). A model of 60,000 parameters is warmed up on
+demonstrations of which half are right, and which go on with some `!`, and sometimes a `?`; GRPO then learns from
+rewards alone, over the loop of every run, and leaves a run's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import string
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from losses.cross_entropy import CrossEntropyLoss
+from rl.config.serialize import to_dict
+from rl.local import LocalBackend, LocalScorer
+from rl.loop import Loop, Seams
+from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
+from rl.models.qwen3.registry import model_registry
+from rl.models.spec import ModelSpec
+from rl.models.starting_point import write_random_model
+from rl.observability.metrics import MetricsWriter
+from rl.observability.recorder import Recorder, RecorderConfig
+from rl.observability.run_folder import RunFolder
+from rl.rollouts.renderer import RendererConfig, make_renderer
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.samples import demonstration_sample
+from rl.rollouts.settings import Sampling
+from rl.rollouts.tokenizer import open_tokenizer
+from rl.step_checkpoints import StepCheckpoints
+from rl.tasks.generated import GeneratedTask
+from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.training.optimizer import Optimizer
+from rl.types import Message, OptimParams, Problem, Rollout
+
+ASKED = "abcdefgh"
+MAX_TOKENS = 16
+"""Of a reply."""
+
+
+def small_spec() -> ModelSpec:
+    """Two layers of width 48 over bytes."""
+    model = Qwen3.Config(
+        vocab_size=320,
+        dim=48,
+        num_layers=2,
+        tie_embeddings=True,
+        init_std=0.06,
+        block=TransformerBlock.Config(
+            attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=12),
+            feed_forward=FeedForward.Config(hidden_dim=96),
+        ),
+        rope=RoPE.Config(theta=1e4, max_positions=64),
+    )
+    return replace(model_registry("tiny"), model=model)
+
+
+class Capitals(GeneratedTask):
+    """Two letters are asked, of which the first one's capital is the answer; what follows it counts nothing."""
+
+    def draw(self, generator: random.Random) -> Problem:
+        question = generator.choice(ASKED) + generator.choice(string.ascii_lowercase)
+        right = question[0].upper()
+        said = right if generator.random() < 0.4 else generator.choice(ASKED.upper())
+        ends = "!" * min(int(generator.expovariate(0.7)), 10) + ("?" if generator.random() < 0.25 else "")
+        return Problem(id=question, question=question, answer=right, demonstration=said + ends)
+
+
+def is_right(rollout: Rollout) -> bool:
+    return rollout.text.rstrip("!?") == rollout.prompt.problem.answer
+
+
+def step_of(rollout: Rollout) -> int:
+    """That trains on it, where generation and training take turns."""
+    return int(rollout.completion.policy_versions.max()) + 1
+
+
+def answer(rollout: Rollout) -> float:
+    return float(is_right(rollout))
+
+
+HEALTHY = Rubric(criteria=(Criterion(name="answer", function=answer),), correct=is_right)
+
+
+def warm_up(folder: Path, *, seed: int = 0, num_steps: int = 150) -> Path:
+    """A Hugging Face folder of the warmed-up model."""
+    torch.manual_seed(seed)
+    start = write_random_model(folder / "random", spec=small_spec(), seed=seed)
+    tokenizer, ends = open_tokenizer(start)
+    renderer = make_renderer(RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends)
+    problems = Capitals.Config(num_eval=20).build().warmup_problems(seed=seed)
+
+    async def train() -> None:
+        config = TrainingEngine.Config(training=TrainingConfig(max_tokens_per_microbatch=4096))
+        async with LocalBackend(config, spec=small_spec(), hf_assets_path=str(start), device="cpu") as local:
+            for step in range(num_steps):
+                samples = [
+                    demonstration_sample(
+                        renderer.opening([Message(role="user", content=p.question)]),
+                        renderer.reply(p.demonstrations[0]),
+                    )
+                    for p in islice(problems, 64)
+                ]
+                await local.forward_backward(samples, loss=CrossEntropyLoss())
+                await local.optim_step(OptimParams(lr=1e-2 * (1 - step / num_steps), weight_decay=0.0))
+            await local.export_hf(str(folder / "warm"), dtype="float32")
+
+    asyncio.run(train())
+    return folder / "warm"
+
+
+class StaleBackend(LocalBackend):
+    """From the step after `last_fresh` on its sampler keeps the weights it has, and says that it has new ones."""
+
+    last_fresh: int | None = None
+
+    def _serve(self, policy_version: int) -> None:
+        if self.last_fresh is None or policy_version <= self.last_fresh:
+            super()._serve(policy_version)
+            return
+        self._served_version = policy_version
+        for version in [v for v in self._pushed if v <= policy_version]:
+            del self._pushed[version]
+
+
+@dataclass(kw_only=True)
+class SmallRun:
+    """Of `num_steps` steps, from a warmed-up model, into a run's folder."""
+
+    start: Path
+    rubric: Rubric = field(default_factory=lambda: HEALTHY)
+    lr: float = 1.5e-3
+    seed: int = 0
+    num_steps: int = 40
+    last_fresh: int | None = None
+    """Version after which the sampler's weights stay as they are."""
+    loop: dict[str, Any] = field(default_factory=dict)
+
+    def leave(self, dump_folder: Path, name: str) -> Path:
+        """Train, and return the run's folder."""
+        torch.manual_seed(self.seed)
+        with RunFolder.create(dump_folder, name) as folder:
+            asyncio.run(self._train(folder))
+            folder.mark_finished()
+            return folder.path
+
+    async def _train(self, folder: RunFolder) -> None:
+        engine = TrainingEngine.Config(
+            optimizer=Optimizer.Config(lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0),
+            training=TrainingConfig(max_tokens_per_microbatch=4096, max_norm=1.0),
+        )
+        settings = {
+            "num_steps": self.num_steps,
+            "num_prompts": 16,
+            "num_samples": 8,
+            "eval_every": 10,
+            "sampling": Sampling(max_tokens=MAX_TOKENS),
+        } | self.loop
+        config = Loop.Config(**settings)
+        values = {"values": {"loop": to_dict(config)}, "module": "tests.support.small_runs", "config": "small"}
+        folder.config_json.write_text(json.dumps(values))
+        tokenizer, ends = open_tokenizer(self.start)
+        backend = StaleBackend(engine, spec=small_spec(), hf_assets_path=str(self.start), device="cpu")
+        backend.last_fresh = self.last_fresh
+        async with backend as local:
+            with closing(MetricsWriter(folder.metrics)) as metrics:
+                loop: Loop = config.build(
+                    seams=Seams(
+                        sampler=local, learner=local, publisher=local, scorer=LocalScorer(rubric=self.rubric)
+                    ),
+                    renderer=make_renderer(
+                        RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends
+                    ),
+                    task=Capitals.Config(num_eval=20).build(),
+                    max_sequence_tokens=64,
+                    sinks=[metrics],
+                    checkpoints=StepCheckpoints(
+                        learner=local, config=CheckpointConfig(enable=False), folder=str(folder.checkpoints)
+                    ),
+                    seed=self.seed,
+                    recorder=Recorder(folder.rollouts, config=RecorderConfig()),
+                )
+                await loop.run()
+
+
+# Rewards with a fault from a step on
+
+
+def faulty_from(step: int, fault: Callable[[Rollout], float], sound: Callable[[Rollout], float] = answer) -> Any:
+    """A reward function that is sound before `step`, and has the fault from then on."""
+
+    def reward(rollout: Rollout) -> float:
+        return fault(rollout) if step_of(rollout) >= step else sound(rollout)
+
+    return reward
