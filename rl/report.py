@@ -19,12 +19,15 @@ from typing import Any
 from rl.interpreter import without_collections
 from rl.observability.activity import STATE_FOLDER
 from rl.observability.environment import read_environment
+from rl.observability.limits import bottleneck, typical
 from rl.observability.process_state import ProcessState, read_states
 from rl.observability.run_folder import ENVIRONMENT, REPORT
 from rl.process_id import is_alive
-from rl.reporting.findings import find
+from rl.reporting.findings import KINDS, find
 from rl.reporting.html.build import ReportedRun, write_report
 from rl.reporting.run_data import read_run
+
+LOOKED_FOR = tuple(kind.replace("_", " ") for kind in KINDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is read lives to the end, and a collector would look through it again and again.
         with without_collections():
             runs = [_reported(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-            write_report(runs, file, written_s=time.time())
+            write_report(runs, file, written_s=time.time(), looked_for=LOOKED_FOR)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,6 +66,7 @@ def _reported(folder: Path, name: str) -> ReportedRun:
         findings=find(data),
         environment=read_environment(folder / ENVIRONMENT),
         processes=[_process(state) for state in states],
+        bottleneck=bottleneck(typical(data.steps), data.config.get("values")),
         is_alive=is_alive(controller.process) if controller is not None and controller.is_here else None,
     )
 

@@ -1,4 +1,4 @@
-"""A headless browser for `make test-report`: found, or installed where that can be: `python -m tools.browser`.
+"""A headless browser for `make test-report`: found, or installed where it can be: `python -m tools.browser`.
 
 Debian's Chromium, by apt-get as root; elsewhere what is on PATH, or what RELAY_BROWSER names. Playwright, of
 the group `report`, drives it, and brings none of its own.

@@ -6,12 +6,13 @@ write_report([ReportedRun(data=read_run(folder), ...)], Path("report.html"), wri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.atomic_file import replacing
-from rl.reporting.findings import Finding
+from rl.observability.limits import Bottleneck
+from rl.reporting.evidence import Finding
 from rl.reporting.html.blocks import packed
 from rl.reporting.html.config_rows import config_rows
 from rl.reporting.html.evidence import referred_lines, told_finding
@@ -43,8 +44,8 @@ class ReportedRun:
     """Role, rank, host and pid of each."""
     is_alive: bool | None
     """Whether its controller lives; None where that cannot be told."""
-    bottleneck: Mapping[str, str] | None = None
-    """`sentence` and `setting` that would move it."""
+    bottleneck: Bottleneck | None = None
+    """What a step waits for most."""
 
 
 def write_report(
@@ -102,7 +103,7 @@ def _run(run: ReportedRun, number: int, blocks: Blocks, *, share: float) -> dict
         "folder": str(data.folder),
         "facts": facts(data, is_alive=run.is_alive),
         "breakdown": breakdown(data),
-        "bottleneck": run.bottleneck,
+        "bottleneck": None if run.bottleneck is None else asdict(run.bottleneck),
         "findings": [told_finding(finding) for finding in run.findings],
         "problems": [*data.problems, *([no_texts] if no_texts and has_tokens else [])],
         "events": list(data.events),

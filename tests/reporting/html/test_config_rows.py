@@ -4,7 +4,6 @@ from rl.config.registry import resolve
 from rl.config.serialize import to_dict
 from rl.reporting.html.config_rows import config_rows
 
-
 MODULE = "tests.config.example_configs"
 
 

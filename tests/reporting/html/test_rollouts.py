@@ -1,6 +1,7 @@
 """Rollouts as a page has them: all, or evenly chosen ones, and each number where it belongs."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -29,23 +30,24 @@ def line(reply="ab", *, step=1, sample=0, problem="p", **others):
         **others,
     }
     return {
-        "step": step, "kind": "train", "advantage": 0.25, "problem": problem, "answer": "21", "sample": sample,
-        "reward": 1.0, "correct": True, "parts": {"answer": 1.0}, "end": "done", "turns": [turn],
+        "step": step, "kind": "train", "advantage": 0.25, "problem": problem, "answer": "21",
+        "sample": sample, "reward": 1.0, "correct": True, "parts": {"answer": 1.0}, "end": "done",
+        "turns": [turn],
     }  # fmt: skip
 
 
 def shown(packed):
     """Of each rollout, in order, its turns with texts and pieces in their places."""
-    rollouts = []
+    rollouts: list[list[dict[str, Any]]] = []
     for block in packed.chunks:
         chunk = unpacked(block)
+        texts, pieces = chunk["texts"], chunk["pieces"]
         for turns in chunk["rollouts"]:
-            rollouts.append([
-                turn
-                | {"reply": chunk["texts"][turn["reply"]]}
-                | ({"tokens": [chunk["pieces"][t] for t in turn["tokens"]]} if "tokens" in turn else {})
-                for turn in turns
-            ])  # fmt: skip
+            for turn in turns:
+                turn["reply"] = texts[turn["reply"]]
+                if "tokens" in turn:
+                    turn["tokens"] = [pieces[number] for number in turn["tokens"]]
+            rollouts.append(turns)
     return rollouts
 
 

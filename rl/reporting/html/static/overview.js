@@ -121,6 +121,7 @@
           : el("span.since", {}, `since step ${number(finding.since_step)}`),
       ),
       el("p", {}, finding.sentence),
+      finding.advice ? el("p.advice", {}, finding.advice) : null,
       el(".evidence", {}, finding.evidence.map((evidence) => evidenceOf(evidence, finding, runNumber))),
     );
 

@@ -5,9 +5,9 @@
   const COLORS = { generate: "--t-generate", score: "--t-reward", train: "--t-forward_backward", publish: "--t-push" };
   const SPARE = ["--t-optim", "--t-pull", "--t-checkpoint", "--t-pack", "--t-evaluate"];
   const LIMITS = {
-    decode: ["decoding", "of the machine's memory bandwidth, while it generates"],
-    train: ["training", "of the machine's matrix rate, while it trains"],
-    sync: ["weight sync", "of the bandwidth, while weights move"],
+    decode: ["decoding", "of what the machine could draw meanwhile"],
+    train: ["training", "of what it could compute meanwhile"],
+    sync: ["weight sync", "of what it could copy meanwhile"],
   };
 
   relay.time = (host) =>
@@ -60,7 +60,7 @@
     for (const [name, [label, of]] of Object.entries(LIMITS))
       if (name in breakdown.limits)
         rows.push(row(label, breakdown.limits[name], "var(--good)", of));
-    if ("idle" in breakdown.limits) rows.push(row("devices idle", breakdown.limits.idle, "var(--c-orange)", "share of the step, mean over roles"));
+    if ("idle" in breakdown.limits) rows.push(row("devices idle", breakdown.limits.idle, "var(--c-orange)", "share of the step, trainer and generators"));
     for (const [role, share] of Object.entries(breakdown.idle)) rows.push(row(`${role} idle`, share, "var(--t-wait-strong)", "share of the step"));
     return rows.length ? el(".shares", {}, rows) : el("p.empty", {}, "This run measured neither limits nor idle time.");
   };
