@@ -2,7 +2,8 @@
 
 Findings, curves, what each process did when, where the time went, what the model wrote down to the token,
 faults and recoveries, options, environment. The file needs nothing else and asks nothing of any network.
-With a second folder both runs are in it, side by side. Nothing of the runs is changed.
+With a second folder both runs are in it, side by side. It is report.html in the first folder, unless --output
+says where; nothing else of the runs is changed.
 
 Exit status: 0 when the file is written, 2 for what is no run or where the file cannot be written.
 """

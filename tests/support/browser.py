@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from playwright.sync_api import Browser, Page, sync_playwright
+from typing import TYPE_CHECKING, Any
 
 from tools.browser import find_browser
+
+if TYPE_CHECKING:  # Only `make test-report` needs it installed.
+    from playwright.sync_api import Browser, Page
 
 WAIT_MS = 20_000
 """For whatever a page is to show."""
@@ -48,6 +49,8 @@ class Opened:
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A browser without a window; ends with the block."""
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         # A container has neither the user namespaces of Chromium's sandbox nor room in /dev/shm; what is
         # opened is ours.
