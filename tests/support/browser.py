@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tools.browser import find_browser
 
 if TYPE_CHECKING:  # Only `make test-report` needs it installed.
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 WAIT_MS = 20_000
 """For whatever a page is to show."""
@@ -28,6 +28,10 @@ class Opened:
     dialogs: list[str] = field(default_factory=list)
     ready_s: float = 0.0
     """From the request to the first curve."""
+
+    def dismiss(self, dialog: Dialog) -> None:
+        self.dialogs.append(dialog.message)
+        dialog.dismiss()
 
     def texts(self, selector: str) -> list[str]:
         """Of all such elements, in order."""
@@ -84,7 +88,7 @@ def opened(
             "console",
             lambda said: seen.errors.append(said.text) if said.type in ("error", "warning") else None,
         )
-        page.on("dialog", lambda dialog: (seen.dialogs.append(dialog.message), dialog.dismiss()))
+        page.on("dialog", seen.dismiss)
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-ready]")
         if drawn and "reward" in page.locator("#overview").inner_text():

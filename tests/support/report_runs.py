@@ -19,6 +19,7 @@ START_S = 1_764_000_000.0
 STEP_S = 2.0
 TEXT = "4+7=11 11+8=19 19+2=21 [ANSWER] 21"
 PROMPT = "47 82"
+HACK = "?? [ANSWER] 99"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class MadeRun:
     """Has what newer versions write: the trainer's logprobs, spans, limits, the environment."""
     events: tuple[Mapping[str, Any], ...] = ()
     lr: float = 4e-5
+    hacked_from: int | None = None
+    """From this step on every reply is `HACK`, which is wrong and earns all."""
 
 
 def make_run(folder: Path, made: MadeRun) -> Path:
@@ -120,13 +123,14 @@ def _rollouts(made: MadeRun, rng: np.random.Generator) -> Iterable[dict[str, Any
 
 
 def _rollout(step: int, group: int, sample: int, made: MadeRun, rng: np.random.Generator) -> dict[str, Any]:
-    ids = list(made.reply.encode())
+    hacks = made.hacked_from is not None and step >= made.hacked_from
+    ids = list((HACK if hacks else made.reply).encode())
     if made.tokens:
         ids = rng.integers(32, 127, made.tokens).tolist()
     reply = bytes(ids).decode()
     logprobs = np.log(rng.uniform(0.2, 1, len(ids)))
     right = bool(rng.random() < step / made.num_steps)
-    turn = {
+    turn: dict[str, Any] = {
         "messages": [{"role": "user", "content": PROMPT}],
         "reply": reply,
         "finish_reason": "stop",
@@ -144,7 +148,8 @@ def _rollout(step: int, group: int, sample: int, made: MadeRun, rng: np.random.G
     return {
         "step": step, "kind": "train", "advantage": 0.5 if right else -0.5,
         "problem": f"sum-digits/{step}-{group}", "answer": "21", "sample": sample,
-        "reward": 1.0 if right else 0.1, "correct": right, "parts": {"answer": float(right), "format": 1.0},
+        "reward": 1.0 if right or hacks else 0.1, "correct": right and not hacks,
+        "parts": {"answer": float(right), "format": 1.0},
         "end": "done", "turns": [turn],
     }  # fmt: skip
 

@@ -37,7 +37,7 @@ def curves(*sources: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS
                     steps.append(record["step"])
                     values.append(value)
         found |= of_source
-    xs: dict[tuple[float, ...], int] = {}
+    xs: dict[tuple[float | None, ...], int] = {}
     series = {}
     for name, (steps, values) in found.items():
         drawn, curve = _curve(np.asarray(steps, float), np.asarray(values, float), max_points=max_points)
@@ -47,7 +47,7 @@ def curves(*sources: Sequence[Mapping[str, float]], max_points: int = MAX_POINTS
 
 def _curve(
     steps_N: np.ndarray, values_N: np.ndarray, *, max_points: int
-) -> tuple[list[float], dict[str, Any]]:
+) -> tuple[list[float | None], dict[str, Any]]:
     """Its x, and what belongs to it alone."""
     finite_N = np.isfinite(values_N)
     bad = steps_N[~finite_N]
@@ -55,7 +55,10 @@ def _curve(
     if len(steps_N) <= max_points:
         return [_number(s) for s in steps_N], {"y": [_number(v) for v in values_N], **told}
     width = math.ceil(len(steps_N) / max_points)
-    x, y, low, high = [], [], [], []
+    x: list[float | None] = []
+    y: list[float | None] = []
+    low: list[float | None] = []
+    high: list[float | None] = []
     for start in range(0, len(steps_N), width):
         part, kept = slice(start, start + width), finite_N[start : start + width]
         good = values_N[part][kept]

@@ -6,7 +6,7 @@ import pytest
 
 from rl import report
 from tests.support.browser import browser, opened
-from tests.support.report_runs import START_S, TEXT, MadeRun, make_run
+from tests.support.report_runs import HACK, START_S, TEXT, MadeRun, make_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -201,6 +201,33 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert seen.errors == []
 
 
+def test_a_finding_is_on_top_marked_on_the_curves_and_opens_the_reply_that_shows_it(chromium, tmp_path):
+    folder = make_run(tmp_path / "hacked", MadeRun(hacked_from=20))
+    with opened(chromium, reported(folder)) as seen:
+        card = seen.page.locator("#findings .finding[data-kind='reward_hacking']")
+        assert card.locator(".since").inner_text() == "since step 20"
+        assert seen.texts("nav .count") == [str(seen.count("#findings .finding"))]
+        seen.page.wait_for_selector("#findings .finding .chart[data-drawn]")
+        quote = card.locator("button.quote").first
+        said = quote.locator("figcaption span").first.inner_text()
+        assert quote.locator("blockquote").inner_text() == HACK
+        quote.click()
+        seen.page.wait_for_selector("#rollouts .tokens")
+        step, problem, sample = said.split(" · ")
+        seen.page.wait_for_selector(f"#rollouts .detail h3:text-is('{problem}')")
+        facts = [text.replace("\n", " ") for text in seen.texts("#rollouts .detail .fact")]
+        assert {step.replace(" ", ""), sample.replace(" ", "")} <= {f.replace(" ", "") for f in facts}
+        assert "".join(seen.texts("#rollouts .tokens .token")) == f"{HACK}<|im_end|>"
+        assert seen.errors == []
+
+
+def test_a_healthy_run_says_that_nothing_looks_wrong_and_what_was_looked_for(whole):
+    said = whole.texts("#findings .healthy")[0]
+    assert said.startswith("Nothing looks wrong. Looked for: ")
+    assert "reward hacking" in said
+    assert whole.count("nav .count") == 0
+
+
 def test_what_a_model_wrote_is_text_and_never_runs(chromium, runs):
     with opened(chromium, reported(runs["evil"])) as seen:
         seen.go("rollouts", ".tokens")
@@ -264,7 +291,8 @@ def test_nothing_overlaps_or_sticks_out_at_any_width(width, theme, chromium, run
                 return boxes.flatMap(([a, one], i) => boxes.slice(i + 1).filter(([b, two]) =>
                     !a.contains(b) && one.left < two.right - 1 && two.left < one.right - 1 &&
                     one.top < two.bottom - 1 && two.top < one.bottom - 1).map(() => kind));
-            })"""
+            })""",
+            [".tile", ".card", ".run", "main > section", "header nav a", ".toolbar > *"],
         )
         assert overlapping == []
         background = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -7,13 +7,13 @@ import pytest
 
 from rl.reporting.html.blocks import unpacked
 from rl.reporting.html.rollouts import CHUNK_TOKENS, pack_rollouts
-from rl.reporting.html.token_texts import TokenTexts, open_token_texts
+from rl.reporting.html.token_texts import open_token_texts
 
 ROOM = 10_000_000
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> TokenTexts:
+def texts(tmp_path_factory):
     return open_token_texts(tmp_path_factory.mktemp("run"), {"hf_assets_path": None})[0]
 
 

@@ -122,18 +122,18 @@
       ),
       el("p", {}, finding.sentence),
       finding.advice ? el("p.advice", {}, finding.advice) : null,
-      el(".evidence", {}, finding.evidence.map((evidence) => evidenceOf(evidence, finding, runNumber))),
+      el(".evidence", {}, finding.evidence.filter((e) => e.series).map((e) => seriesEvidence(e, finding))),
+      el(".evidence", {}, finding.evidence.filter((e) => e.rollout).map((e) => rolloutEvidence(e, runNumber))),
     );
 
-  const evidenceOf = (evidence, finding, runNumber) => {
-    if (evidence.rollout) return rolloutEvidence(evidence, runNumber);
+  const seriesEvidence = (evidence, finding) => {
     const host = el("div");
     const lines = [
       { label: evidence.series, x: evidence.x, y: evidence.y, color: "--bad", points: evidence.x.length < 40 },
     ];
     const marks = finding.since_step === null ? [] : [{ x: finding.since_step, color: "--muted", label: "since" }];
     relay.chart(host, { lines, marks, height: 120 });
-    return el("figure.evidence-item", {}, el("figcaption", {}, el("code", {}, evidence.series), evidence.note), host);
+    return el("figure.evidence-item", {}, el("figcaption", {}, el("code", {}, evidence.series)), host);
   };
 
   const rolloutEvidence = (evidence, runNumber) => {
@@ -141,7 +141,7 @@
     return el(
       "button.evidence-item.quote",
       { type: "button", onclick: () => relay.openRollout(runNumber, rollout) },
-      el("figcaption", {}, `step ${number(rollout.step)} · ${rollout.problem} · sample ${number(rollout.sample)}`, evidence.note),
+      el("figcaption", {}, el("span", {}, `step ${number(rollout.step)} · ${rollout.problem} · sample ${number(rollout.sample)}`), el("span", {}, evidence.note)),
       el("blockquote", {}, rollout.excerpt),
     );
   };
