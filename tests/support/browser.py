@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,18 @@ class Opened:
     def numbers(self, selector: str, attribute: str) -> list[int]:
         """An attribute of all such elements."""
         return [int(element.get_attribute(attribute) or "") for element in self.page.locator(selector).all()]
+
+    def until(self, expression: str) -> None:
+        """Return when it is true in the page, whose policy forbids `Page.wait_for_function` to ask again.
+
+        Raises:
+            TimeoutError: it never was.
+        """
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while not self.page.evaluate(expression):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {WAIT_MS} ms: {expression}")
+            self.page.wait_for_timeout(20)
 
     def go(self, section: str, until: str) -> None:
         """To a part of the report; returns when something of it is there."""

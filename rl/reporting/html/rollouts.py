@@ -33,7 +33,7 @@ class PackedRollouts:
     """Of one run."""
 
     index: dict[str, Any]
-    """`columns` by name, `first_of_chunk`, `num_recorded`."""
+    """`columns` by name, `first_of_chunk`, `num_recorded`, and whether texts of tokens are known."""
     chunks: list[str]
     """Blocks, each a list of rollouts under `rollouts`, and the `texts` and `pieces` that they count in."""
 
@@ -124,7 +124,12 @@ def _pack(
         chunks.append(chunk.pack())
     names = list(_row({}))
     columns = {name: [row[name] for row in rows] for name in names} | {"line": list(numbers)}
-    index = {"columns": columns, "first_of_chunk": first_of_chunk, "num_recorded": num_recorded}
+    index = {
+        "columns": columns,
+        "first_of_chunk": first_of_chunk,
+        "num_recorded": num_recorded,
+        "texts_known": texts.known,
+    }
     return PackedRollouts(index=index, chunks=chunks)
 
 

@@ -6,6 +6,7 @@ are one block.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import re
 from collections import defaultdict

@@ -62,7 +62,7 @@ def test_a_group_of_metrics_is_drawn_when_it_is_opened(whole):
     group = whole.page.locator("#curves details.group", has_text="completion")
     assert group.locator("[data-drawn]").count() == 0
     group.locator("summary").click()
-    whole.page.wait_for_function(
+    whole.until(
         "[...document.querySelectorAll('#curves details.group[open] .chart')].every(c => c.dataset.drawn)"
     )
     assert group.locator("h3").all_inner_texts() == ["completion/tokens_mean", "completion/cut_off"]
@@ -139,9 +139,9 @@ def test_tokens_are_coloured_by_what_is_chosen(whole):
     by_advantage = whole.page.evaluate(colors)
     assert len(set(by_advantage)) == 1  # one advantage for all of the reply
     whole.page.get_by_label("colour of tokens").select_option("diff")
-    whole.page.wait_for_function(f"new Set(({colors})()).size > 10")
+    whole.until(f"new Set(({colors})()).size > 10")
     whole.page.get_by_label("colour of tokens").select_option("none")
-    whole.page.wait_for_function(f"({colors})().every(color => color === '')")
+    whole.until(f"({colors})().every(color => color === '')")
 
 
 def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
@@ -195,9 +195,7 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert "loop.num_steps\t40\t30" in rows
         seen.go("rollouts", ".tokens")
         seen.page.locator("#rollouts .tab").nth(1).click()
-        seen.page.wait_for_function(
-            "document.querySelector('#rollouts [data-count]').textContent.startsWith('120 of 120')"
-        )
+        seen.until("document.querySelector('#rollouts [data-count]').textContent.startsWith('120 of 120')")
         assert seen.errors == []
 
 
@@ -226,6 +224,18 @@ def test_a_healthy_run_says_that_nothing_looks_wrong_and_what_was_looked_for(who
     assert said.startswith("Nothing looks wrong. Looked for: ")
     assert "reward hacking" in said
     assert whole.count("nav .count") == 0
+
+
+def test_without_its_tokenizer_a_reply_is_its_text_beside_its_tokens_numbers(chromium, tmp_path):
+    folder = make_run(tmp_path / "far", MadeRun(num_steps=2))
+    config = json.loads((folder / "config.json").read_text())
+    config["values"]["hf_assets_path"] = str(tmp_path / "gone")
+    (folder / "config.json").write_text(json.dumps(config))
+    with opened(chromium, reported(folder)) as seen:
+        assert "tokens are shown by their numbers" in " ".join(seen.texts("#overview .problems li"))
+        seen.go("rollouts", ".tokens")
+        assert seen.texts("#rollouts .reply pre")[0] == TEXT
+        assert seen.texts("#rollouts .tokens .token")[:2] == ["<52>", "<43>"]
 
 
 def test_what_a_model_wrote_is_text_and_never_runs(chromium, runs):

@@ -18,11 +18,15 @@
   const counted = links.get("findings");
   const numFindings = relay.runs.reduce((sum, run) => sum + run.findings.length, 0);
   if (numFindings) counted.append(el("span.count", {}, String(numFindings)));
+  // The section whose part stands below the head of the page.
+  const inSight = new Set();
   const observer = new IntersectionObserver(
     (entries) => {
-      for (const entry of entries) links.get(entry.target.id)?.classList.toggle("here", entry.isIntersecting);
+      for (const { target, isIntersecting } of entries) inSight[isIntersecting ? "add" : "delete"](target.id);
+      const first = [...links.keys()].find((id) => inSight.has(id));
+      for (const [id, link] of links) link.classList.toggle("here", id === first);
     },
-    { rootMargin: "-20% 0px -70% 0px" },
+    { rootMargin: "-15% 0px -75% 0px" },
   );
   for (const section of document.querySelectorAll("main section")) observer.observe(section);
   document.documentElement.dataset.ready = "true";

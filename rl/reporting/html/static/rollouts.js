@@ -13,7 +13,7 @@
     different: ["largest trainer − generator first", (a, b) => (b.diff ?? -1) - (a.diff ?? -1)],
   };
   const OUTCOMES = {
-    all: ["all", () => true],
+    all: ["every outcome", () => true],
     right: ["correct", (row) => row.correct === true],
     wrong: ["wrong", (row) => row.correct === false && !row.failure],
     failed: ["failed, or no answer found", (row) => Boolean(row.failure || row.unparsed?.length)],
@@ -182,7 +182,7 @@
       const row = this.rows[i];
       const turns = rollouts[i - this.index.first_of_chunk[chunk]];
       const siblings = this.rows.filter((other) => ["step", "kind", "set", "problem"].every((name) => other[name] === row[name]));
-      const view = relay.rolloutView({ row, turns, texts, pieces }, { siblings, open: (other) => this.open(other), again: () => this.open(i) });
+      const view = relay.rolloutView({ row, turns, texts, pieces, known: this.index.texts_known }, { siblings, open: (other) => this.open(other), again: () => this.open(i) });
       this.detail.replaceChildren(view);
       this.detail.scrollTop = 0;
     }

@@ -42,8 +42,8 @@
     return "";
   };
 
-  // `rollout`: {row, turns, texts, pieces}; `again` draws it anew in another colour.
-  relay.rolloutView = ({ row, turns, texts, pieces }, { siblings, open, again }) => {
+  // `known`: the texts of tokens are; `again` draws it anew in another colour.
+  relay.rolloutView = ({ row, turns, texts, pieces, known }, { siblings, open, again }) => {
     const scale = scaleOf(turns);
     return el(
       ".rollout-view",
@@ -51,7 +51,7 @@
       head(row),
       siblings.length > 1 ? siblingStrip(row, siblings, open) : null,
       colorBar(turns, scale, again),
-      turns.map((turn, i) => turnView(turn, { texts, pieces, scale, number: turns.length > 1 ? i + 1 : null })),
+      turns.map((turn, i) => turnView(turn, { texts, pieces, known, scale, number: turns.length > 1 ? i + 1 : null })),
     );
   };
 
@@ -68,10 +68,10 @@
         fact("kind", row.kind + (row.set ? ` (${row.set})` : "")),
         fact("sample", number(row.sample)),
         fact("reward", number(row.reward), row.reward > 0 ? "plus" : ""),
-        parts.map(([name, value]) => fact(name, number(value))),
+        parts.map(([name, value]) => fact(`reward · ${name}`, number(value))),
         row.advantage === null ? null : fact("advantage", number(row.advantage), row.advantage > 0 ? "plus" : row.advantage < 0 ? "minus" : ""),
         row.correct === null ? null : fact("correct", row.correct ? "yes" : "no", row.correct ? "plus" : "minus"),
-        row.answer === null || row.answer === undefined ? null : fact("answer", typeof row.answer === "string" ? row.answer : JSON.stringify(row.answer)),
+        row.answer === null || row.answer === undefined ? null : fact("right answer", typeof row.answer === "string" ? row.answer : JSON.stringify(row.answer)),
         fact("tokens", number(row.tokens)),
         row.diff === null ? null : fact("largest difference", `${number(row.diff, 3)} nats`),
         fact("end", row.end ?? "–"),
@@ -118,7 +118,7 @@
     return null;
   };
 
-  const turnView = (turn, { texts, pieces, scale, number: turnNumber }) =>
+  const turnView = (turn, { texts, pieces, known, scale, number: turnNumber }) =>
     el(
       ".turn",
       {},
@@ -129,7 +129,8 @@
         ".message.assistant.reply",
         {},
         el("i", {}, "reply", turn.finish ? el("span.hint", {}, ` · ended by ${turn.finish}`) : null, turn.reward ? el("span.hint", {}, ` · the turn's reward ${relay.number(turn.reward)}`) : null),
-        turn.tokens ? tokenText(turn, pieces, scale) : el("pre", {}, texts[turn.reply] ?? ""),
+        turn.tokens && known ? null : el("pre", {}, texts[turn.reply] ?? ""),
+        turn.tokens ? tokenText(turn, pieces, scale) : null,
       ),
       turn.metrics ? el(".card-note", {}, Object.entries(turn.metrics).map(([name, value]) => `${name} ${relay.number(value)}  `)) : null,
     );
