@@ -195,7 +195,7 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert "loop.num_steps\t40\t30" in rows
         seen.go("rollouts", ".tokens")
         seen.page.locator("#rollouts .tab").nth(1).click()
-        seen.until("document.querySelector('#rollouts [data-count]').textContent.startsWith('120 of 120')")
+        seen.until("document.querySelector('#rollouts [data-count]')?.textContent.startsWith('120 of 120')")
         assert seen.errors == []
 
 
