@@ -5,7 +5,7 @@
 
 PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
 ARGS ?=
-BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step tinker_overhead
+BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step tinker_overhead observability
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow and not browser
@@ -87,7 +87,7 @@ types: setup ## mypy over everything
 
 check: lint types test-fast ## what has to be clean before a commit
 
-bench: setup ## speed: whole steps beside TRL, sync and async, time to a reward, weights, generator steps, batch invariance, training steps
+bench: setup ## speed: whole steps beside TRL, sync and async, time to a reward, weights, generator steps, batch invariance, training steps, the cost of observability
 	@set -e; for name in $(BENCH); do (set -x; $(RUN) -m benchmarks.$$name $(ARGS) $(NO_INPUT)); done
 
 golden: setup ## losses of ten steps of the tiny config, renewed for this machine: old and new side by side

@@ -14,12 +14,12 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
 from actors.calls import ActorCallError, Group, may_hang
@@ -56,6 +56,9 @@ from rl.training.damaged import put_aside
 from rl.training.own_checkpoint import own_checkpoint
 
 logger = logging.getLogger(__name__)
+
+TOLD_S = 10.0
+"""For whoever has asked a dead trainer for something to say so."""
 
 _NOT_OF_ROLLOUTS = {
     "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps",
@@ -112,6 +115,19 @@ async def load_newest(
             logger.info("loaded %s, policy version %d", source.path, version)
             return source
     return None
+
+
+async def while_trainer_lives(fleet: Fleet, training: Coroutine[Any, Any, None]) -> None:
+    """A trainer's death is seen also while nothing is asked of it; whoever asks tells more of it."""
+    if fleet.recovery is None:
+        return await training
+    running = asyncio.ensure_future(training)
+    try:
+        await fleet.recovery.trainer.while_alive(running, "training", grace_s=TOLD_S)
+    finally:
+        # It is closed before anything is started again.
+        running.cancel()
+        await asyncio.wait({running})
 
 
 class Revive(Protocol):
@@ -173,7 +189,7 @@ class Training:
             loop = self._loop(fleet, learner, metrics=metrics, state=state, source=source)
             background = self.config.trainer.checkpoint.async_mode != "disabled"
             async with _last_save_ends(fleet, background=background):
-                await loop.run()
+                await while_trainer_lives(fleet, loop.run())
         await asyncio.gather(self._export(learner), self._draw())
 
     async def _prepare(self, learner: ActorLearner) -> LoadSource | None:

@@ -25,13 +25,16 @@ def in_background(work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task
 
 async def end_background(*, timeout_s: float) -> None:
     """Cancel all that runs, and wait until it has ended: what starts actors again, for one."""
-    tasks = list(_tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        _, late = await asyncio.wait(tasks, timeout=timeout_s)
-        for task in late:
-            logger.warning("%s did not end within %g s", task.get_name(), timeout_s)
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while _tasks:  # what ends may have begun something else
+        for task in _tasks:
+            task.cancel()
+        left_s = deadline - asyncio.get_running_loop().time()
+        _, late = await asyncio.wait(set(_tasks), timeout=max(left_s, 0.0))
+        if late:
+            for task in late:
+                logger.warning("%s did not end within %g s", task.get_name(), timeout_s)
+            return
 
 
 def _ended(task: asyncio.Task[None]) -> None:

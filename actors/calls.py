@@ -173,8 +173,17 @@ class ActorGroup:
         """The ranks of this host whose process has ended."""
         return [rank for rank, process in self.processes.items() if not is_alive(process)]
 
-    async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+    async def seen_dead(self, within_s: float) -> list[int]:
+        """As `dead`, as soon as there is one: who misses an answer may know of it first."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while not (dead := self.dead()) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(within_s / 20)
+        return dead
+
+    async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = REPORT_GRACE_S) -> T:
         """Wait for something that cannot come from a dead process of the group, however long that takes.
+
+        `grace_s` is what it may take to end with an error of its own.
 
         Raises:
             ActorLostError: one of this host is dead; `what` is in the message.
@@ -186,7 +195,7 @@ class ActorGroup:
                 if (await asyncio.wait({waiting}, timeout=LOOK_EVERY_S))[0]:
                     return waiting.result()
                 dead = self.dead()
-            if (await asyncio.wait({waiting}, timeout=REPORT_GRACE_S))[0]:
+            if (await asyncio.wait({waiting}, timeout=grace_s))[0]:
                 return waiting.result()
         finally:
             waiting.cancel()
@@ -194,12 +203,7 @@ class ActorGroup:
 
     async def _lost_peers(self) -> list[int]:
         """After an error of one rank, which may be that it has lost another."""
-        if len(self.processes) < 2:
-            return []
-        deadline = asyncio.get_running_loop().time() + PEER_GRACE_S
-        while not (dead := self.dead()) and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(PEER_GRACE_S / 20)
-        return dead
+        return [] if len(self.processes) < 2 else await self.seen_dead(PEER_GRACE_S)
 
     def _lost(self, dead: Sequence[int], endpoint: str) -> ActorLostError:
         ranks, num_ranks = ", ".join(map(str, dead)), self.num_ranks or self.mesh.size()

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
 from rl.config.serialize import to_dict, write_json
 from rl.errors import RunError, writing
+from rl.folder_lock import having
 from rl.observability.console import progress, say
 from rl.observability.environment import write_environment
 from rl.observability.events import Events
@@ -40,6 +41,7 @@ from rl.observability.run_folder import RunFolder
 from rl.observability.summary import summary
 from rl.rollouts.rubric import Rubric
 from rl.stop_request import StopRequest
+from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import saved_steps
 from rl.training.errors import unwritten
 from rl.weights.files import make_store
@@ -69,12 +71,17 @@ class Controller(Configurable):
             RunError: the run stopped; its folder says so, or is not there where it could not be begun.
         """
         config = self.config
-        if self.source.resumes is not None and not config.launch.dry_run:
-            return self._resume(self.source.resumes)
-        plan = make_plan(config)
         if config.launch.dry_run:
+            make_plan(config)
             print(describe(config.launch, place_fleet(config.fleet, num_gpus=num_gpus())), flush=True)
             return Path(config.dump_folder)
+        with _only_saver(config.trainer.checkpoint):
+            return self._start() if self.source.resumes is None else self._resume(self.source.resumes)
+
+    def _start(self) -> Path:
+        """As `run`, of a new one."""
+        config = self.config
+        plan = make_plan(config)
         name = config.name or f"{self.source.module.replace('.', '-')}-{self.source.function}"
         with RunFolder.create(
             config.dump_folder,
@@ -96,6 +103,7 @@ class Controller(Configurable):
         """As `run`, of a run that has ended before its last step."""
         config = self.config
         with RunFolder.resume(path, checkpoints=config.trainer.checkpoint.shared_folder) as folder:
+            check_unfinished(folder, num_steps=config.loop.num_steps)
             changes = changed_fields(folder.config_json, config)
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
@@ -109,8 +117,6 @@ class Controller(Configurable):
         return folder.path
 
     def _write_start(self, folder: RunFolder, plan: Plan) -> None:
-        if self.config.trainer.checkpoint.saves:
-            folder.lock_checkpoints()
         with writing(folder.config_json):
             write_json(self.source, folder.config_json)
         with unwritten(str(plan.start.folder)):
@@ -219,6 +225,37 @@ class Controller(Configurable):
             )
 
 
+def _only_saver(config: CheckpointConfig) -> AbstractContextManager[None]:
+    """No other run saves into a folder outside of its own meanwhile, from before it is read.
+
+    Raises:
+        ValueError: one does, or the folder cannot be made.
+    """
+    if config.shared_folder is None or not config.saves:
+        return nullcontext()
+    return having(
+        config.shared_folder,
+        as_what="trainer.checkpoint.folder",
+        otherwise="only one run at a time may save there: choose another trainer.checkpoint.folder, or "
+        "trainer.checkpoint.load_only",
+    )
+
+
+def check_unfinished(folder: RunFolder, *, num_steps: int) -> None:
+    """Raise ValueError if a run has done these steps, by its records: whatever its checkpoints are."""
+    if folder.is_finished and folder.metrics.exists():
+        done = max((int(record["step"]) for record in read_metrics(folder.metrics)), default=0)
+        if done >= num_steps:
+            raise ValueError(_no_steps_left(folder, done=done, num_steps=num_steps))
+
+
+def _no_steps_left(folder: RunFolder, *, done: int, num_steps: int) -> str:
+    return (
+        f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} to go on "
+        "with it"
+    )
+
+
 def check_resumes(plan: Plan, *, folder: RunFolder, num_steps: int) -> None:
     """Whether a run has steps left to do.
 
@@ -231,7 +268,4 @@ def check_resumes(plan: Plan, *, folder: RunFolder, num_steps: int) -> None:
     if position is None:
         raise ValueError(f"{folder.path} holds a finished run and no checkpoint that it could go on from")
     if position.step >= num_steps:
-        raise ValueError(
-            f"{folder.path} holds a finished run of {position.step} steps: raise loop.num_steps="
-            f"{num_steps} to go on with it"
-        )
+        raise ValueError(_no_steps_left(folder, done=position.step, num_steps=num_steps))

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Watched:
     def forget(self) -> None:
         """Nobody asks any more what they do: they are lost, and their place is taken or given up."""
         for file in (self.logs / STATE_FOLDER).glob(f"{self.role}-*"):
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # what is left there is only told
+                file.unlink()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,7 +142,8 @@ async def _ask_for(launch: LaunchConfig, groups: Mapping[str, int], job: Any) ->
             found = state.job.state(cached_path=None)
     except TimeoutError as error:
         raise ActorCallError(
-            f"no hosts from {state.what} within launch.start_timeout_s={launch.start_timeout_s:g}: {error}"
+            f"no hosts from {state.what} within launch.start_timeout_s={launch.start_timeout_s:g}"
+            + (f": {error}" if str(error) else "")
         ) from error
     except Exception as error:  # a scheduler's client raises whatever it likes
         raise ActorCallError(f"no hosts from {state.what}: {type(error).__name__}: {error}") from error

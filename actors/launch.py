@@ -57,7 +57,8 @@ T = TypeVar("T")
 
 SPAWN_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-KILL_GRACE_S = 5.0
+KILL_GRACE_S = 60.0
+"""For the kernel to end a killed process, which first frees its memory: a large one takes its time."""
 LOST_STOP_TIMEOUT_S = 5.0
 """For Monarch to take note that a role has ended whose processes were killed."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
@@ -184,13 +185,9 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
 
 
 async def setup_logs(
-    mesh: ProcMesh,
-    *,
-    folder: Path,
-    console_level: str,
-    timeline: TimelineConfig | None = None,
+    mesh: ProcMesh, *, folder: Path, console_level: str, timeline: TimelineConfig | None = None,
     timeout_s: float = SPAWN_TIMEOUT_S,
-) -> None:
+) -> None:  # fmt: skip
     """Log records of every process of the role go to `folder/<role>-<rank>.log`, and from
     `console_level` up to the console; what it does to the folders of `actors.watching.be_watched`.
 
@@ -263,7 +260,7 @@ async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
     Asks first; what is left on this host after `timeout_s` is killed.
 
     Raises:
-        RuntimeError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
+        RunError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
     """
     for role in [role for role in _roles if role.mesh is mesh]:
         await _end(role, timeout_s=timeout_s, first="ask")

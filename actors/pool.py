@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from actors.background import in_background
-from actors.calls import LOOK_EVERY_S, ActorLostError, ActorTimeoutError, Group, Timeouts
-from actors.supervision import Supervisor, first_line
+from actors.calls import LOOK_EVERY_S, PEER_GRACE_S, ActorLostError, ActorTimeoutError, Group, Timeouts
+from actors.supervision import WRONG_WEIGHTS, Supervisor, first_line
 from actors.sync_check import SyncCheck
 from actors.vllm.errors import EngineFailedError
 from rl.errors import RunError
@@ -42,6 +42,10 @@ class WatchedGroup(Group, Protocol):
 
     async def while_alive(self, answer: Awaitable[T], what: str) -> T:
         """As `ActorGroup.while_alive`."""
+        ...
+
+    async def seen_dead(self, within_s: float) -> list[int]:
+        """As `ActorGroup.seen_dead`."""
         ...
 
 
@@ -119,6 +123,7 @@ class GeneratorPool:
         """Of the last pull that was checked."""
         self._failure: RunError | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
 
     def watch(self) -> None:
         """From now on a generator is replaced also when nobody asks it for anything."""
@@ -161,6 +166,7 @@ class GeneratorPool:
 
     def close(self) -> Sequence[Slot]:
         """Replace nobody from now on; returns those that are up."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         return [slot for slot in self.slots if slot.is_up]
@@ -191,9 +197,18 @@ class GeneratorPool:
         self, version: int, generators: Sequence[Group], *, lost: list[ActorLostError]
     ) -> ServeResult:
         """`lost` takes the errors of those that are lost meanwhile; an error is raised if the trainer is."""
-        pull = self._check.pull(version, generators=generators, lost=lost)
-        # From a dead trainer's memory nothing comes, and a generator would only see that at its deadline.
-        return await self.trainer.while_alive(pull, f"pull of version {version}")
+        pull, what = self._check.pull(version, generators=generators, lost=lost), f"pull of version {version}"
+        try:
+            # From a dead trainer's memory nothing comes, and a generator would only see that at its deadline.
+            return await self.trainer.while_alive(pull, what)
+        except (ActorLostError, *WRONG_WEIGHTS):
+            raise
+        except RunError as error:
+            # Or it is the first to hear of it.
+            if dead := await self.trainer.seen_dead(PEER_GRACE_S):
+                message = f"{self.trainer.name}.{what} failed: {first_line(error)}"
+                raise ActorLostError(message, role=self.trainer.name, ranks=dead) from error
+            raise
 
     async def _watch(self) -> None:
         while True:
@@ -208,6 +223,8 @@ class GeneratorPool:
         if slot.group is not group or not slot.is_up:
             return  # known already
         slot.is_up = False
+        if self._is_closed:
+            return
         again = self._replace(slot, reason=first_line(error))
         self._tasks.append(in_background(again, name=f"restart of {slot.name}"))
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rl.errors import RunError
 from rl.process_id import ProcessId, identify, is_alive, kill
 
 __all__ = [
@@ -28,12 +29,12 @@ async def until_gone(processes: Sequence[ProcessId], *, of: str, grace_s: float)
     """Wait for processes that were killed.
 
     Raises:
-        RuntimeError: one outlived SIGKILL for so long (stuck in the kernel); names `of` and the pids.
+        RunError: one outlived SIGKILL for so long (stuck in the kernel); names `of` and the pids.
     """
     deadline = time.monotonic() + grace_s
     while left := [process for process in processes if is_alive(process)]:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{of}: processes {[p.pid for p in left]} outlived SIGKILL")
+            raise RunError(f"{of}: processes {[p.pid for p in left]} outlived SIGKILL for {grace_s:g} s")
         await asyncio.sleep(0.02)
 
 

@@ -5,12 +5,11 @@ The last checkpoint is loaded by whoever asked for it: until then the trainer ha
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import replace
 
 from actors import launch
-from actors.calls import LOOK_EVERY_S, ActorCallError, ActorGroup, ActorLostError, ActorTimeoutError
+from actors.calls import ActorCallError, ActorGroup, ActorLostError, ActorTimeoutError
 from actors.fleet import Fleet, Recovery
 from actors.supervision import first_line
 from rl.errors import RunError
@@ -81,10 +80,7 @@ async def _reason(trainer: ActorGroup, error: RunError) -> str | None:
         if isinstance(told, ActorLostError) and told.role == trainer.name:
             return first_line(told)
         told = told.__cause__
-    deadline = asyncio.get_running_loop().time() + GRACE_S
-    while not (dead := trainer.dead()) and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(LOOK_EVERY_S)
-    if dead:
+    if dead := await trainer.seen_dead(GRACE_S):
         return f"rank {', '.join(map(str, dead))} of {trainer.mesh.size()} is dead: its process ended"
     if len(trainer.processes) < trainer.mesh.size():
         try:

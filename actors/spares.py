@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 SPARE = "spare"
 """Start of the names of their roles."""
+MAX_IDLE_DEATHS = 3
+"""As often one that dies while it waits is started again."""
 
 
 class Spares:
@@ -37,9 +39,12 @@ class Spares:
         """With the names of their roles."""
         self._num_starting = 0
         self._names = count()
+        self._tending: asyncio.Task[None] | None = None
 
     def fill(self) -> None:
-        """Start those that are missing, in the background."""
+        """Start those that are missing, in the background, and see to it that they live."""
+        if self._tending is None and self._number:
+            self._tending = in_background(self._tend(), name="watch over the spares")
         for _ in range(self._number - len(self._ready) - self._num_starting):
             self._num_starting += 1
             name = f"{SPARE}_{next(self._names)}"
@@ -54,11 +59,30 @@ class Spares:
         """One that is now of this place; None if none is ready. `fill` starts another one."""
         while self._ready:
             name, mesh = self._ready.pop(0)
-            if all(is_alive(process) for process in launch.local_processes(mesh).values()):
-                await self._roles.move(mesh, at)
-                return mesh
+            if _lives(mesh):
+                try:
+                    await self._roles.move(mesh, at)
+                    return mesh
+                except RunError as error:
+                    logger.warning("%s could not take the place of %s: %s", name, at.role, error)
+                    await launch.stop_lost(at.role)
             await launch.stop_lost(name)
         return None
+
+    async def _tend(self) -> None:
+        """What dies while it waits makes room for another one, for as long as that helps."""
+        for num_lost in count(1):
+            while not (dead := [(name, mesh) for name, mesh in self._ready if not _lives(mesh)]):
+                await asyncio.sleep(LOOK_EVERY_S)
+            self._ready.remove(dead[0])
+            name, _ = dead[0]
+            await launch.stop_lost(name)
+            if num_lost > MAX_IDLE_DEATHS:
+                logger.warning("%s died while it waited, as others before it: there is one less", name)
+                self._number -= 1
+            else:
+                logger.info("%s died while it waited", name)
+            self.fill()
 
     async def _start(self, name: str) -> None:
         try:
@@ -71,3 +95,7 @@ class Spares:
             self._number -= 1
         finally:
             self._num_starting -= 1
+
+
+def _lives(mesh: ProcMesh) -> bool:
+    return all(is_alive(process) for process in launch.local_processes(mesh).values())

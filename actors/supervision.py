@@ -109,7 +109,7 @@ class Restarts:
                 f"{config.window_s:g}); the last reason: {reason}"
             )
         self._made[role] = [*made, now_s]
-        pause_s = min(config.pause_s * 2 ** (len(made) - 1), config.max_pause_s) if made else 0.0
+        pause_s = min(config.pause_s * 2 ** min(len(made) - 1, 60), config.max_pause_s) if made else 0.0
         return Restart(number=len(made) + 1, pause_s=pause_s)
 
 

@@ -35,6 +35,7 @@ RUN_FILE = "run"
 """In the folder: the run's id, which its processes carry in their environment."""
 MAX_PATH = 45
 """Characters of the folder: what is put into it are sockets, whose whole path has at most 107."""
+SHORT_PARENT = "/tmp"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -55,9 +56,10 @@ _made: list[_Folder] = []
 def temporary_files() -> Iterator[None]:
     """Within this context TMPDIR is a folder that ends with this process; also for what it starts.
 
-    Where there cannot be one (a file system without locks, a path too long for sockets), all stays as it is.
+    It is made in the one that TMPDIR names, or in /tmp where that path is too long for sockets. Where there
+    cannot be one (a file system without locks), all stays as it is.
     """
-    folder = _made[0] if _made else _make(Path(tempfile.gettempdir()))
+    folder = _made[0] if _made else _make(_parent())
     if folder is None:
         yield
         return
@@ -76,6 +78,13 @@ def temporary_files() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _parent() -> Path:
+    """Where it is made: where TMPDIR says, unless that is too long a path for the sockets."""
+    asked = Path(tempfile.gettempdir())
+    fits = len(str(asked / f"{PREFIX}{'x' * 8}")) <= MAX_PATH
+    return asked if fits else Path(SHORT_PARENT)
 
 
 def remove_dead(parent: Path) -> list[Path]:
@@ -118,8 +127,6 @@ def _make(parent: Path) -> _Folder | None:
     path = parent / new.name.removeprefix(".")
     descriptor = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if len(str(path)) > MAX_PATH:
-            raise OSError(f"{path} is too long for the sockets in it")
         (new / RUN_FILE).write_text(RUN)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(path)

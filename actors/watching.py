@@ -56,8 +56,10 @@ def draw_timeline(folder: RunFolder, timeline: TimelineConfig) -> None:
         return
     try:
         write_timeline(folder.logs, folder.timeline)
-    except (OSError, NoSpansError) as error:
-        logger.warning("%s was not written: %s", folder.timeline, error)
+    except NoSpansError as error:
+        logger.info("%s was not written: %s", folder.timeline, error)
+    except OSError as error:
+        logger.warning("%s was not written: %s", folder.timeline, error.strerror or error)
 
 
 def forget_earlier_processes(logs: Path) -> None:

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rl.observability.activity import STATE_FOLDER
@@ -52,18 +53,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--brief", action="store_true", help="without the stacks")
     parser.add_argument(
         "--expected_s",
-        type=_positive,
+        type=_seconds,
         help="longest that the controller should wait for one thing; by default five times the longest step "
         "or evaluation so far, at least a minute",
     )
     return parser.parse_args(argv)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ def measured(workload: Workload, device: torch.device) -> tuple[MachineLimits, b
     if on_gpu:
         all_tries.append(_copy(LARGEST_COPY["cpu"], device, torch.device("cpu")))
         host = LARGEST_COPY["cpu"] / all_tries[-1].best_s
+        torch.cuda.empty_cache()  # what was measured with is needed by others now
     limits = MachineLimits(
         device=torch.cuda.get_device_name(device) if on_gpu else processor(),
         flops_per_s=flops / multiplied.best_s,

@@ -27,6 +27,8 @@ from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
 from losses.rloo import RLOOLoss
 from rl.config.tree import is_node
 from rl.loop import Loop
+from rl.machine_limits import LimitsConfig
+from rl.observability.span_file import TimelineConfig
 from rl.rollouts.renderer import RendererConfig
 from rl.weights.store import WeightStore
 
@@ -130,6 +132,15 @@ def test_recovery_has_a_table_with_a_row_for_each_of_its_fields():
     rows, _ = documented((DOCS / "reliability.md").read_text())
     recovery = {row for row in rows if row.startswith("recovery.")}
     assert sorted(recovery) == sorted(fields_of(RecoveryConfig, prefix="recovery."))
+
+
+def test_timeline_and_limits_have_a_page_with_a_row_for_each_field_and_no_other():
+    rows, _ = documented((DOCS / "timeline.md").read_text())
+    fields = {
+        *fields_of(TimelineConfig, prefix="timeline."),
+        *fields_of(LimitsConfig, prefix="limits."),
+    }
+    assert sorted(rows) == sorted(fields)
 
 
 def test_renderers_have_a_page_with_a_row_for_each_field_and_no_other():

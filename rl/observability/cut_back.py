@@ -99,14 +99,13 @@ def _cut(file: Path, keeps: Callable[[bytes], bool], *, keep_old: bool) -> CutFi
     with file.open("rb") as lines:
         kept = [_is_whole_and(keeps, line) for line in lines]
     done = CutFile(num_kept=sum(kept), num_cut=len(kept) - sum(kept))
-    if not done.num_kept:
-        if keep_old:
-            file.replace(kept_aside(file))
-        else:
-            file.unlink()
-    elif done.num_cut:
-        with writing(file):
+    with writing(file):
+        if done.num_kept and done.num_cut:
             _write_kept(file, kept)
+        elif not done.num_kept and keep_old:
+            file.replace(kept_aside(file))
+        elif not done.num_kept:
+            file.unlink()
     return done
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.folder_lock import LOCK
 from rl.observability.activity import STATE_FOLDER
 from rl.observability.events import read_events
 from rl.observability.metrics import read_metrics
 from rl.observability.process_state import ProcessState, read_states
-from rl.observability.run_folder import EVENTS, LOCK, STATUS, read_status
+from rl.observability.run_folder import EVENTS, STATUS, read_status
 from rl.process_id import is_alive, kernel_state
 
 LEAST_EXPECTED_S = 60.0

@@ -54,8 +54,12 @@ def typical(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     steps = [record for record in records if "time/step_s" in record]
     steps = steps[NUM_FIRST:] if len(steps) > 2 * NUM_FIRST else steps
     names = {name for record in steps for name in record}
-    values = {name: [r[name] for r in steps if math.isfinite(r.get(name, math.nan))] for name in names}
+    values = {name: [r[name] for r in steps if _is_finite(r.get(name))] for name in names}
     return {name: statistics.median(of_name) for name, of_name in values.items() if of_name}
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bottleneck | None:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import shutil
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +24,10 @@ from typing import Literal
 
 from rl.atomic_file import SUFFIX, replacing
 from rl.errors import writing
+from rl.folder_lock import LOCK, lock, make_folder, remove_empty, usable
 
-LOCK, STATUS = ".lock", "status.json"
+STATUS = "status.json"
+AS_WHAT = "a run's folder"
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
@@ -75,7 +75,7 @@ class RunFolder:
         self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
         self.timeline = path / TIMELINE
-        self._lock_fds = [lock_fd]
+        self._lock_fd: int | None = lock_fd
         self._created = created
 
     @classmethod
@@ -108,20 +108,20 @@ class RunFolder:
         if not name or name in (".", "..") or Path(name).name != name:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
-        created = _make_folder(path)
+        created = make_folder(path, AS_WHAT)
         _refuse_foreign(path)
         had_lock = (path / LOCK).exists()
         try:
-            lock_fd = _lock(path)
+            lock_fd = lock(path, as_what=AS_WHAT, otherwise="choose another name")
         except ValueError:
-            _remove_empty(path, topmost=created)
+            remove_empty(path, topmost=created)
             raise
         try:
             status = read_status(path)
             if status is not None and not overwrite:
                 raise ValueError(_occupied(path, status))
             _refuse_inputs(path, inputs or {})
-            with _usable(path):
+            with usable(path, AS_WHAT):
                 _clear(path)
                 for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
                     (path / folder).mkdir()
@@ -147,7 +147,7 @@ class RunFolder:
         """
         if not path.is_dir() or read_status(path) is None:
             raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
-        lock_fd = _lock(path, otherwise="only a run that has ended can be resumed")
+        lock_fd = lock(path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed")
         return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=None)
 
     @property
@@ -160,25 +160,11 @@ class RunFolder:
         for name in PARTIAL_FILES:
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
-        with _usable(self.path):
+        with usable(self.path, AS_WHAT):
             for folder in OWN_FOLDERS:
                 if folder == self.logs.name or self.checkpoints.parent == self.path:
                     (self.path / folder).mkdir(exist_ok=True)
             _write_status(self.path, "running")
-
-    def lock_checkpoints(self) -> None:
-        """Where they are not in the run's folder: no other run that does so may save there until `close`.
-
-        Raises:
-            ValueError: one does, or the folder cannot be made.
-        """
-        if self.checkpoints.parent == self.path:
-            return
-        with _usable(self.checkpoints, as_what="trainer.checkpoint.folder"):
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self._lock_fds.append(
-            _lock(self.checkpoints, otherwise="choose another trainer.checkpoint.folder, or load_only")
-        )
 
     def mark_finished(self) -> None:
         """From now on the folder is refused without `overwrite`, as a finished run's.
@@ -200,8 +186,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Free the folder for others; safe to call twice."""
-        while self._lock_fds:
-            os.close(self._lock_fds.pop())
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -228,21 +215,6 @@ def _free_name(folder: Path, name: str) -> str:
     return next(free for free in names if not os.path.lexists(folder / free))
 
 
-def _make_folder(path: Path) -> Path | None:
-    """Make `path`; returns the topmost folder that had to be made."""
-    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
-    existing = missing[-1].parent if missing else path
-    if not existing.is_dir():
-        raise ValueError(f"{path} cannot be a run's folder: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{path} cannot be a run's folder: {existing} is not writable")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be made: {error.strerror}") from error
-    return missing[-1] if missing else None
-
-
 def _refuse_foreign(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     if names and not names & {LOCK, STATUS}:
@@ -260,31 +232,6 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
                     f"{field}={str(given)!r} lies in the folder of the run that --overwrite would replace, "
                     f"{path}; choose another name"
                 )
-
-
-@contextlib.contextmanager
-def _usable(path: Path, *, as_what: str = "a run's folder") -> Iterator[None]:
-    """An error of the disk, in the folder of a run that begins, as one of the folder that was asked for."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{path} cannot be {as_what}: {error.strerror}") from error
-
-
-def _lock(path: Path, *, otherwise: str = "choose another name") -> int:
-    """File descriptor that holds the lock; the lock file names the process for others to read."""
-    with _usable(path):
-        lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(lock_fd, 200).decode() or "another process"
-        os.close(lock_fd)
-        raise ValueError(f"{path} is in use by {holder}; {otherwise}") from error
-    os.ftruncate(lock_fd, 0)
-    with contextlib.suppress(OSError):  # a full disk is told where it is needed
-        os.write(lock_fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    return lock_fd
 
 
 def _occupied(path: Path, status: str) -> str:
@@ -311,16 +258,7 @@ def _clear(path: Path) -> None:
 def _remove(path: Path, *, topmost: Path) -> None:
     """Remove a run's folder, and the folders made for it up to `topmost` unless others use them now."""
     shutil.rmtree(path)
-    _remove_empty(path.parent, topmost=topmost)
-
-
-def _remove_empty(path: Path, *, topmost: Path | None) -> None:
-    """Remove the folder and those around it up to `topmost`, as far as there is nothing in them."""
-    with contextlib.suppress(OSError):  # not empty
-        for folder in (path, *path.parents):
-            if topmost is None or not folder.is_relative_to(topmost):
-                break
-            folder.rmdir()
+    remove_empty(path.parent, topmost=topmost)
 
 
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:

@@ -14,10 +14,12 @@ A folder gets its name when all of it is on the disk, so whatever is under a nam
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -174,7 +176,8 @@ def check_sizes(folder: str | Path) -> dict[str, FileSum]:
             should list.
     """
     path = Path(folder)
-    sums = _read_manifest(path)
+    with _reading(path / MANIFEST):
+        sums = _read_manifest(path)
     tensors = {file.name for file in path.iterdir() if file.name.endswith((TENSORS_SUFFIX, METADATA))}
     for name in sorted({STATE, *tensors}):
         if name not in sums:
@@ -199,16 +202,29 @@ def check_contents(folder: str | Path, sums: Mapping[str, FileSum], names: Itera
     """Read the files `names` and compare their checksums.
 
     Raises:
-        DamagedCheckpointError: names the first file that is not what was written.
+        DamagedCheckpointError: names the first file that is not what was written, or that the disk cannot
+            give back.
+        ValueError: names a file that may not be read.
     """
     for name in names:
         file = Path(folder) / name
-        found = sum_of_file(file)
+        with _reading(file):
+            found = sum_of_file(file)
         if found != sums[name]:
             raise DamagedCheckpointError(
                 f"checkpoint file {file} is corrupted: its crc32 is {found.crc32:08x}, "
                 f"{sums[name].crc32:08x} was written"
             )
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What a disk cannot give back is damaged; what may not be read is somebody's setting."""
+    try:
+        yield
+    except OSError as error:
+        kind = DamagedCheckpointError if error.errno == errno.EIO else ValueError
+        raise kind(f"checkpoint file {file} cannot be read: {error.strerror or error}") from error
 
 
 def check_small_files(folder: str | Path) -> None:

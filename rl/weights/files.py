@@ -29,6 +29,7 @@ from rl.distributed.first_rank import on_first_rank
 from rl.distributed.process_group import CollectiveTimeoutError, awaiting
 from rl.distributed.shards import unwrapped
 from rl.distributed.threads import use_threads
+from rl.folder_lock import is_free, lock
 from rl.training.checkpoint import read_tensors, saved_names, write_tensors
 from rl.weights.box_sums import sums_of
 from rl.weights.errors import (
@@ -62,28 +63,46 @@ class FileWeightStore(WeightStore):
         self.folder = _inside(folder, config)
         self._is_started = False
         self._made_parent = False
+        self._lock_fd: int | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: WorkerThread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_thread": None}
+        return super().__getstate__() | {"_thread": None, "_lock_fd": None}
 
     async def start(self, mesh: ProcMesh) -> None:
-        """Make the folder; `mesh` has no part in it.
+        """Make the folder, also in place of what a killed run left there; `mesh` has no part in it.
 
         Raises:
-            WeightStoreError: it is there already: another run's, or that of one that was killed.
+            WeightStoreError: it is there already, and another run's, or somebody else's.
         """
         del mesh
         await self._in_thread("start", self._start)
 
     def _start(self) -> None:
-        self._made_parent = not self.folder.parent.exists()
+        parent = self.folder.parent
+        self._made_parent = not parent.exists()
+        parent.mkdir(parents=True, exist_ok=True)
+        was_locked = _lock_file(self.folder).exists()
         try:
-            self.folder.mkdir(parents=True)
-        except FileExistsError as error:
-            raise WeightStoreError(_taken(self.folder)) from error
+            self._lock_fd = lock(
+                parent, name=_lock_file(self.folder).name, as_what="weights.folder", otherwise="wait for it"
+            )
+        except ValueError as error:
+            raise WeightStoreError(f"{_taken(self.folder)} ({error})") from error
+        if self.folder.exists():
+            if not was_locked:
+                self._unlock()
+                raise WeightStoreError(_taken(self.folder))
+            shutil.rmtree(self.folder)  # of a run that was killed
+        self.folder.mkdir()
         self._is_started = True
+
+    def _unlock(self) -> None:
+        if self._lock_fd is not None:
+            _lock_file(self.folder).unlink(missing_ok=True)
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     async def stop(self) -> None:
         """Remove all files. Idempotent."""
@@ -107,6 +126,7 @@ class FileWeightStore(WeightStore):
         if self._is_started:
             self._is_started = False
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._unlock()
             if self._made_parent:
                 with suppress(OSError):  # another store is in it too
                     self.folder.parent.rmdir()
@@ -273,19 +293,17 @@ class FileWeightStore(WeightStore):
 
 
 def check_unused(config: WeightStore.Config) -> None:
-    """Raise ValueError if another run has its files where this one is to have them."""
-    if config.folder is not None and _inside(config.folder, config).exists():
-        raise ValueError(f"weights.folder={config.folder!r}: {_taken(_inside(config.folder, config))}")
+    """Raise ValueError if another run has its files where this one is to have them, or somebody else has."""
+    if config.folder is None:
+        return
+    folder = _inside(config.folder, config)
+    if folder.exists() and not (_lock_file(folder).exists() and is_free(_lock_file(folder))):
+        raise ValueError(f"weights.folder={config.folder!r}: {_taken(folder)}")
 
 
 def make_store(config: WeightStore.Config, *, dtype: Dtype, run_folder: Path) -> WeightStore:
-    """The store of a run, with the transport that its config names.
-
-    The run has `run_folder` for itself: weights in it are left of a run that was killed, and removed.
-    """
+    """The store of a run, with the transport that its config names."""
     if config.transport == "files":
-        if config.folder is None:
-            shutil.rmtree(_inside(run_folder / "weights", config), ignore_errors=True)
         return FileWeightStore(config=config, folder=config.folder or run_folder / "weights", dtype=dtype)
     return config.build(dtype=dtype)
 
@@ -294,8 +312,13 @@ def _inside(folder: str | Path, config: WeightStore.Config) -> Path:
     return Path(folder).expanduser().absolute() / config.state_dict_key
 
 
+def _lock_file(folder: Path) -> Path:
+    """Held while a store has this folder, and the sign that it is a store's."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
 def _taken(folder: Path) -> str:
     return (
-        f"{folder} is there already, of a run that is going on or was killed: remove it, or choose another "
-        "folder or weights.state_dict_key"
+        f"{folder} is there already, of a run that is going on, or of somebody else: choose another folder "
+        "or weights.state_dict_key"
     )

@@ -3,11 +3,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from actors.attempt import Training, drawn_with, load_newest
+from actors.attempt import Training, drawn_with, load_newest, while_trainer_lives
+from actors.calls import ActorLostError
 from actors.controller import Controller
 from actors.fleet import Fleet
 from actors.plan import Plan
@@ -26,6 +28,8 @@ from rl.training.own_checkpoint import own_checkpoint
 from tests.support.fake_fleet import FakeTrainer, fake_fleet
 from tests.support.fakes import RENDERER
 from tests.support.faulty_configs import short
+from tests.support.mortal import Mortal
+from tests.support.virtual_time import now_s, run_in_virtual_time
 from tests.training.test_own_checkpoint import save
 
 
@@ -198,3 +202,26 @@ def test_trainers_that_are_lost_before_they_save_anything_end_the_run_however_fa
         train(config, tmp_path, "lost", dies_at=(3, 3, 3, 3))
     records, _ = train(config, tmp_path, "later", dies_at=(3, 3, 4, 4))  # each checkpoint counts anew
     assert records[-1]["step"] == 5
+
+
+def test_a_trainer_that_dies_while_nothing_is_asked_of_it_ends_the_attempt_which_is_closed_before():
+    trainer, closed = Mortal("trainer"), []
+
+    async def training() -> None:
+        try:
+            await asyncio.sleep(3600)  # of a long generation
+        finally:
+            await asyncio.sleep(2)
+            closed.append(now_s())
+
+    async def steps() -> float:
+        fleet = cast(Fleet, SimpleNamespace(recovery=SimpleNamespace(trainer=trainer)))
+        running = asyncio.ensure_future(while_trainer_lives(fleet, training()))
+        await asyncio.sleep(5)
+        trainer.die()
+        with pytest.raises(ActorLostError, match=r"^trainer\.training failed: rank 0 of 1 is dead"):
+            await running
+        return now_s()
+
+    ended_at, _ = run_in_virtual_time(steps())
+    assert closed == [ended_at] == [7.0]

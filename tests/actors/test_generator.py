@@ -8,6 +8,7 @@ import pytest
 from monarch.actor import ActorError
 
 from actors.generator import generator_env
+from rl.machine_limits import Workload
 from rl.models.generate import generate
 from rl.rollouts.samples import demonstration_sample
 from rl.types import SamplingParams
@@ -105,6 +106,23 @@ def test_calls_overlap(served):
 
     served.run(both())
     assert order == ["short", "long"]
+
+
+def test_rank_0_says_what_its_machine_can_do_while_requests_run(served, tmp_path):
+    served.publish(5, seed=13)
+    workload = Workload(dtype="float32", num_bytes=1 << 20)
+
+    async def both():
+        call = asyncio.ensure_future(served.generate(PROMPTS, max_tokens=50, seed=3))
+        answers = await served.generator.measure_machine.call(workload, str(tmp_path))
+        return [answer for _, answer in answers.items()], await call
+
+    (limits, nothing), made = served.run(both())
+    assert nothing is None
+    assert limits.flops_per_s > 1e9
+    model = random_model(SPEC, seed=13)
+    expected = generate(model, PROMPTS, sampling=SamplingParams(max_tokens=50, seed=3))
+    assert tokens_of(made) == tokens_of(expected)
 
 
 def test_a_call_is_ended_by_its_id_and_goes_on_under_the_next_weights(served):

@@ -61,7 +61,8 @@ class Room:
         await asyncio.sleep(START_S)
         if self.num_started <= self.failing_starts:
             raise ActorCallError(f"start {self.num_started} failed")
-        return MortalGenerator(f"generator_{number}", **self.settings)
+        self.latest = MortalGenerator(f"generator_{number}", **self.settings)
+        return self.latest
 
     async def serve(self, version: int) -> None:
         self.check.expect(version, sums=[], expected=None)
@@ -315,6 +316,26 @@ def test_a_restart_that_is_given_up_leaves_nobody_waiting():
             await room.ask(1)
 
     in_room(steps, num_generators=1)
+
+
+def test_one_whose_join_fails_as_the_trainer_dies_is_not_lost_once_more():
+    async def steps(room):
+        await room.serve(0)
+        room.settings = {"pull_s": 5.0}
+        room.pool.watch()
+        room[0].die()
+        await asyncio.sleep(START_S + 1)
+        started = room.num_started
+        joining = room.latest
+        joining.pull_fails = True  # it hears of it before anybody else
+        await asyncio.sleep(4.6)
+        room.trainer.die()
+        await asyncio.sleep(1)
+        assert room.pool.up() == [0, 1]
+        assert room[0] is joining
+        return room.num_started - started
+
+    assert in_room(steps, max_restarts=1) == 0
 
 
 def test_one_that_joins_when_the_trainer_dies_waits_with_the_others_for_the_next_version():

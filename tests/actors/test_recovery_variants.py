@@ -51,7 +51,12 @@ def test_of_a_split_generator_one_lost_rank_is_both_and_a_spare_takes_their_plac
         assert {process.pid for process in processes(slot).values()} == spare
         assert len(spare) == 2
         await running.fleet.recovery.spares.ready()
-        assert len(launch.role_processes("spare_1")) == 2
+        kill(launch.role_processes("spare_1")[0])
+        while not launch.role_processes("spare_2"):
+            await asyncio.sleep(0.1)
+        await running.fleet.recovery.spares.ready()
+        assert len(launch.role_processes("spare_2")) == 2
+        assert not launch.role_processes("spare_1")
         return before, during, slot.name
 
     before, during, name = running.run(steps(), timeout_s=LIMIT_S)

@@ -1,9 +1,11 @@
 """A push of the weights goes on while the engine computes, and what changes weights waits for it."""
 
 import asyncio
+import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +13,15 @@ import torch
 
 from actors.trainer import PolicyTrainer, PushGate
 from losses.cross_entropy import CrossEntropyLoss
+from rl.machine_limits import Workload
 from rl.models.tokenizer import build_byte_tokenizer
+from rl.observability.spans import read_spans
 from rl.training.reference import ReferenceConfig
 from rl.types import TrainingSample
 from rl.weights.errors import WeightTimeoutError
 from rl.weights.files import FileWeightStore
 from rl.weights.store import WeightStore
+from tests.support.kept_spans import kept_spans
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.policies import VOCAB_SIZE, model_folder, random_model, small_spec
 
@@ -152,11 +157,42 @@ async def _call(awaitable):
     return await awaitable
 
 
-def test_a_push_that_does_not_end_is_an_error_of_what_waits_for_it():
+def test_a_push_that_does_not_end_is_an_error_of_what_waits_for_it(tmp_path):
     gate = PushGate(timeout_s=0.01, margin_s=0.01)
     gate.wait()
     gate.begin()
-    with pytest.raises(WeightTimeoutError, match=r"a push of them did not end within 0\.01 s"):
+    with (
+        kept_spans(tmp_path),
+        pytest.raises(WeightTimeoutError, match=r"a push of them did not end within 0\.01 s"),
+    ):
         gate.wait()
     gate.end()
     gate.wait()
+    (span,) = read_spans(tmp_path)  # where there is no push nobody waits
+    assert (span.name, span.kind) == ("waits for a push", "wait")
+    assert 0.02 <= span.duration_s < 10
+
+
+@pytest.mark.medium
+@pytest.mark.timeout(180)
+def test_rank_0_says_what_its_machine_can_do_with_the_threads_that_compute(meshes, assets, tmp_path):
+    folder, _ = assets
+    store = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
+    mesh = meshes.spawn_mesh(2)
+    meshes.run(store.start(mesh))
+    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
+    workload = Workload(dtype="float32", num_bytes=1 << 20)
+
+    def ask():
+        answers = meshes.run(trainer.measure_machine.call(workload, str(tmp_path / "cache")))
+        return [answer for _, answer in answers.items()]
+
+    limits, nothing = ask()
+    assert nothing is None
+    assert limits.flops_per_s > 1e9
+    assert limits.host_bytes_per_s == limits.memory_bytes_per_s > 1e8
+    if limits.file:  # else the machine was busy
+        assert json.loads(Path(limits.file).read_text())["of"]["threads"] == 1
+        assert ask() == [limits, None]
+    meshes.run(trainer.close.call())
+    meshes.run(store.stop())

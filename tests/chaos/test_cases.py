@@ -35,7 +35,7 @@ def test_random_cases_are_those_of_their_seed_and_fall_into_the_first_three_step
 
 
 def test_the_short_version_has_all_victims_but_the_host():
-    assert {case.fault.victim for case in fixed_cases()} == {"generator", "trainer", "reward", "controller"}
+    assert {case.fault.victim for case in fixed_cases()} == {"generator", "trainer", "host", "controller"}
 
 
 @pytest.mark.parametrize("options", [["--runs", "0"], ["--limit_s", "-1"], ["--victims", "nobody"]])

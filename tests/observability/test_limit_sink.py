@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,9 @@ from rl.observability.limit_sink import LimitSink, RunLimits
 from rl.observability.metrics import Max, Mean
 from rl.training.model_work import ModelWork
 from tests.support.fakes import ListSink
+from tests.support.loops import half_right, make_loop
+from tests.support.simulated import SimulatedPolicy
+from tests.support.virtual_time import run_in_virtual_time
 
 WORK = ModelWork(parameters=1000, products=900, trained=900, attention=20, cached=10, read=1000)
 MACHINE = MachineLimits(
@@ -28,7 +32,7 @@ LIMITS = RunLimits(
     most_running=16,
     waits_for_the_longest=True,
 )
-STEP = {
+STEP: dict[str, Any] = {
     "step": 1,
     "time/step_s": 10.0,
     "time/train_s": 4.0,
@@ -138,3 +142,21 @@ def test_evaluations_and_other_records_pass_as_they_are():
     sink = ListSink()
     LimitSink(limits=LIMITS, sinks=[sink, sink]).write({"step": 0, "eval/correct": 0.5})
     assert sink.records == [{"step": 0, "eval/correct": 0.5}] * 2
+
+
+def test_a_loops_steps_are_compared_with_the_machine():
+    """Of 1 s of generation, 1 s of training and 0.2 s of sync, in virtual time."""
+    loop, sink = make_loop(SimulatedPolicy(reply=half_right), num_steps=2, num_prompts=2, num_samples=4)
+    loop.sinks = [LimitSink(limits=LIMITS, sinks=loop.sinks)]
+    run_in_virtual_time(loop.run())
+    # Half of 8 replies are "[ANSWER] 10" and its end, half "no", after "<12 34>".
+    tokens, attended = 4 * (12 + 3), 4 * (12 * 7 + 66 + 3 * 7 + 3)
+    read_s = 4 * (12 * 1000 + attended * 10) / 1e5
+    assert read_s > (2 * 900 * (tokens + 2 * 7) + 4 * attended * 20) / 1e6
+    for record in sink.records:
+        limits = {name: share for name, share in record.items() if name.startswith("limit/")}
+        assert limits == {
+            "limit/decode": pytest.approx(read_s / 1.0),
+            "limit/sync": pytest.approx(2 * 2 * 4 * 1000 / 1e5 / 0.2),
+            "limit/idle": pytest.approx(1.2 / 2.2),
+        }

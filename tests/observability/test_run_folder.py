@@ -243,25 +243,3 @@ def test_a_run_with_its_checkpoints_elsewhere_is_resumed_with_them(tmp_path):
         folder.reopen()
         assert folder.checkpoints == elsewhere
         assert not (folder.path / "checkpoints").exists()
-
-
-def test_two_runs_do_not_save_into_one_folder_elsewhere(tmp_path):
-    shared = tmp_path / "deep" / "shared"
-    with RunFolder.create(tmp_path, "first", checkpoints=shared) as first:
-        first.lock_checkpoints()
-        with RunFolder.create(tmp_path, "second", checkpoints=shared) as second:
-            with pytest.raises(ValueError, match=r"is in use by process .*; choose another trainer\.check"):
-                second.lock_checkpoints()
-            first.close()
-            second.lock_checkpoints()
-    (tmp_path / "file").touch()
-    text = r"file/x cannot be trainer\.checkpoint\.folder: Not a directory"
-    third = RunFolder.create(tmp_path, "third", checkpoints=tmp_path / "file" / "x")
-    with third, pytest.raises(ValueError, match=text):
-        third.lock_checkpoints()
-
-
-def test_a_run_whose_checkpoints_are_its_own_needs_no_other_lock(tmp_path):
-    with RunFolder.create(tmp_path, "run") as folder:
-        folder.lock_checkpoints()
-        assert not list(folder.checkpoints.iterdir())

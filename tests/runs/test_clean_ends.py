@@ -1,13 +1,12 @@
 """However a run ends, nothing of it stays on the machine, or the next start removes it.
 
 Looked for are processes, ports, files in shared memory, temporary files (of everything that heeds TMPDIR) and
-locks, by `tools.soak.leftovers`. One signal, also while starting, is in test_faults.py.
+locks, by `tools.soak.leftovers`. An error, and one signal, also while starting, are in test_faults.py.
 """
 
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 
 from actors.temporary_files import PREFIX, remove_dead
 from tests.support.runs import ROOT, command, hear_ctrl_c
-from tools.soak.leftovers import Watch
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 LONG = (pytest.mark.slow, pytest.mark.long)
@@ -26,13 +24,6 @@ SAVING = (*FAULTY, "saving", "--loop.num_steps", "500")
 HOSTS = (*ENDLESS, "--launch.hosts", "process")
 WARMS_UP = ("--warmup.num_steps", "400")
 GRACE_S = 10.0
-
-
-@pytest.fixture
-def watch():
-    """A short path, as sockets are made in it."""
-    with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
-        yield Watch(Path(folder))
 
 
 class Run:

@@ -1,7 +1,7 @@
 """Runs that go wrong end with a clear message and leave nothing behind.
 
-That no process and no shared-memory file of a run remains is checked for the whole session
-in tests/conftest.py, and here for each run that is interrupted.
+That no process and no shared-memory file of a run remains is checked for the whole session in
+tests/conftest.py; here that nothing at all does, where a run ends by an error or after one signal.
 """
 
 import re
@@ -17,12 +17,14 @@ from tests.support.leaks import drop_files_of_others, list_shared_memory
 from tests.support.runs import interrupt_after_line, kill_role_after_line, run_to_the_end
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
+GRACE_S = 10.0
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
 
 
-def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch(tmp_path):
-    run = run_to_the_end(tmp_path, "nan", *FAULTY, "nan_loss", limit_s=150)
+def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch_and_leaves_nothing(tmp_path, watch):
+    run = run_to_the_end(tmp_path, "nan", *FAULTY, "nan_loss", limit_s=150, env=watch.environment())
     assert run.status == 1
+    assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
     assert "nan" in run.output
     assert "step 2: loss nan at policy version 1" in run.output
     assert "Traceback" not in run.output
@@ -125,15 +127,14 @@ def test_a_killed_actor_that_is_not_replaced_stops_the_run_with_its_role_rank_an
         pytest.param(signal.SIGINT, 130, "starting", id="ctrl-c while starting"),
     ],
 )
-def test_an_interrupted_run_ends_and_leaves_nothing(tmp_path, signal_number, status, line):
-    before = list_shared_memory()
+def test_an_interrupted_run_ends_and_leaves_nothing(tmp_path, watch, signal_number, status, line):
     run = interrupt_after_line(
         tmp_path, "stop", *FAULTY, "short", "--loop.num_steps", "500",
-        line=line, signal_number=signal_number, limit_s=60,
+        line=line, signal_number=signal_number, limit_s=60, env=watch.environment(),
     )  # fmt: skip
     assert run.status == status, run.output
     assert "Traceback" not in run.output
-    assert not drop_files_of_others(list_shared_memory() - before, own=())
+    assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
     again = run_to_the_end(tmp_path, "stop", *FAULTY, "short", limit_s=60)
     assert again.status == 2
     assert "unfinished run" in again.output

@@ -12,6 +12,7 @@ from rl.config.entry import main
 from rl.config.registry import resolve
 from rl.config.serialize import write_json
 from rl.distributed.process_group import World
+from rl.folder_lock import having
 from rl.models.qwen3 import model_registry
 from rl.models.starting_point import write_random_model
 from rl.observability.run_folder import RunFolder, read_status
@@ -353,3 +354,30 @@ def test_a_run_is_not_resumed_with_a_model_that_its_checkpoint_is_not_of(ended, 
     more = ("--loop.num_steps", "5", "--trainer.optimizer.name", "Muon")
     assert "it was made with Adam or AdamW, this run has Muon" in resume(capsys, ended.path, *more)
     assert read_status(ended.path) == "finished"
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_refused_and_stays_as_it_is(ended, capsys):
+    ended.metrics.write_text('{"step": 3, "reward/mean": 0.5}\n')
+    state = ended.checkpoints / "step-3" / STATE
+    state.write_text(state.read_text().replace("3", "4", 1))
+    says = resume(capsys, ended.path)
+    assert f"{ended.path} holds a finished run of 3 steps: raise loop.num_steps=3 to go on with it" in says
+    assert (ended.checkpoints / "step-3").is_dir()
+
+
+def test_a_folder_of_checkpoints_in_which_another_run_saves_is_refused_before_anything_is_replaced(
+    tmp_path, capsys
+):
+    shared = tmp_path / "shared"
+    with RunFolder.create(tmp_path, "good") as folder:
+        folder.metrics.write_text("{}")
+        folder.mark_finished()
+    options = ["--dump_folder", str(tmp_path), "--name", "good", "--overwrite", "True"]
+    options += ["--trainer.checkpoint.folder", str(shared)]
+    with having(shared, as_what="x", otherwise="x"):
+        assert main(options, default_module="sum_digits", default_config="tiny", prog="test") == 2
+    told = capsys.readouterr().err
+    assert f"{shared} is in use by process" in told
+    assert "choose another trainer.checkpoint.folder, or trainer.checkpoint.load_only" in told
+    assert folder.metrics.read_text() == "{}"
+    assert read_status(folder.path) == "finished"

@@ -1,6 +1,5 @@
 """The soak's check sees each thing that a run may leave or lack, and two short runs of it are clean."""
 
-import fcntl
 import getpass
 import json
 import os
@@ -14,7 +13,7 @@ import pytest
 
 from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import RunFolder
-from tools.soak.leftovers import Leftovers, Watch, is_free, listening_ports
+from tools.soak.leftovers import Leftovers, Watch, listening_ports
 from tools.soak.main import NUM_STEPS, Outcome, check, parse_args, summary
 
 LEAVES = """
@@ -73,14 +72,6 @@ def test_what_does_not_heed_tmpdir_is_found_beside(tmp_path):
     (tmp_path / "also" / "torchinductor_me").mkdir()
     (tmp_path / "also" / getpass.getuser()).mkdir()
     assert watch.left(grace_s=0).temporary == (str(tmp_path / "also" / "socket"),)
-
-
-def test_a_lock_is_free_when_nobody_holds_it(tmp_path):
-    assert is_free(tmp_path / ".lock")
-    with (tmp_path / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert not is_free(tmp_path / ".lock")
-    assert is_free(tmp_path / ".lock")
 
 
 def test_ports_are_those_on_which_it_listens():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from actors.calls import ActorLostError, ActorTimeoutError, Timeouts
 from actors.vllm.errors import EngineFailedError, GeneratorError
 from rl.types import Completion, PullResult
+from rl.weights.errors import WeightStoreError
 
 T = TypeVar("T")
 
@@ -37,7 +39,12 @@ class Mortal:
     def dead(self) -> list[int]:
         return [0] if self.died.is_set() else []
 
-    async def while_alive(self, answer: Awaitable[T], what: str) -> T:
+    async def seen_dead(self, within_s: float) -> list[int]:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.died.wait(), within_s)
+        return self.dead()
+
+    async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = 0.0) -> T:
         lost = ActorLostError(f"{self.name}.{what} failed: rank 0 of 1 is dead", role=self.name, ranks=[0])
         waiting = asyncio.ensure_future(answer)
         if self.died.is_set():
@@ -73,6 +80,7 @@ class MortalGenerator(Mortal):
         self.engine_failed = False
         self.silent_about = ""
         """An endpoint that gives no answer within its limit."""
+        self.pull_fails = False
         self.asked: list[str] = []
 
     def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
@@ -89,6 +97,8 @@ class MortalGenerator(Mortal):
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
             await asyncio.sleep(self.pull_s)
+            if self.pull_fails:
+                raise WeightStoreError("version 0 could not be pulled: lost the index")
             (self.version,) = args
             return [PullResult(policy_version=args[0], time_s=self.pull_s)]
         if endpoint == "generate":

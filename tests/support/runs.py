@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,19 @@ def command(dump_folder: Path, name: str, *options: str, resumes: bool = False) 
 
 
 def run_to_the_end(
-    dump_folder: Path, name: str, *options: str, limit_s: float, resumes: bool = False
+    dump_folder: Path,
+    name: str,
+    *options: str,
+    limit_s: float,
+    resumes: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> FinishedRun:
     """Run, or go on with an earlier run of that name, until it ends by itself, within `limit_s`."""
     started = time.monotonic()
     done = subprocess.run(
         command(dump_folder, name, *options, resumes=resumes),
         cwd=ROOT,
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -77,6 +83,7 @@ def interrupt_after_line(
     signal_number: signal.Signals,
     limit_s: float,
     resumes: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> FinishedRun:
     """Send the signal to the run's whole process group, as a terminal does, once `line` is printed."""
 
@@ -84,7 +91,8 @@ def interrupt_after_line(
         os.killpg(run.pid, signal_number)
 
     run = command(dump_folder, name, *options, resumes=resumes)
-    return _act_after_lines(run, dump_folder / name, lines=[line], act=interrupt, limit_s=limit_s)
+    folder = dump_folder / name
+    return _act_after_lines(run, folder, lines=[line], act=interrupt, limit_s=limit_s, env=env)
 
 
 def kill_role_after_line(
@@ -143,12 +151,13 @@ def _act_after_lines(
     lines: Sequence[str],
     act: Callable[[subprocess.Popen[str]], None],
     limit_s: float,
+    env: Mapping[str, str] | None = None,
 ) -> FinishedRun:
     started = time.monotonic()
     run = subprocess.Popen(
         arguments,
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env={**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

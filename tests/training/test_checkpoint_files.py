@@ -185,3 +185,12 @@ def test_steps_are_in_the_order_of_their_numbers(tmp_path):
     (tmp_path / "step-12").write_text("no folder")
     assert list(saved_steps(tmp_path).items()) == [(n, step_folder(tmp_path, n)) for n in (0, 9, 10)]
     assert saved_steps(tmp_path / "nowhere") == {}
+
+
+def test_a_file_that_the_disk_cannot_give_back_is_damaged(checkpoint):
+    sums = check_sizes(checkpoint)
+    name = next(name for name in sums if name.endswith(".distcp"))
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to("/proc/self/mem")  # to read its beginning is an input/output error
+    with pytest.raises(DamagedCheckpointError, match=rf"{name} cannot be read: Input/output error"):
+        check_contents(checkpoint, sums, [name])

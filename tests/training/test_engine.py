@@ -16,9 +16,11 @@ from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.attention import SequenceLayout
 from rl.models.qwen3.model import linear_head
+from rl.observability.spans import read_spans
 from rl.training.errors import NonFiniteLossError
 from rl.training.failures import read_batch
 from rl.types import OptimParams, Packing
+from tests.support.kept_spans import kept_spans
 from tests.training.moe_layouts import moe_spec
 from tests.training.parts import (
     engine_config,
@@ -155,6 +157,14 @@ def test_result_says_how_full_the_micro_batches_were():
         num_attended=sum(sums) - 2 * (1 + 2 + 3),
     )
     assert shared.num_tokens == 60
+
+
+def test_packing_is_an_activity_of_its_own(tmp_path):
+    engine = make_engine(None)
+    with kept_spans(tmp_path):
+        engine.forward_backward(SAMPLES)
+        engine.compute_logprobs(SAMPLES)
+    assert [(span.name, span.kind) for span in read_spans(tmp_path)] == [("pack", "pack")] * 2
 
 
 def test_packing_changes_nothing(assets):

@@ -149,7 +149,7 @@ def test_files_of_another_run_are_neither_used_nor_removed(cluster, tmp_path):
     first = started(cluster, tmp_path, folder=str(tmp_path / "shared"))
     config = first.config
     second = make_store(config, dtype="float32", run_folder=tmp_path / "second")
-    with pytest.raises(WeightStoreError, match="is there already, of a run that is going on or was killed"):
+    with pytest.raises(WeightStoreError, match="is there already, of a run that is going on"):
         cluster.meshes.run(second.start(cluster.volume_mesh))
     second.discard()
     assert first.folder.is_dir()
@@ -262,3 +262,32 @@ def test_a_store_whose_pushers_are_lost_starts_again_without_their_versions(tmp_
     asyncio.run(steps())
     assert weights["w"].tolist() == [7, 7, 7]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_replaced_and_what_is_no_runs_is_not(tmp_path):
+    config = FileWeightStore.Config(folder=str(tmp_path))
+
+    def start_and_die(folder):
+        store = FileWeightStore(config=FileWeightStore.Config(), folder=folder)
+        asyncio.run(store.start(None))
+        (store.folder / "v1").mkdir()
+        os._exit(3)
+
+    child = os.fork()
+    if child == 0:
+        start_and_die(tmp_path)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert (tmp_path / "policy" / "v1").is_dir()
+    check_unused(config)
+    store = FileWeightStore(config=config, folder=tmp_path)
+    asyncio.run(store.start(None))
+    assert list(store.folder.iterdir()) == []
+    store.discard()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "mine").touch()
+    with pytest.raises(ValueError, match="or of somebody else: choose another folder"):
+        check_unused(config)
+    with pytest.raises(WeightStoreError, match="or of somebody else"):
+        asyncio.run(store.start(None))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "policy"]

@@ -10,7 +10,6 @@ folder that only they have; what goes elsewhere is found by comparing with befor
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import os
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.processes import ProcessId, all_pids, carrying_environment, kill, mapped_shared_memory
+from rl.folder_lock import is_free
 
 MARK = "RELAY_WATCHED"
 SHARED_MEMORY = Path("/dev/shm")
@@ -112,20 +112,6 @@ class Watch:
     def _entries(self) -> set[str]:
         folders = [SHARED_MEMORY, self.folder, *([] if self._also is None else [self._also])]
         return {str(path) for folder in folders for path in folder.iterdir() if not _is_cache(path.name)}
-
-
-def is_free(lock: Path) -> bool:
-    """Whether nobody holds the lock, or there is none."""
-    if not lock.exists():
-        return True
-    descriptor = os.open(lock, os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def listening_ports(pid: int) -> list[int]:

@@ -1,0 +1,235 @@
+"""What it costs to be watched: steps with all observability, with the timeline alone and with none.
+
+    python -m benchmarks.observability [--quick] [--rounds 40] [--tokens 32]
+
+One run of the tiny config with all its actors, on a random model whose replies are mostly as long as they
+may be. Its sides take turns step by step, in an order that changes from round to round:
+
+    off        no process says or keeps what it does; no records, no rollouts, nothing compared with limits
+    timeline   every process keeps its spans
+    all        spans, what each process does, metrics.jsonl, the console's lines, rollouts.jsonl, limits
+    control    off once more: how far apart equal sides are
+
+A step is over when what it has to tell is written. `overhead` is the median over the rounds of a side's time
+over that of `off` in the same round, less 1. The last line is a JSON object; `ratio` is that of all to off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from actors import launch
+from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
+from actors.calls import Group
+from actors.controller import Controller
+from actors.fleet import Fleet, close_fleet, start_fleet
+from actors.limits import run_limits
+from actors.plan import Plan, make_plan
+from actors.roles import LogSettings
+from actors.sync_check import SyncCheck
+from actors.watching import be_watched
+from benchmarks.observability_actors import (
+    SIDES,
+    ObservedGenerator,
+    ObservedReward,
+    ObservedTrainer,
+    observe,
+)
+from configs.sum_digits import tiny
+from rl.loop import Loop, Seams, Sink
+from rl.models.starting_point import write_random_model
+from rl.observability.console import ConsoleSink
+from rl.observability.limit_sink import LimitSink
+from rl.observability.metrics import MetricsWriter
+from rl.observability.recorder import Recorder
+from rl.observability.spans import read_spans
+from rl.step_checkpoints import StepCheckpoints
+
+NUM_WARMUP_ROUNDS = 2
+TARGETS = {"timeline": 0.01, "all": 0.03}
+"""Overheads that are to be kept below."""
+
+
+def settings(folder: Path, *, tokens: int, num_steps: int, threads: int) -> Controller.Config:
+    """The tiny config, of actors whose observation can be switched."""
+    config = tiny()
+    config.dump_folder = str(folder)
+    config.hf_assets_path = str(write_random_model(folder / "model", spec=config.model, seed=0))
+    config.warmup = None
+    config.trainer = ObservedTrainer.Config(**_values(config.trainer))
+    config.generator = ObservedGenerator.Config(**_values(config.generator))
+    config.reward = ObservedReward.Config(**_values(config.reward))
+    config.trainer.num_threads = config.generator.num_threads = threads
+    config.trainer.optimizer.lr = 0.0  # steps stay alike
+    config.trainer.lr_scheduler.warmup_steps = 0
+    config.trainer.checkpoint.enable = False
+    config.recovery.max_restarts = 0
+    config.loop.sampling.max_tokens = tokens
+    config.loop.eval_every = 0
+    config.loop.num_steps = config.loop.max_empty_steps = num_steps
+    return config
+
+
+def _values(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config)}
+
+
+class Observed:
+    """A run that is made step by step, each observed in its own way."""
+
+    def __init__(self, config: Controller.Config, fleet: Fleet, plan: Plan, folder: Path) -> None:
+        self._fleet = fleet
+        self._folder = folder
+        self._metrics = MetricsWriter(folder / "metrics.jsonl")
+        self._recorder = Recorder(folder / "rollouts.jsonl", config=config.recorder)
+        learner = ActorLearner(fleet.trainer)
+        self._loop: Loop = config.loop.build(
+            seams=Seams(
+                sampler=ActorSampler(fleet.generators[0]),
+                learner=learner,
+                publisher=ActorPublisher(
+                    trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
+                ),
+                scorer=ActorScorer(fleet.reward, num_procs=config.reward.num_procs),
+            ),
+            renderer=plan.renderer,
+            task=plan.task,
+            max_sequence_tokens=config.generator.max_model_len,
+            sinks=(),
+            checkpoints=StepCheckpoints(
+                learner=learner, config=config.trainer.checkpoint, folder=str(folder / "checkpoints")
+            ),
+            seed=config.seed,
+            threads=plan.environments.threads,
+        )
+        self._num_steps = 0
+
+    async def start(self, config: Controller.Config, plan: Plan) -> None:
+        """Serve the first weights, and measure the machine."""
+        limits = await run_limits(config, self._fleet, spec=plan.start.spec)
+        assert limits is not None, "the machine was not measured"
+        inner: list[Sink] = [self._metrics, ConsoleSink(stream=io.StringIO())]
+        self._sinks = [LimitSink(limits=limits, sinks=inner)]
+        await self._loop._sync.begin()
+        self._loop._progress.step_of_version[await self._loop._served_version()] = 0
+
+    async def step(self, side: str) -> float:
+        """Seconds of one step, with all that it writes."""
+        reward = await self._fleet.reward.group()
+        groups: Sequence[Group] = (self._fleet.trainer, *self._fleet.generators, reward)
+        await asyncio.gather(*(group.call("observe", side, limit="close_s") for group in groups))
+        observe(side)
+        self._loop.sinks = self._sinks if side == "all" else ()
+        self._loop.recorder = self._recorder if side == "all" else None
+        self._num_steps += 1
+        started = time.perf_counter()
+        await self._loop._step(self._num_steps)
+        await self._loop._recording.finish()
+        return time.perf_counter() - started
+
+    async def close(self) -> None:
+        observe("off")
+        await self._loop._recording.close()
+        await self._loop._producer.close()
+        await self._loop._sync.close()
+        self._metrics.close()
+        await close_fleet(self._fleet)
+
+
+async def measure(
+    config: Controller.Config, plan: Plan, folder: Path, *, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each side's steps, round by round."""
+    logs = folder / "logs"
+    be_watched(logs, role="controller", rank=0)
+    fleet = await start_fleet(
+        config.fleet,
+        store=config.weights.build(dtype=config.generator.dtype),
+        check=SyncCheck(plan.canary),
+        model_spec=plan.start.spec,
+        hf_assets_path=str(plan.start.folder),
+        rubric=plan.task.rubric(seed=config.seed),
+        failure_folder=folder,
+        logs=LogSettings(folder=logs, console_level="ERROR"),
+    )
+    observed = Observed(config, fleet, plan, folder)
+    await observed.start(config, plan)
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for number in range(NUM_WARMUP_ROUNDS + rounds):
+        for side in order(number):
+            took_s = await observed.step(side)
+            if number >= NUM_WARMUP_ROUNDS:
+                times[side].append(took_s)
+        if number >= NUM_WARMUP_ROUNDS:
+            took = ", ".join(f"{side} {times[side][-1]:.3f} s" for side in SIDES)
+            print(f"round {number - NUM_WARMUP_ROUNDS + 1}: {took}", flush=True)
+    await observed.close()
+    return times
+
+
+def order(number: int) -> list[str]:
+    """Of a round: every side is in every place equally often, before and after every other."""
+    turned = [*SIDES[number % len(SIDES) :], *SIDES[: number % len(SIDES)]]
+    return turned[::-1] if number // len(SIDES) % 2 else turned
+
+
+def figures(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians, and overheads by round."""
+    overhead = {
+        side: statistics.median(mine / off for mine, off in zip(of_side, times["off"], strict=True)) - 1.0
+        for side, of_side in times.items()
+        if side != "off"
+    }
+    return {
+        "step_s": {side: statistics.median(of_side) for side, of_side in times.items()},
+        "overhead": overhead,
+        "targets": TARGETS,
+        "met": {side: overhead[side] < target for side, target in TARGETS.items()},
+        "ratio": 1.0 + overhead["all"],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="eight rounds")
+    parser.add_argument("--rounds", type=int, help="of a step of each side; 40")
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args(arguments)
+    rounds = args.rounds or (8 if args.quick else 40)
+    if rounds < 1:
+        raise SystemExit(f"--rounds {rounds}: must be at least 1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        num_steps = (NUM_WARMUP_ROUNDS + rounds) * len(SIDES)
+        config = settings(folder, tokens=args.tokens, num_steps=num_steps, threads=args.threads)
+        plan = make_plan(config)
+        times = launch.run(measure(config, plan, folder, rounds=rounds))
+        spans = read_spans(folder / "logs")
+    print(
+        json.dumps(
+            {
+                "benchmark": "observability",
+                "tokens": args.tokens,
+                "threads": args.threads,
+                "rounds": rounds,
+                "spans_per_step": round(len(spans) / (num_steps * 2 / len(SIDES))),
+                **figures(times),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
