@@ -76,25 +76,23 @@ def first_lasting(flags: Sequence[bool], *, hold: int = 3, share: float = 0.8) -
     return found
 
 
-def onset(
-    values: Sequence[float], *, times: float, least: float, usual: int = USUAL, hold: int = 3
-) -> int | None:
-    """Where values rise to `times` the median of the `usual` ones before them, and to `least`, and stay up.
+def onset(values: Sequence[float], *, times: float, least: float, hold: int = 3) -> int | None:
+    """Where values rise to `times` the median of those before them, and to `least`, and stay up.
 
     From there it is gone back over values that are already beyond what is usual before. None where that
     is nowhere; the first value is never one that rose.
     """
     flags = [False] * len(values)
     before: list[float] = []
-    for place, value in enumerate(values):
-        flags[place] = bool(before) and value >= max(least, times * median(before[-usual:]))
-        if not flags[place]:
+    for i, value in enumerate(values):
+        flags[i] = bool(before) and value >= max(least, times * median(before[-USUAL:]))
+        if not flags[i]:
             before.append(value)
     place = first_lasting(flags, hold=hold)
     if place is None:
         return None
     while place > 1:
-        earlier = values[max(0, place - 1 - usual) : place - 1]
+        earlier = values[max(0, place - 1 - USUAL) : place - 1]
         center = median(earlier)
         spread = median(abs(value - center) for value in earlier)
         if values[place - 1] <= center + max(4 * spread, 0.05 * abs(center), least / 100):
@@ -103,10 +101,28 @@ def onset(
     return place
 
 
+def step_up(values: Sequence[float], *, times: float, width: int = 20, ahead: int = 50) -> int | None:
+    """Where noisy values go up to `times` the median of the `width` ones before, and stay there for the next
+    `ahead`: their median, and nine tenths of them half of the way. None where that is nowhere."""
+    least = 5
+    for place in range(least, len(values) - least + 1):
+        base = median(values[max(0, place - width) : place])
+        after = values[place : place + ahead]
+        up = base * (1 + times) / 2
+        if median(after) >= times * base and sum(value >= up for value in after) >= 0.9 * len(after):
+            return next(i for i in range(place, len(values)) if values[i] >= up)
+    return None
+
+
 def knee(values: Sequence[float]) -> int:
-    """Place from which a series that was level goes on in a straight line, by least squares."""
+    """Place from which a series that was level goes on in a straight line, by least squares; looked for until
+    it has come four fifths of its way, for it may be level again at its end."""
+    start, end = first_level(values), last_level(values)
+    way = (i for i, value in enumerate(values) if (value - start) * (end - start) >= 0.8 * (end - start) ** 2)
+    values = values[: max(4, next(way, len(values)) + 1)]
     width = max(1, -(-len(values) // MAX_SPLITS))
-    means = [sum(values[i : i + width]) / len(values[i : i + width]) for i in range(0, len(values), width)]
+    parts = [values[i : i + width] for i in range(0, len(values), width)]
+    means = [sum(part) / len(part) for part in parts]
     errors = [_error_of_knee(means, place) for place in range(len(means))]
     return errors.index(min(errors)) * width
 

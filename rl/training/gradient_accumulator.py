@@ -26,7 +26,7 @@ from rl.training.gradients import (
     sum_partial_gradients,
     zero_gradients,
 )
-from rl.training.policy import Policy
+from rl.training.policy import Policy, token_values_of
 from rl.training.reference import ReferencePolicy, with_reference
 from rl.training.token_values import TokenValues
 from rl.types import ForwardBackwardResult, TrainingSample
@@ -69,7 +69,7 @@ class GradientAccumulator:
         places = _places(return_logprobs, num_samples=len(samples))
         batches = self._policy.pack(samples)
         sums = MicroBatchSums(device=self._policy.device, room=self._policy.micro_batch_room)
-        values = self._policy.token_values(samples, places=places) if places else None
+        values = token_values_of(self._policy, samples, places) if places else None
         with self.dropped_on_error(f"forward_backward of step {version}"):
             for batch in with_reference(batches, reference=self._reference, loss=loss):
                 self._backward(batch.to(self._policy.device), loss=loss, sums=sums, values=values)
@@ -115,7 +115,7 @@ class GradientAccumulator:
         policy = self._policy
         batches = policy.pack(samples)
         sums = MicroBatchSums(device=policy.device, room=policy.micro_batch_room)
-        values = policy.token_values(samples)
+        values = token_values_of(policy, samples)
         with awaiting(f"forward of step {version}", record_in=self._failure_folder):
             try:
                 for batch in with_reference(batches, reference=self._reference, loss=loss):

@@ -196,25 +196,12 @@ class Policy:
 
         [T, K] for a sample with K targets.
         """
-        values = self.token_values(samples)
+        values = token_values_of(self, samples)
         for batch in self.pack(samples):
             logprobs_T, _ = self.forward(batch.to(self.device))
             values.add(batch, logprobs_T)
         self.release()
         return values.collect()
-
-    def token_values(
-        self, samples: Sequence[TrainingSample], *, places: Sequence[int] | None = None
-    ) -> TokenValues:
-        """What receives numbers of this policy's micro-batches of `samples`, and returns them by sample; of
-        those at `places` alone, unless that is None."""
-        return TokenValues(
-            samples,
-            places=places,
-            data_rank=self.data_rank,
-            device=self.device,
-            is_alone=self.mesh is None,
-        )
 
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout and with any converters."""
@@ -306,6 +293,14 @@ class Policy:
             for _ in gathered:
                 pass
         barrier()
+
+
+def token_values_of(
+    policy: Policy, samples: Sequence[TrainingSample], places: Sequence[int] | None = None
+) -> TokenValues:
+    """What receives numbers of a policy's micro-batches, and returns them by sample; `places` as there."""
+    rank, alone = policy.data_rank, policy.mesh is None
+    return TokenValues(samples, places=places, data_rank=rank, device=policy.device, is_alone=alone)
 
 
 def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> None:

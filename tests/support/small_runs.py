@@ -1,8 +1,8 @@
-"""Whole runs of real training in this process, small enough for seconds, and the faults that are planted in them.
+"""Whole runs of real training in this process, in seconds each, and the faults that are planted in them.
 
 The task: a letter is asked, its capital is right (`k` -> `K!!`). A model of 60,000 parameters is warmed up on
-demonstrations of which half are right, and which go on with some `!`, and sometimes a `?`; GRPO then learns from
-rewards alone, over the loop of every run, and leaves a run's folder.
+demonstrations of which half are right, and which go on with some `!`, and sometimes a `?`; GRPO then
+learns from rewards alone, over the loop of every run, and leaves a run's folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def small_spec() -> ModelSpec:
 
 
 class Capitals(GeneratedTask):
-    """Two letters are asked, of which the first one's capital is the answer; what follows it counts nothing."""
+    """Two letters are asked; the first one's capital is the answer, and what follows it does not count."""
 
     def draw(self, generator: random.Random) -> Problem:
         question = generator.choice(ASKED) + generator.choice(string.ascii_lowercase)
@@ -121,7 +121,7 @@ def warm_up(folder: Path, *, seed: int = 0, num_steps: int = 150) -> Path:
 
 
 class StaleBackend(LocalBackend):
-    """From the step after `last_fresh` on its sampler keeps the weights it has, and says that it has new ones."""
+    """After version `last_fresh` its sampler keeps the weights it has, and says that it has newer ones."""
 
     last_fresh: int | None = None
 
@@ -146,6 +146,9 @@ class SmallRun:
     last_fresh: int | None = None
     """Version after which the sampler's weights stay as they are."""
     loop: dict[str, Any] = field(default_factory=dict)
+    """Settings of the loop."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Settings of the trainer, such as the loss."""
 
     def leave(self, dump_folder: Path, name: str) -> Path:
         """Train, and return the run's folder."""
@@ -159,8 +162,9 @@ class SmallRun:
         engine = TrainingEngine.Config(
             optimizer=Optimizer.Config(lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0),
             training=TrainingConfig(max_tokens_per_microbatch=4096, max_norm=1.0),
+            **self.engine,
         )
-        settings = {
+        settings: dict[str, Any] = {
             "num_steps": self.num_steps,
             "num_prompts": 16,
             "num_samples": 8,
@@ -168,8 +172,8 @@ class SmallRun:
             "sampling": Sampling(max_tokens=MAX_TOKENS),
         } | self.loop
         config = Loop.Config(**settings)
-        values = {"values": {"loop": to_dict(config)}, "module": "tests.support.small_runs", "config": "small"}
-        folder.config_json.write_text(json.dumps(values))
+        told = {"module": __name__, "config": "small", "values": {"loop": to_dict(config)}}
+        folder.config_json.write_text(json.dumps(told))
         tokenizer, ends = open_tokenizer(self.start)
         backend = StaleBackend(engine, spec=small_spec(), hf_assets_path=str(self.start), device="cpu")
         backend.last_fresh = self.last_fresh
@@ -197,7 +201,10 @@ class SmallRun:
 # Rewards with a fault from a step on
 
 
-def faulty_from(step: int, fault: Callable[[Rollout], float], sound: Callable[[Rollout], float] = answer) -> Any:
+RewardFn = Callable[[Rollout], float]
+
+
+def faulty_from(step: int, fault: RewardFn, sound: RewardFn = answer) -> RewardFn:
     """A reward function that is sound before `step`, and has the fault from then on."""
 
     def reward(rollout: Rollout) -> float:

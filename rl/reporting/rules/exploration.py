@@ -44,8 +44,8 @@ def find_collapsed_entropy(run: RunData) -> list[Finding]:
                 "more, so that there is little left to learn from."
             ),
             advice=(
-                "A lower learning rate, a higher upper clip (losses.dapo), a bonus for entropy (its sign is plus), "
-                "more samples of a prompt, or harder problems; go on from a checkpoint before it."
+                "A lower learning rate, a higher upper clip (losses.dapo), a bonus for entropy (its sign "
+                "is plus), more samples of a prompt, or harder problems; go on from a checkpoint before it."
             ),
             evidence=(*_metrics(run, (ENTROPY, EQUAL, CORRECT)), *_same_group(run.rollouts, since)),
         )
@@ -67,12 +67,12 @@ def find_no_variance(run: RunData) -> list[Finding]:
             title="Groups have equal rewards",
             since_step=since,
             sentence=(
-                f"Since step {since} in {last_level(equal.since(since).values):.0%} of the groups all replies earn "
-                f"the same{level}: their advantage is 0, and they teach nothing."
+                f"Since step {since} in {last_level(equal.since(since).values):.0%} of the groups all "
+                f"replies earn the same{level}: their advantage is 0, and they teach nothing."
             ),
             advice=(
-                "Problems of another difficulty (docs/data.md, by pass rate), loop.equal_groups drop, more samples "
-                "of a prompt, or a reward with more steps between wrong and right."
+                "Problems of another difficulty (docs/data.md, by pass rate), loop.equal_groups drop, "
+                "more samples of a prompt, or a reward with more steps between wrong and right."
             ),
             evidence=(*_metrics(run, (EQUAL, "reward/mean", CORRECT)), *_same_group(run.rollouts, since)),
         )

@@ -37,10 +37,10 @@ def find_failed_rewards(run: RunData) -> list[Finding]:
             title="Many rewards fail",
             since_step=since,
             sentence=(
-                f"Since step {since} {sum(after) / len(after):.3g}{of} rollouts of a step cannot be scored and are "
-                f"not trained on.{first}"
+                f"Since step {since} {sum(after) / len(after):.3g}{of} rollouts of a step cannot be "
+                f"scored and are not trained on.{first}"
             ),
-            advice="docs/rewards.md: what fails, and loop.max_failed_rewards, which stops a run in which too much does.",
+            advice=("docs/rewards.md; loop.max_failed_rewards stops a run in which too many fail."),
             evidence=(
                 metric_evidence(failed),
                 *(rollout_evidence(r, note=str(r["failure"])[:200]) for r in said[:3]),
@@ -81,8 +81,9 @@ def find_not_finite(run: RunData) -> list[Finding]:
             since_step=since,
             sentence=sentence,
             advice=(
-                "docs/stopped_runs.md: the batch is in nan_batch_version_<n>.npz. Look at rewards and advantages of "
-                "that step, then at a lower learning rate, trainer.training.max_norm, and float32 for parameters."
+                "docs/stopped_runs.md: the batch is in nan_batch_version_<n>.npz. Look at rewards and "
+                "advantages of that step, then at a lower learning rate, trainer.training.max_norm, and "
+                "float32 for parameters."
             ),
             evidence=tuple(evidence),
         )

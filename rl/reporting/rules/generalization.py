@@ -35,11 +35,12 @@ def find_no_generalization(run: RunData) -> list[Finding]:
             since_step=since,
             sentence=(
                 f"Since about step {since} the reward of training rises by {rise:.3g}, to "
-                f"{last_level(rewards.values):.3g}; on held-out problems it goes from {early:.3g} to {late:.3g}."
+                f"{last_level(rewards.values):.3g}; on held-out problems it goes from {early:.3g} to "
+                f"{late:.3g}."
             ),
             advice=(
-                "Few training problems that are learnt by heart, held-out ones of another kind, or a reward that "
-                "depends on what only training has: compare the recorded replies of both."
+                "Few training problems that are learnt by heart, held-out ones of another kind, or a "
+                "reward that depends on what only training has: compare the recorded replies of both."
             ),
             evidence=(
                 metric_evidence(rewards),

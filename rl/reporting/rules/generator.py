@@ -1,4 +1,4 @@
-"""A generator whose weights are not those it should have: told by versions, or by logprobs that move apart."""
+"""A generator whose weights are not those it should have, told by versions or by logprobs that move apart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 from rl.reporting.evidence import Evidence, Finding, evenly, metric_evidence, rollout_evidence
 from rl.reporting.run_data import RunData
-from rl.reporting.series import Series, first_lasting, first_level, knee, last_level, metric, onset
+from rl.reporting.series import Series, first_lasting, first_level, knee, last_level, metric, onset, step_up
 
 DIFF = "logprob_diff/mean"
-JUMP, JUMP_OFF_POLICY = 10.0, 2.5
+JUMP, JUMP_OFF_POLICY = 10.0, 2.0
 """Times by which the difference rises: of tokens of the same weights, and of older ones."""
-USUAL_OFF_POLICY = 8
-"""Steps by which is judged what is usual of older weights: what an update changes becomes less as a run goes on."""
 LEAST = 1e-4
 """Nats a token: below it is rounding, whatever it was before."""
 GROWTH, LEAST_GROWTH = 3.0, 3e-3
@@ -25,8 +23,9 @@ GROWS_ON = 2.0
 MIN_STEPS = 4
 IN_STEP = re.compile(r"\bstep (\d+)\b")
 ADVICE = (
-    "Compare `sync/version` with `policy_version` and the generators' logs at that step, and let canary.enable "
-    "(on by default) check every pull; loop.max_logprob_diff stops a run at the first such step."
+    "Compare `sync/version` with `policy_version` and the generators' logs at that step, and let "
+    "canary.enable (on by default) check every pull; loop.max_logprob_diff stops a run at the first such "
+    "step."
 )
 
 
@@ -51,7 +50,10 @@ def _stopped(run: RunData) -> Finding | None:
                 since_step=int(match[1]) if match else int(last) + 1,
                 sentence=f"The run stopped: {reason}",
                 advice=ADVICE,
-                evidence=tuple(_versions(run)),
+                evidence=(
+                    *(metric_evidence(s) for s in (_lag(run), _behind(run)) if len(s)),
+                    *_versions(run),
+                ),
             )
     return None
 
@@ -77,8 +79,8 @@ def _by_versions(run: RunData) -> Finding | None:
         title="The generator keeps old weights",
         since_step=since,
         sentence=(
-            f"Since step {since} rollouts are of weights up to {most:g} optimizer steps older than those that "
-            f"they train; loop.max_policy_age allows {bound}."
+            f"Since step {since} rollouts are of weights up to {most:g} optimizer steps older than those "
+            f"that they train; loop.max_policy_age allows {bound}."
         ),
         advice=ADVICE,
         evidence=(*(metric_evidence(s) for s in (lag, behind) if len(s)), *_versions(run)),
@@ -131,7 +133,7 @@ def _by_logprobs(run: RunData) -> Finding | None:
             return _jump(run, series, place, is_on_policy=True)
     series = _off_policy(run)
     if len(series) >= 2 * MIN_STEPS:
-        place = onset(series.values, times=JUMP_OFF_POLICY, least=0.0, usual=USUAL_OFF_POLICY, hold=5)
+        place = step_up(series.values, times=JUMP_OFF_POLICY)
         if place is not None:
             return _jump(run, series, place, is_on_policy=False)
     return None
@@ -142,7 +144,7 @@ def _on_policy(run: RunData) -> Series:
 
 
 def _off_policy(run: RunData) -> Series:
-    """For each step of age and unit of learning rate: what an update changes. From the second such step on."""
+    """For each step of age and unit of learning rate, what an update changes; without the first one."""
     rates = {int(r["step"]) + 1: r.get("loss/lr", 1.0) for r in run.steps}
     scaled = []
     for r in run.steps:
@@ -170,8 +172,8 @@ def _jump(run: RunData, series: Series, place: int, *, is_on_policy: bool) -> Fi
         title=title,
         since_step=since,
         sentence=(
-            f"Since step {since} the logprobs of trainer and generator differ by {now:.2g} nats a token, before "
-            f"by {before:.2g}{age}. {what}."
+            f"Since step {since} the logprobs of trainer and generator differ by {now:.2g} nats a token, "
+            f"before by {before:.2g}{age}. {what}."
         ),
         advice=ADVICE,
         evidence=tuple(_difference(run, since)),
@@ -196,13 +198,13 @@ def find_growing_difference(run: RunData) -> list[Finding]:
             title="Trainer and generator move apart",
             since_step=since,
             sentence=(
-                f"The difference of their logprobs, of tokens of the same weights, has grown from {first:.2g} to "
-                f"{last:.2g} nats a token since about step {since}: the policy gradient is more and more of "
-                "another distribution than the one that is sampled from."
+                "The difference of their logprobs, of tokens of the same weights, has grown from "
+                f"{first:.2g} to {last:.2g} nats a token since about step {since}: the policy gradient "
+                "is more and more of another distribution than the one that is sampled from."
             ),
             advice=(
-                "Compute both in one precision (trainer.training.param_dtype, generator.dtype), or the logits in "
-                "float32; let the loss correct it (docs/trainer.md, importance correction), or use "
+                "Compute both in one precision (trainer.training.param_dtype, generator.dtype), or the "
+                "logits in float32; let the loss correct it (docs/trainer.md, importance correction), or use "
                 "batch_invariant where it is supported."
             ),
             evidence=tuple(_difference(run, since)),
@@ -213,11 +215,9 @@ def find_growing_difference(run: RunData) -> list[Finding]:
 def _difference(run: RunData, since: int) -> list[Evidence]:
     names = (DIFF, "logprob_diff/max", "canary/logprob_diff", "age/mean", "loss/ratio_mean")
     found: list[Evidence] = [metric_evidence(s) for s in (metric(run.steps, n) for n in names) if len(s)]
-    apart = []
-    for rollout in run.rollouts:
-        if rollout["kind"] == "train" and rollout["step"] >= since and (gap := _gap(rollout)) is not None:
-            apart.append((gap, rollout))
-    for gap, rollout in sorted(apart[:64], key=lambda pair: -pair[0])[:2]:
+    later = [r for r in run.rollouts if r["kind"] == "train" and r["step"] >= since][:64]
+    apart = [(gap, r) for r in later if (gap := _gap(r)) is not None]
+    for gap, rollout in sorted(apart, key=lambda pair: -pair[0])[:2]:
         found.append(rollout_evidence(rollout, note=f"its logprobs differ by up to {gap:.3g} nats"))
     return found
 

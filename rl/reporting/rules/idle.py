@@ -61,12 +61,13 @@ def _idle_process(
         title=f"{name} does nothing",
         since_step=since,
         sentence=(
-            f"Since step {since} {name} is busy for {last_level(mine[place:]):.1%} of a step, the others of its "
-            f"kind for {last_level(usual[place:]):.0%}."
+            f"Since step {since} {name} is busy for {last_level(mine[place:]):.1%} of a step, the others "
+            f"of its kind for {last_level(usual[place:]):.0%}."
         ),
         advice=(
-            "Its log says whether it hangs; `make doctor` whether it lives. A router that keeps sessions together "
-            "(router sticky) with few prompts, or fewer problems than processes, also leaves some without work."
+            "Its log says whether it hangs; `make doctor` whether it lives. A router that keeps sessions "
+            "together (router sticky) with few prompts, or fewer problems than processes, also leaves some "
+            "without work."
         ),
         evidence=(metric_evidence(series), metric_evidence(others)),
     )
@@ -123,7 +124,7 @@ def _idle_roles(run: RunData) -> list[Finding]:
         scoring,
         SCORING,
         title="Trainer and generators wait for rewards",
-        advice="More processes (reward.num_procs), async reward functions (docs/rewards.md), or a faster one.",
+        advice="More processes (reward.num_procs), async functions (docs/rewards.md), or a faster one.",
     ):
         found.append(finding)
     if overlaps and not found:
@@ -137,13 +138,14 @@ _OVERLAPPING = (
     (
         "trainer",
         "The trainer waits for rollouts",
-        "More generators (generator.num_replicas), or fewer devices for the trainer: generation is the limit.",
+        "More generators (generator.num_replicas), or fewer devices for the trainer: generation is the "
+        "limit.",
     ),
     (
         "generator",
         "Generators wait for the trainer",
-        "More devices for the trainer, or fewer generators: training is the limit. A higher loop.max_policy_age "
-        "does not help.",
+        "More devices for the trainer, or fewer generators: training is the limit. A higher "
+        "loop.max_policy_age does not help.",
     ),
 )
 

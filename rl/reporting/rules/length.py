@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 from rl.reporting.evidence import Evidence, Finding, evenly, metric_evidence, rollout_evidence
@@ -20,7 +21,7 @@ SUCCESS = 0.03
 """By which the share of right replies rises where longer, or shorter, is better."""
 MIN_STEPS = 10
 PAYS = 0.8
-"""Of pairs of replies to one problem, both right or both wrong, by how many more the longer one earns more."""
+"""Of pairs of replies to one problem, both right or both wrong: how much surer the longer one earns more."""
 MAX_PAIRS = 2000
 """Of a step."""
 
@@ -58,9 +59,8 @@ def _drift_without_success(lengths: Series, success: Series) -> int | None:
     for start in sorted({round(num * tenth / 10) for tenth in range(8)}):
         if num - start < MIN_STEPS:
             break
-        part = Series(name="", steps=(), values=lengths.values[start : start + width])
-        begin = first_level(part.values)
-        gain = right - first_level(success.values[start : start + width])
+        begin = median(lengths.values[start : start + width])
+        gain = right - median(success.values[start : start + width])
         if begin > 0 and end > 0 and abs(math.log(end / begin)) >= math.log(TIMES) and gain < SUCCESS:
             return 1 if end > begin else -1
     return None
@@ -86,8 +86,9 @@ def _since(run: RunData, lengths: Series, paid: Series, drift: int) -> tuple[int
 
 
 def _paid(rollouts: Iterable[dict[str, Any]], *, correct_only: bool) -> Series:
-    """Of each step's recorded replies: 1 where of two to one problem, both right or both wrong, the longer one
-    always earns more, -1 where less, 0 where their rewards are equal. Steps without such pairs are left out."""
+    """By step, of pairs of recorded replies to one problem that are both right, or both wrong: 1 where the
+    longer one always earns more, -1 where less, 0 where their rewards are equal. Steps without such pairs are
+    left out."""
     groups: dict[tuple[int, object, object], list[tuple[int, float]]] = {}
     for rollout in rollouts:
         if rollout["kind"] != "train" or "failure" in rollout or "reward" not in rollout:
@@ -148,9 +149,9 @@ def _finding(
             f"{right if len(part) else ''}{paid_for}{limit}."
         ),
         advice=(
-            "Look at the sign and the size of whatever in the reward depends on length (loop.overlong, a part of "
-            "the rubric), and at loop.sampling.max_tokens; a loss that divides by the length of each reply "
-            "(docs/losses.md) also favours long wrong ones."
+            "Look at the sign and the size of whatever in the reward depends on length (loop.overlong, a "
+            "part of the rubric), and at loop.sampling.max_tokens; a loss that divides by the length of "
+            "each reply (docs/losses.md) also favours long wrong ones."
         ),
         evidence=tuple(_evidence(run, (lengths, success, cut_off, paid), since)),
     )

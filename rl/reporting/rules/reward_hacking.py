@@ -1,13 +1,14 @@
 """Rewards that are won without being earned.
 
-A reply *wins* whose reward is as high as that of right ones usually is. It is *wrong* by what else is known of
-it: the rubric's `correct`, or that it does not have the problem's answer in it, where other winning replies do.
-Replies that win and are wrong contradict the reward; where they share a pattern that wrong replies which lose
-do not have, the pattern is what is paid for.
+A reply *wins* whose reward is as high as that of right ones usually is. It is *wrong* by what else is
+known of it: the rubric's `correct`, or that it does not have the problem's answer in it, where other winning
+replies do. Replies that win and are wrong contradict the reward; where they share a pattern that wrong
+replies which lose do not have, the pattern is what is paid for.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -70,13 +71,16 @@ def _winning_levels(trained: Rollouts) -> dict[int, float]:
             right.setdefault(rollout["step"], []).append(rollout["reward"])
     steps = sorted(right)
     levels = {}
-    for step in sorted({r["step"] for r in trained}):
-        nearest = sorted(steps, key=lambda other: (abs(other - step), other))
+    for step in {r["step"] for r in trained}:
+        first = last = bisect_left(steps, step)
         some: list[float] = []
-        for other in nearest:
-            if len(some) >= MIN_RIGHT:
-                break
-            some += right[other]
+        while len(some) < MIN_RIGHT and (first > 0 or last < len(steps)):
+            if last == len(steps) or (first > 0 and step - steps[first - 1] < steps[last] - step):
+                first -= 1
+                some += right[steps[first]]
+            else:
+                some += right[steps[last]]
+                last += 1
         levels[step] = median(some) - 1e-6
     return levels
 
@@ -121,13 +125,13 @@ def _of_pattern(
         title=f"The reward is won by {pattern.name}",
         since_step=since,
         sentence=(
-            f"Since step {since}, replies with {pattern.name} get the reward of right ones although they {why}: "
-            f"{seen} recorded ones did, of {len({r.get('problem') for r in won})} problems. They are "
+            f"Since step {since}, replies with {pattern.name} get the reward of right ones although they "
+            f"{why}: {seen} recorded ones did, of {len({r.get('problem') for r in won})} problems. They are "
             f"{last_level(shares.values):.0%} of what is written at the end."
         ),
         advice=(
-            "Read the reward function on the replies below: it pays for the pattern. Mend it, and go back to a "
-            f"checkpoint from before step {since}."
+            "Read the reward function on the replies below: it pays for the pattern. Mend it, and go "
+            f"back to a checkpoint from before step {since}."
         ),
         evidence=(metric_evidence(shares), *_metrics(run), *_replies(won)),
     )
@@ -177,8 +181,8 @@ def _disagreement(run: RunData, won: Rollouts, *, share: float) -> Finding:
         title="The reward does not tell right from wrong",
         since_step=since,
         sentence=(
-            f"{share:.0%} of the recorded replies that get the reward of right ones are not correct, since step "
-            f"{since}; they share no pattern."
+            f"{share:.0%} of the recorded replies that get the reward of right ones are not correct, "
+            f"since step {since}; they share no pattern."
         ),
         advice="Compare the reward function with the rubric's `correct` on the replies below.",
         evidence=(*_metrics(run), *_replies(won)),
