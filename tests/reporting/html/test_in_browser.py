@@ -173,6 +173,18 @@ def test_losses_and_recoveries_are_told_in_order(whole):
     ]
 
 
+def test_of_very_many_events_the_latest_are_shown(chromium, tmp_path):
+    lost = {"event": "lost", "role": "reward", "reason": "again"}
+    events = tuple(lost | {"time": START_S + 0.01 * i} for i in range(3000))
+    with opened(
+        chromium, reported(make_run(tmp_path / "lossy", MadeRun(num_steps=30, events=events)))
+    ) as seen:
+        seen.go("events", "li")
+        assert seen.count("#events li") == 1000
+        assert seen.texts("#events .card-note") == ["the latest 1,000 of 3,002"]
+        assert seen.texts("#events li span")[-1] == "the run finished"
+
+
 def test_options_and_environment_are_shown(whole):
     whole.go("config", "summary")
     whole.page.locator("#config summary").click()

@@ -20,6 +20,7 @@
         return;
       }
       const start = run.events[0].time;
+      if (run.num_events > run.events.length) body.append(el("p.card-note", {}, `the latest ${number(run.events.length)} of ${number(run.num_events)}`));
       body.append(
         el(
           "ol.events",
