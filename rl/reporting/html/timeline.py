@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
-from rl.observability.spans import Span
+from rl.observability.spans import Span, kind_of
 
 MAX_BLOCKS = 40_000
 """Of a page; finer detail is in the run's timeline.json, for Perfetto."""
@@ -29,31 +29,20 @@ _MOST_BESIDE = 3
 """Of activities of one name; more at once are one block with their number."""
 _STEP = re.compile(r"step (\d+)")
 
-Category = Literal[
-    "generate", "reward", "pack", "forward_backward", "optim", "push", "pull", "wait", "evaluate",
-    "checkpoint", "setup", "step", "other",
-]  # fmt: skip
-"""What an activity is drawn as."""
-
-_PATTERNS: tuple[tuple[str, Category], ...] = (
-    (r"^waits?\b|^wait", "wait"),
-    (r"^step \d+", "step"),
-    (r"^(generate|abort|sample)", "generate"),
-    (r"^(score|reward)", "reward"),
-    (r"^pack", "pack"),
-    (r"^(optim|clip)", "optim"),
-    (r"^(forward|backward|compute_|drop_gradient|reference)", "forward_backward"),
-    (r"^push", "push"),
-    (r"^(pull|use_store|canary|check)", "pull"),
-    (r"^(eval|greedy)", "evaluate"),
-    (r"^(save|load|export|finish_saving|checkpoint)", "checkpoint"),
-    (r"^(setup|start|warm|sleep|wake|close|import)", "setup"),
+_PATTERNS = (
+    (re.compile(r"step \d+"), "step"),
+    (re.compile(r"evaluat|greedy"), "evaluate"),
+    (re.compile(r"forward|compute_|drop_gradient"), "forward_backward"),
+    (re.compile(r"setup|start|warm|sleep|wake|close|import"), "setup"),
 )
+"""Of what `kind_of` calls other."""
 
 
-def category(name: str) -> Category:
-    """Of an activity's name, as `rl.observability.activity` is told it."""
-    return next((kind for pattern, kind in _PATTERNS if re.match(pattern, name)), "other")
+@functools.lru_cache(maxsize=4096)
+def category(name: str) -> str:
+    """What an activity is drawn as: its kind (`rl.observability.spans`), or step, evaluate, setup."""
+    kind = kind_of(name)
+    return next((c for pattern, c in _PATTERNS if kind == "other" and pattern.match(name)), kind)
 
 
 @dataclass(slots=True)

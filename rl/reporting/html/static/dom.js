@@ -145,8 +145,9 @@ relay.attempt = async (host, act) => {
   }
 };
 
-// Tabs of the runs; nothing where there is one. `show(run, number)` is called at once for the first.
-relay.perRun = (section, show) => {
+// Tabs of the runs; nothing where there is one. `show(run, number, body)` is called at once for the first;
+// `count(run)` is shown on its tab.
+relay.perRun = (section, show, { count = () => 0 } = {}) => {
   const body = relay.el(".per-run");
   const choose = (number) => {
     for (const [i, tab] of tabs.entries()) tab.setAttribute("aria-selected", String(i === number));
@@ -154,7 +155,7 @@ relay.perRun = (section, show) => {
     relay.attempt(body, () => show(relay.runs[number], number, body));
   };
   const tabs = relay.runs.map((run, i) =>
-    relay.el("button.tab", { role: "tab", type: "button", onclick: () => choose(i) }, runDot(i), run.name),
+    relay.el("button.tab", { role: "tab", type: "button", onclick: () => choose(i) }, runDot(i), run.name, count(run) ? relay.el("span.count", {}, String(count(run))) : null),
   );
   if (relay.compares) section.append(relay.el(".tabs", { role: "tablist" }, tabs));
   section.append(body);

@@ -105,7 +105,7 @@
         return;
       }
       body.append(el(".findings", {}, run.findings.map((finding, n) => findingCard(finding, n, i))));
-    });
+    }, { count: (run) => run.findings.length });
 
   const findingCard = (finding, n, runNumber) =>
     el(
