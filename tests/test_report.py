@@ -1,10 +1,13 @@
 """The report's entry, as a user calls it; the page itself is tested in tests/reporting/html."""
 
+import json
+import os
 import re
 
 import pytest
 
 from rl import report
+from rl.observability.activity import Activity
 from rl.reporting.html.blocks import unpacked
 from tests.support.report_runs import MadeRun, make_run
 
@@ -12,6 +15,12 @@ from tests.support.report_runs import MadeRun, make_run
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path / "outputs" / "run", MadeRun(num_steps=3))
+
+
+def shown(file):
+    """What a page shows at once."""
+    (text,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', file.read_text())
+    return json.loads(text)
 
 
 def blocks(file):
@@ -28,6 +37,25 @@ def test_the_report_is_one_file_in_the_runs_folder_and_nothing_else_there_change
     size = f"{file.stat().st_size / 1e6:.1f}"
     assert capsys.readouterr().out == f"{file}: {size} MB\n"
     assert blocks(file)["curves-0"]["series"]["reward/std"]["y"] == [0.4, 0.4, 0.4]
+
+
+def test_whether_the_run_goes_on_is_asked_of_its_controller(tmp_path):
+    folder = make_run(tmp_path / "run", MadeRun(num_steps=3, status="running"))
+    activity = Activity()
+    record = activity.start(folder / "logs" / "state", role="controller", rank=0)
+    activity.stop()
+    assert report.main([str(folder)]) == 0
+    (run,) = shown(folder / "report.html")["runs"]
+    assert run["facts"]["state"] == "running"
+    assert run["processes"][0] | {"host": ""} == {
+        "role": "controller",
+        "rank": 0,
+        "host": "",
+        "pid": os.getpid(),
+    }
+    record.write_text(re.sub(r'"start_ticks": \d+', '"start_ticks": 1', record.read_text()))
+    assert report.main([str(folder)]) == 0
+    assert shown(folder / "report.html")["runs"][0]["facts"]["state"] == "ended"
 
 
 def test_two_runs_are_in_one_file_under_names_that_tell_them_apart(run, tmp_path):

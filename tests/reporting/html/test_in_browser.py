@@ -133,6 +133,21 @@ def test_a_rollout_is_shown_down_to_the_token(whole):
     assert "0, not trained on" in whole.page.locator(".tip").inner_text()
 
 
+def test_a_long_reply_is_made_as_far_as_it_is_looked_at(chromium, tmp_path):
+    folder = make_run(tmp_path / "verbose", MadeRun(num_steps=1, samples=1, tokens=10_000))
+    with opened(chromium, reported(folder)) as seen:
+        seen.go("rollouts", ".tokens")
+        assert seen.count("#rollouts .token[data-i]") == 3000
+        assert seen.texts("#rollouts .rest") == ["… 7001 more tokens"]
+        seen.until(
+            """(box => {
+                box.scrollTop = box.scrollHeight;  // as often as it grows
+                return box.querySelectorAll('.token[data-i]').length === 10001;
+            })(document.querySelector('#rollouts .detail'))"""
+        )
+        assert seen.count("#rollouts .rest") == 0
+
+
 def test_tokens_are_coloured_by_what_is_chosen(whole):
     whole.go("rollouts", ".tokens")
     colors = "() => [...document.querySelectorAll('#rollouts .tokens .token')].map(t => t.style.background)"
