@@ -34,6 +34,7 @@ from rl.models.buffers import persistent_buffers
 from rl.models.generate import generate
 from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
+from rl.observability.activity import doing
 from rl.protocols import Scorer
 from rl.rollouts.rubric import Rubric
 from rl.training.config import Dtype
@@ -141,7 +142,9 @@ class LocalBackend:
         """
         cancelled = threading.Event()
         try:
-            return await self._sampler.run(lambda: self._generate(list(prompts), sampling, cancelled))
+            return await self._sampler.run(
+                "generate", lambda: self._generate(list(prompts), sampling, cancelled)
+            )
         finally:
             cancelled.set()
 
@@ -171,30 +174,35 @@ class LocalBackend:
     ) -> ForwardBackwardResult:
         """As `TrainingEngine.forward_backward`."""
         return await self._learner.run(
-            lambda: self.engine.forward_backward(samples, loss=loss, return_logprobs=return_logprobs)
+            "forward_backward",
+            lambda: self.engine.forward_backward(samples, loss=loss, return_logprobs=return_logprobs),
         )
 
     async def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
     ) -> ForwardBackwardResult:
         """As `TrainingEngine.forward`."""
-        return await self._learner.run(lambda: self.engine.forward(samples, loss=loss))
+        return await self._learner.run("forward", lambda: self.engine.forward(samples, loss=loss))
 
     async def drop_gradient(self) -> None:
         """As `TrainingEngine.drop_gradient`."""
-        await self._learner.run(self.engine.drop_gradient)
+        await self._learner.run("drop_gradient", self.engine.drop_gradient)
 
     async def optim_step(
         self, params: OptimParams | None = None, *, allow_empty: bool = False
     ) -> OptimStepResult:
         """As `TrainingEngine.optim_step`."""
-        return await self._learner.run(lambda: self.engine.optim_step(params, allow_empty=allow_empty))
+        return await self._learner.run(
+            "optim_step", lambda: self.engine.optim_step(params, allow_empty=allow_empty)
+        )
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._learner.run(lambda: self.engine.compute_logprobs(samples))
+        return await self._learner.run("compute_logprobs", lambda: self.engine.compute_logprobs(samples))
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._learner.run(lambda: self.engine.compute_reference_logprobs(samples))
+        return await self._learner.run(
+            "compute_reference_logprobs", lambda: self.engine.compute_reference_logprobs(samples)
+        )
 
     async def save_checkpoint(
         self,
@@ -206,27 +214,30 @@ class LocalBackend:
         attachments: Mapping[str, bytes] | None = None,
     ) -> None:
         await self._learner.run(
+            "save",
             lambda: self.engine.save_checkpoint(
                 folder, position=position, model_only=model_only, wait=wait, attachments=attachments
-            )
+            ),
         )
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        return await self._learner.run(lambda: self.engine.load_checkpoint(folder, model_only=model_only))
+        return await self._learner.run(
+            "load", lambda: self.engine.load_checkpoint(folder, model_only=model_only)
+        )
 
     async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
         """As `TrainingEngine.export_hf`."""
-        await self._learner.run(lambda: self.engine.export_hf(folder, dtype=dtype))
+        await self._learner.run("export", lambda: self.engine.export_hf(folder, dtype=dtype))
 
     async def save_adapter(self, folder: str) -> None:
         """As `TrainingEngine.save_adapter`."""
-        await self._learner.run(lambda: self.engine.save_adapter(folder))
+        await self._learner.run("export", lambda: self.engine.save_adapter(folder))
 
     # WeightPublisher
 
     async def push(self) -> int:
         """Keep a copy of the weights as they are now, adapters merged; returns their policy version."""
-        return await self._learner.run(self._push)
+        return await self._learner.run("push", self._push)
 
     def _push(self) -> int:
         version = self.engine.policy_version
@@ -243,7 +254,7 @@ class LocalBackend:
         Raises:
             ValueError: this version is not there.
         """
-        await self._sampler.run(lambda: self._serve(policy_version))
+        await self._sampler.run("pull", lambda: self._serve(policy_version))
         return ServeResult()
 
     def _serve(self, policy_version: int) -> None:
@@ -279,13 +290,15 @@ class _Turns:
         if self.is_closed:
             raise RuntimeError("the local backend is closed")
 
-    async def run(self, function: Callable[[], ResultT]) -> ResultT:
+    async def run(self, what: str, function: Callable[[], ResultT]) -> ResultT:
+        """`what` it is, for whoever looks at what this process does."""
         self.check_open()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._when_open, function)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._when_open, what, function)
 
-    def _when_open(self, function: Callable[[], ResultT]) -> ResultT:
+    def _when_open(self, what: str, function: Callable[[], ResultT]) -> ResultT:
         self.check_open()
-        return function()
+        with doing(what):
+            return function()
 
     def close(self) -> None:
         self._closed.set()
@@ -299,4 +312,5 @@ class LocalScorer(Scorer):
     rubric: Rubric
 
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
-        return list(await asyncio.gather(*(self.rubric.score_group(g, alone=alone) for g in groups)))
+        with doing("score"):
+            return list(await asyncio.gather(*(self.rubric.score_group(g, alone=alone) for g in groups)))

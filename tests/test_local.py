@@ -16,6 +16,7 @@ from rl.loop import Loop, Seams
 from rl.models.converters.lora import LoRA
 from rl.models.generate import generate
 from rl.models.spec import ModelSpec
+from rl.observability.spans import read_spans
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.rollouts.samples import policy_sample
@@ -30,6 +31,7 @@ from rl.training.optimizer import Optimizer
 from rl.types import Completion, OptimParams, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
 from tests.support import policies
 from tests.support.fakes import ListSink
+from tests.support.kept_spans import kept_spans
 from tests.support.scored import replied
 from tests.training.parts import make_samples, small_spec, write_assets
 
@@ -88,6 +90,21 @@ async def train(local: LocalBackend, num_steps: int = 3) -> None:
 
 def ids_of(groups: list[list[Completion]]) -> list[list[int]]:
     return [completion.token_ids.tolist() for group in groups for completion in group]
+
+
+def test_every_call_is_an_activity_in_the_order_of_the_calls(assets, tmp_path):
+    async def use(local):
+        await local.forward_backward(await sampled(local))
+        await local.optim_step(STEP)
+        await local.export_hf(str(tmp_path / "hf"))
+
+    with kept_spans(tmp_path):
+        with_backend(use, assets=assets)
+    spans = read_spans(tmp_path)
+    names = ["push", "pull", "generate", "forward_backward", "pack", "optim_step", "export"]
+    assert [span.name for span in spans] == names
+    outer, inner = spans[3:5]
+    assert outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
 
 
 # What is sampled is the learner's
