@@ -128,6 +128,9 @@ def test_two_steps_of_the_loop_train_on_it(shout):
         assert message["content"].upper() == line["answer"]
         assert 1 <= len(turn["token_ids"]) == len(turn["logprobs"]) <= 8
         assert turn["policy_versions"] == (line["step"] if line["kind"] == "eval" else line["step"] - 1)
+        if line["kind"] == "train":
+            assert turn["trainer_logprobs"] == pytest.approx(turn["logprobs"], abs=1e-4)
+            assert (turn["advantages"], turn["mask"]) == (line["advantage"], 1)
         right = sum(a == b for a, b in zip(turn["reply"], line["answer"], strict=False))
         assert line["reward"] == pytest.approx(right / max(6, len(turn["reply"])))
 
@@ -156,6 +159,9 @@ def test_the_documented_command_runs_with_real_actors(tmp_path):
     assert 0.0 <= step["reward/mean"] <= 1.0
     lines = read_rollouts(tmp_path / "outputs" / "first" / "rollouts.jsonl")
     assert [len(line["answer"]) for line in lines] == [6] * 4
+    for line in lines:  # both sides of the actors agree about each token
+        (turn,) = line["turns"]
+        assert turn["trainer_logprobs"] == pytest.approx(turn["logprobs"], abs=1e-4)
     assert {line["problem"].partition("/")[0] for line in lines} == {"shout"}
 
 

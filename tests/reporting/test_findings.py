@@ -242,6 +242,23 @@ def test_replies_that_shrink_while_fewer_are_right_are_named_from_where_short_on
     assert "shorter" in finding.title
 
 
+def test_a_bonus_from_some_length_on_is_dated_by_the_replies_that_it_tells_apart():
+    lines = [
+        rollout(step, "x" * n, sample=n, reward=1.0 + (step >= 9 and n >= 12), correct=True)
+        for step in range(1, 31)
+        for n in (3, 5, 8, 12)
+    ]
+    run = run_data(
+        30,
+        rollouts=lines,
+        completion__tokens_mean=lambda s: 8.0 + max(0, s - 16),
+        reward__correct=lambda s: min(0.85, 0.2 + s / 40),
+    )
+    finding = only(run, "length_drift")
+    assert finding.since_step == 9
+    assert set(metrics_of(finding)["reward for length, -1 to 1"].values()) == {0.0, 1.0}
+
+
 # Rewards
 
 

@@ -56,7 +56,8 @@ class Measured:
     gradients: Tensors
     """After it, not yet divided."""
     parts: list[ForwardBackwardResult]
-    """Of three calls on parts of the samples, from the same weights."""
+    """Of three calls on parts of the samples, from the same weights; each with the logprobs of its second and
+    its first sample."""
     part_gradients: Tensors
     steps: list[OptimStepResult]
     """Of the parts, then of two more steps."""
@@ -83,7 +84,10 @@ def measure(layout: str, assets: str, folder: str) -> Measured:
     whole = engine.forward_backward(samples)
     gradients = whole_gradients(engine)
     engine.load_checkpoint(assets)
-    parts = [engine.forward_backward(part) for part in (samples[:2], samples[2:9], samples[9:])]
+    parts = [
+        engine.forward_backward(part, return_logprobs=[1, 0])
+        for part in (samples[:2], samples[2:9], samples[9:])
+    ]
     part_gradients = whole_gradients(engine)
     steps = [engine.optim_step()]
     for _ in range(2):

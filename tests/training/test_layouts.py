@@ -128,6 +128,10 @@ def test_logprobs_are_those_of_one_device(measured, layout):
     for rank in measured(layout):
         for actual, expected in zip(rank.logprobs, one.logprobs, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
+        for part, first in zip(rank.parts, (0, 2, 9), strict=True):
+            second_and_first = (one.logprobs[first + 1], one.logprobs[first])
+            for actual, expected in zip(part.logprobs, second_and_first, strict=True):
+                np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 @of_layouts()

@@ -22,6 +22,9 @@ SUCCESS = 0.03
 MIN_STEPS = 10
 PAYS = 0.8
 """Of pairs of replies to one problem, both right or both wrong: how much surer the longer one earns more."""
+MIN_DIFFERENT = 0.1
+"""Of the pairs of a step, those with different rewards, for these to tell anything."""
+PAID = "reward for length, -1 to 1"
 MAX_PAIRS = 2000
 """Of a step."""
 
@@ -87,8 +90,8 @@ def _since(run: RunData, lengths: Series, paid: Series, drift: int) -> tuple[int
 
 def _paid(rollouts: Iterable[dict[str, Any]], *, correct_only: bool) -> Series:
     """By step, of pairs of recorded replies to one problem that are both right, or both wrong: 1 where the
-    longer one always earns more, -1 where less, 0 where their rewards are equal. Steps without such pairs are
-    left out."""
+    longer one earns more, -1 where less, whenever their rewards differ; 0 where hardly any do. Steps without
+    such pairs are left out."""
     groups: dict[tuple[int, object, object], list[tuple[int, float]]] = {}
     for rollout in rollouts:
         if rollout["kind"] != "train" or "failure" in rollout or "reward" not in rollout:
@@ -104,11 +107,13 @@ def _paid(rollouts: Iterable[dict[str, Any]], *, correct_only: bool) -> Series:
             if length != other_length and len(of_step) < MAX_PAIRS:
                 of_step.append(_sign(length - other_length) * _sign(reward - other))
     steps = sorted(step for step, of_step in signs.items() if of_step)
-    return Series(
-        name="reward for length, -1 to 1",
-        steps=steps,
-        values=[sum(signs[step]) / len(signs[step]) for step in steps],
-    )
+    return Series(name=PAID, steps=steps, values=[_agreement(signs[step]) for step in steps])
+
+
+def _agreement(signs: Sequence[int]) -> float:
+    """Mean of those that are not 0, if they are enough."""
+    num = sum(map(abs, signs))
+    return sum(signs) / num if num >= max(2, MIN_DIFFERENT * len(signs)) else 0.0
 
 
 def _length(rollout: dict[str, Any]) -> int:
