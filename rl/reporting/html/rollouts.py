@@ -80,7 +80,7 @@ def _cost(line: Line) -> int:
     for turn in line.get("turns", ()):
         texts = [m.get("content") or "" for m in turn.get("messages", ())]
         texts += [] if "token_ids" in turn else [turn.get("reply") or ""]
-        cost += len(turn.get("token_ids", ())) + sum(map(len, texts)) // _CHARACTERS_A_TOKEN
+        cost += len(turn.get("token_ids") or ()) + sum(map(len, texts)) // _CHARACTERS_A_TOKEN
     return cost
 
 
@@ -148,7 +148,7 @@ def _row(line: Line) -> dict[str, Any]:
         "reward": _plain(line.get("reward")),
         "correct": line.get("correct"),
         "advantage": _mean(line.get("advantage")),
-        "tokens": sum(len(turn.get("token_ids", ())) for turn in turns),
+        "tokens": sum(len(turn.get("token_ids") or ()) for turn in turns),
         "turns": len(turns),
         "end": line.get("end"),
         "failure": line.get("failure"),
@@ -213,18 +213,28 @@ class _Chunk:
 
 
 def _differences(turn: Line) -> list[float | None]:
-    """[T] nats, trainer - generator; empty where one of them was not recorded."""
+    """[T] nats, trainer - generator, None where one of them is no finite number; empty where one of them was
+    not recorded."""
     trainer, generator = turn.get("trainer_logprobs"), turn.get("logprobs")
     if not isinstance(trainer, list) or not isinstance(generator, list) or len(trainer) != len(generator):
         return []
-    pairs = zip(map(float, trainer), map(float, generator), strict=True)
-    return [d if math.isfinite(d := p - q) else None for p, q in pairs]
+    pairs = zip(map(_finite, trainer), map(_finite, generator), strict=True)
+    return [None if p is None or q is None else p - q for p, q in pairs]
+
+
+def _finite(value: Any) -> float | None:
+    """None also of what is no number at all."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _short(value: Any) -> float | None:
     """Four digits: a logprob is shown, not computed with."""
-    number = None if value is None else float(value)
-    return None if number is None or not math.isfinite(number) else float(f"{number:.4g}")
+    number = _finite(value)
+    return None if number is None else float(f"{number:.4g}")
 
 
 def _numbers(value: Any) -> Any:
@@ -233,7 +243,7 @@ def _numbers(value: Any) -> Any:
 
 def _mean(value: Any) -> float | None:
     """Of numbers, one or several."""
-    numbers = [float(v) for v in (value if isinstance(value, list) else [value]) if v is not None]
+    numbers = [n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None]
     return _short(sum(numbers) / len(numbers)) if numbers else None
 
 

@@ -138,6 +138,17 @@ def test_numbers_that_are_not_finite_are_shown_as_not_known(texts):
     assert packed.index["columns"]["reward"] == ["nan"]
 
 
+def test_what_is_no_number_where_one_should_be_does_not_stop_the_page(texts):
+    odd = line(trainer_logprobs=[None, -0.5], logprobs=["?", -0.25], policy_versions=None)
+    odd |= {"advantage": "?", "parts": None}
+    none = line(sample=1, token_ids=None)
+    packed = pack_rollouts([odd, none], texts, most_bytes=ROOM)
+    (turn,), (bare,) = shown(packed)
+    assert (turn["logprobs"], turn["diffs"]) == ([None, -0.25], [None, -0.25])
+    assert "tokens" not in bare
+    assert packed.index["columns"]["advantage"] == [None, 0.25]
+
+
 def test_no_rollouts_are_an_empty_index(texts):
     packed = pack_rollouts([], texts, most_bytes=10)
     assert packed.chunks == []
