@@ -159,6 +159,22 @@ def test_tokens_are_coloured_by_what_is_chosen(whole):
     whole.until(f"({colors})().every(color => color === '')")
 
 
+def test_what_is_not_recorded_is_no_colour_and_another_one_is_taken(chromium, tmp_path):
+    folder = make_run(tmp_path / "plain", MadeRun(num_steps=2, is_new=False))
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["advantage"]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with opened(chromium, reported(folder)) as seen:
+        seen.go("rollouts", ".tokens")
+        choice = seen.page.get_by_label("colour of tokens")
+        assert choice.input_value() == "logprob"
+        assert choice.locator("option[disabled]").all_inner_texts() == [
+            "advantage (not recorded)",
+            "trainer − generator (not recorded)",  # noqa: RUF001 - a minus sign
+        ]
+
+
 def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
     lines = [json.loads(line) for line in (runs["whole"] / "rollouts.jsonl").read_text().splitlines()]
     whole.go("rollouts", ".tokens")

@@ -67,7 +67,7 @@
       this.list.addEventListener("keydown", (event) => this.key(event));
       new ResizeObserver(() => this.drawRows()).observe(this.list);
       this.apply();
-      this.open(this.shown[0]?.i);
+      this.open((this.shown.find((row) => row.kind === "train") ?? this.shown[0])?.i);
     }
 
     filters() {

@@ -11,9 +11,17 @@
     version: "policy version",
     none: "no colour",
   };
-  let mode = "advantage";
+  let chosen = "advantage";
+  let mode = chosen;
 
-  relay.colorMode = () => mode;
+  // What is recorded of these turns' tokens.
+  const recorded = (turns) => ({
+    advantage: turns.some((turn) => turn.advantages !== undefined),
+    diff: turns.some((turn) => turn.diffs),
+    logprob: turns.some((turn) => turn.logprobs),
+    version: turns.some((turn) => turn.versions !== undefined),
+    none: true,
+  });
 
   // Shades by value: positive, negative; light enough for the text in both themes.
   const shade = (share, color) => (share ? `color-mix(in srgb, var(${color}) ${Math.round(6 + 64 * Math.min(1, Math.abs(share)))}%, transparent)` : "");
@@ -45,12 +53,14 @@
   // `known`: the texts of tokens are; `again` draws it anew in another colour.
   relay.rolloutView = ({ row, turns, texts, pieces, known }, { siblings, open, again }) => {
     const scale = scaleOf(turns);
+    const has = recorded(turns);
+    mode = has[chosen] ? chosen : Object.keys(MODES).find((name) => has[name]);
     return el(
       ".rollout-view",
       {},
       head(row),
       siblings.length > 1 ? siblingStrip(row, siblings, open) : null,
-      colorBar(turns, scale, again),
+      colorBar(turns, has, scale, again),
       turns.map((turn, i) => turnView(turn, { texts, pieces, known, scale, number: turns.length > 1 ? i + 1 : null })),
     );
   };
@@ -98,11 +108,10 @@
       ),
     );
 
-  const colorBar = (turns, scale, again) => {
+  const colorBar = (turns, has, scale, again) => {
     if (!turns.some((turn) => turn.tokens)) return null;
-    const has = { advantage: turns.some((t) => t.advantages !== undefined), diff: turns.some((t) => t.diffs), logprob: true, version: turns.some((t) => t.versions !== undefined), none: true };
     const choose = (event) => {
-      mode = event.target.value;
+      chosen = event.target.value;
       again();
     };
     const select = el("select", { onchange: choose, "aria-label": "colour of tokens" }, Object.entries(MODES).map(([value, label]) => el("option", { value, selected: value === mode, disabled: !has[value] }, has[value] ? label : `${label} (not recorded)`)));
