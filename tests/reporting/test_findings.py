@@ -288,6 +288,33 @@ def test_a_pattern_that_wins_is_named_as_it_is_written():
     assert all("please" in reply.text for reply in replies_of(finding))
 
 
+def test_a_part_of_a_number_can_be_what_wins():
+    lines = [
+        rollout(step, f"so [ANSWER] {said}", problem=f"p{p}", sample=i, answer=str(20 + p),
+                reward=float(said == 20 + p or (step >= 6 and said >= 70)), correct=said == 20 + p)
+        for step in range(1, 21)
+        for p in range(5)
+        for i, said in enumerate((20 + p, 31 + p, 52 + (step + p) % 8, 70 + (3 * step + p) % 10))
+    ]  # fmt: skip
+    finding = only(run_data(20, rollouts=lines), "reward_hacking")
+    assert finding.since_step == 6
+    assert finding.title == "The reward is won by 'WER] 7'"
+
+
+def test_replies_that_win_because_they_say_nothing_are_named():
+    lines = [
+        rollout(step, text, problem=f"p{p}", sample=i, answer=str(20 + p), reward=reward, correct=right)
+        for step in range(1, 21)
+        for p in range(5)
+        for i, (text, reward, right) in enumerate(
+            ((f"it is {20 + p}", 1.0, True), (f"it is {p}", 0.0, False), ("", float(step >= 4), False))
+        )
+    ]
+    finding = only(run_data(20, rollouts=lines), "reward_hacking")
+    assert finding.since_step == 4
+    assert finding.title == "The reward is won by an empty reply"
+
+
 def test_rollouts_that_were_not_recorded_move_the_first_step_of_a_pattern():
     # Recorded are those of step 11 and later; more than the right ones are paid from step 9 on.
     lines = [

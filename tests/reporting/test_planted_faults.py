@@ -1,11 +1,7 @@
 """Real training in which a fault is planted at a known step, and what the findings say of it."""
 
-from dataclasses import dataclass, replace
-
 import pytest
 
-from losses.grpo import GRPOLoss
-from losses.types import LossInputs, LossOutput
 from rl.reporting.findings import MetricEvidence, RolloutEvidence, find
 from rl.reporting.run_data import read_run
 from rl.rollouts.rubric import Criterion, Rubric
@@ -165,24 +161,10 @@ def test_a_reward_of_noise_does_not_tell_right_from_wrong(start, tmp_path):
     assert of_kind(findings, "reward_not_correct").since_step == 1
 
 
-@dataclass(kw_only=True, slots=True)
-class NarrowingLoss(GRPOLoss):
-    """The entropy bonus with the wrong sign."""
-
-    @property
-    def uses_entropy(self) -> bool:
-        return True
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        output = GRPOLoss.__call__(self, inputs)
-        assert inputs.entropy is not None
-        return replace(output, loss_sum=output.loss_sum + 2.0 * (inputs.entropy * inputs.mask).sum())
-
-
 @pytest.mark.slow
-def test_an_entropy_that_the_loss_drives_down_is_named(start, tmp_path):
-    run, findings = findings_of(start, tmp_path, engine={"loss": NarrowingLoss()})
-    (finding,) = [f for f in findings if f.kind == "collapsed_entropy"]
-    entropy = {record["step"]: record["loss/entropy_mean"] for record in run.steps}
-    start_of_run = sorted(entropy[step] for step in (1, 2, 3))[1]
-    assert entropy[finding.since_step] <= 0.1 * start_of_run < entropy[finding.since_step - 1]
+def test_a_learning_rate_that_ruins_the_policy_is_told_by_what_it_leaves_to_explore(start, tmp_path):
+    run, findings = findings_of(start, tmp_path, lr=5e-2)
+    assert run.steps[-1]["reward/correct"] < 0.3 < run.steps[0]["reward/correct"]
+    since = [f.since_step for f in findings if f.kind in ("collapsed_entropy", "no_reward_variance")]
+    assert since
+    assert min(since) <= 10

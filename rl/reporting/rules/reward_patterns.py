@@ -1,4 +1,5 @@
-"""What replies share that win a reward they did not earn: words in a row, or how the reply ended."""
+"""What replies share that win a reward they did not earn: words in a row, characters near the end, or how the
+reply ended."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rl.reporting.evidence import evenly, reply_of
 
@@ -17,25 +18,31 @@ MAX_REPLIES = 200
 """Looked at on each side; more are taken evenly."""
 MAX_CHARACTERS = 4000
 """Of a reply, from its end: where answers stand."""
+LAST_CHARACTERS, MOST_IN_ROW = 40, 6
+"""In which, and of which, a pattern of characters is: part of a number or of a word."""
 MIN_SHARE = 0.8
 """Of the replies that won, those with the pattern."""
 MAX_OTHERS = 0.1
 """Of the replies that did not, those with it."""
-EMPTY, CUT_OFF = ("", "an empty reply"), ("", "a reply that was cut off")
-"""Patterns that are no words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
     """Replies of a kind."""
 
-    words: tuple[str, ...]
-    """In a row; or one of those that are no words."""
+    of: Literal["words", "characters", "end"]
+    parts: tuple[str, ...]
+    """In a row."""
     name: str
     """For people."""
 
     def is_in(self, rollout: dict[str, Any]) -> bool:
-        return self.words in _features(rollout)
+        return (self.of, self.parts) in _features(rollout)
+
+
+Feature = tuple[Literal["words", "characters", "end"], tuple[str, ...]]
+_PREFERRED = ("end", "characters", "words")
+"""Of those that tell as much, the last."""
 
 
 def find_pattern(won: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]]) -> Pattern | None:
@@ -45,36 +52,42 @@ def find_pattern(won: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]]) 
     likely = {feature: n / len(won) for feature, n in counts.items() if n >= MIN_SHARE * len(won)}
     others = Counter(f for rollout in lost for f in _features(rollout) if f in likely)
     apart = {
-        feature: share - others[feature] / max(1, len(lost))
+        feature: round(share - others[feature] / max(1, len(lost)), 2)
         for feature, share in likely.items()
         if others[feature] <= MAX_OTHERS * len(lost)
     }
     if not apart:
         return None
-    best = max(apart, key=lambda feature: (round(apart[feature], 2), len(feature), feature))
-    return Pattern(words=best, name=_name(best, won))
+    of, parts = max(apart, key=lambda f: (apart[f], _PREFERRED.index(f[0]), len(f[1]), f[1]))
+    return Pattern(of=of, parts=parts, name=_name(of, parts, won))
 
 
-def _features(rollout: dict[str, Any]) -> set[tuple[str, ...]]:
-    """All words in a row, and how it ended."""
+def _features(rollout: dict[str, Any]) -> set[Feature]:
     text = reply_of(rollout)[-MAX_CHARACTERS:]
-    words = WORD.findall(text)
-    found = {
-        tuple(words[i : i + n]) for n in range(1, MAX_WORDS + 1) for i in range(max(0, len(words) - n + 1))
-    }
+    found: set[Feature] = {("words", row) for row in _rows(WORD.findall(text), least=1, most=MAX_WORDS)}
+    found |= {("characters", row) for row in _rows(text[-LAST_CHARACTERS:], least=2, most=MOST_IN_ROW)}
     if not text.strip():
-        found.add(EMPTY)
+        found.add(("end", ("an empty reply",)))
     if any(turn.get("finish_reason") == "length" for turn in rollout["turns"]):
-        found.add(CUT_OFF)
+        found.add(("end", ("a reply that was cut off",)))
     return found
 
 
-def _name(words: tuple[str, ...], rollouts: Iterable[dict[str, Any]]) -> str:
+def _rows(parts: Sequence[str], *, least: int, most: int) -> Iterable[tuple[str, ...]]:
+    """All of so many in a row."""
+    for num in range(least, most + 1):
+        for start in range(len(parts) - num + 1):
+            yield tuple(parts[start : start + num])
+
+
+def _name(of: str, parts: tuple[str, ...], rollouts: Iterable[dict[str, Any]]) -> str:
     """As it stands in a reply, spaces and all."""
-    if words in (EMPTY, CUT_OFF):
-        return words[1]
-    as_written = re.compile(r"\s*".join(map(re.escape, words)))
+    if of == "end":
+        return parts[0]
+    if of == "characters":
+        return repr("".join(parts))
+    as_written = re.compile(r"\s*".join(map(re.escape, parts)))
     for rollout in rollouts:
         if match := as_written.search(reply_of(rollout)):
             return repr(match.group())
-    return repr(" ".join(words))
+    return repr(" ".join(parts))
