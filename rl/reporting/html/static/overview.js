@@ -129,9 +129,9 @@
   const seriesEvidence = (evidence, finding) => {
     const host = el("div");
     const lines = [
-      { label: evidence.series, x: evidence.x, y: evidence.y, color: "--bad", points: evidence.x.length < 40 },
+      { label: evidence.series, x: evidence.x, y: evidence.y, color: "--bad", points: evidence.x.length < 16 },
     ];
-    const marks = finding.since_step === null ? [] : [{ x: finding.since_step, color: "--muted", label: "since" }];
+    const marks = finding.since_step === null ? [] : [{ x: finding.since_step, color: "--muted" }];
     relay.chart(host, { lines, marks, height: 120 });
     return el("figure.evidence-item", {}, el("figcaption", {}, el("code", {}, evidence.series)), host);
   };
