@@ -8,7 +8,7 @@ ARGS ?=
 BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step tinker_overhead observability
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
-FAST := not medium and not slow
+FAST := not medium and not slow and not browser
 # Tests are shared by so many processes; 0, with which a debugger works, is this one alone.
 WORKERS ?= 2
 SHARED := -n $(WORKERS)
@@ -18,7 +18,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort doctor curves tinker-cookbook chaos soak test test-fast test-slow test-long lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor report curves tinker-cookbook chaos soak test test-fast test-slow test-long test-report lint format types check bench golden hooks clean clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -42,6 +42,10 @@ doctor: ## what a run (RUN=outputs/<run>) is doing, whether it moves, and the st
 	@test "$(origin RUN)" = "command line" || { echo "usage: make doctor RUN=outputs/<run>"; exit 2; }
 	@.venv/bin/python -m rl.doctor $(RUN) $(ARGS)
 
+report: ## the story of a run (RUN=outputs/<run>) as one HTML file, report.html in its folder
+	@test "$(origin RUN)" = "command line" || { echo "usage: make report RUN=outputs/<run>"; exit 2; }
+	@.venv/bin/python -m rl.report $(RUN) $(ARGS)
+
 curves: ## both of these for two seeds and a control with a reward of noise: what was learnt, in a table
 	@$(SETUP)
 	$(RUN) -m benchmarks.curves --dump_folder outputs/curves $(ARGS) $(NO_INPUT)
@@ -51,7 +55,7 @@ tinker-cookbook: ## the Tinker cookbook's own recipes, unmodified, against this 
 	$(RUN) -m tools.tinker_cookbook.main $(ARGS) $(NO_INPUT)
 
 test: setup ## all tests but the slow ones: at most 15 minutes on 2 cores
-	$(RUN) -m pytest $(SHARED) -m "not slow" $(ARGS) $(NO_INPUT)
+	$(RUN) -m pytest $(SHARED) -m "not slow and not browser" $(ARGS) $(NO_INPUT)
 
 test-fast: setup ## the tests that start no engine and no actor: at most 2 minutes
 	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
@@ -61,6 +65,11 @@ test-slow: setup ## the slow tests, whole runs among them: at most 35 minutes
 
 test-long: setup ## slow tests that are not in it: more ways to lose a process, to be stopped and to go on
 	$(RUN) -m pytest -m long $(ARGS) $(NO_INPUT)
+
+test-report: ## the report in a headless browser, which is installed where there is none: at most 5 minutes
+	@$(SETUP) test report
+	@$(RUN) -m tools.browser
+	$(RUN) -m pytest -m browser $(ARGS) tests/reporting $(NO_INPUT)
 
 chaos: setup ## kill a process in each phase of a short run: recovered or not, how fast, numbers equal or not, in a table
 	$(RUN) -m tools.chaos.main $(ARGS) $(NO_INPUT)

@@ -33,6 +33,7 @@ from rl.config.serialize import to_dict, write_json
 from rl.errors import RunError, writing
 from rl.folder_lock import having
 from rl.observability.console import progress, say
+from rl.observability.environment import write_environment
 from rl.observability.events import Events
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import read_metrics
@@ -153,6 +154,7 @@ class Controller(Configurable):
                     else "starting from the beginning: there is no checkpoint to go on from"
                 )
             logger.info("starting from %s", plan.start.folder)
+            write_environment(folder.environment)
             events = Events(folder.events)
             with watched_controller(
                 folder.logs, events, timeline=config.timeline, resumed_after=resumed_after

@@ -21,6 +21,7 @@ STAMPS = {
     "rl/observability/health.py": "how long ago the last step was, as the doctor shows it",
     "actors/fault_injection.py": "the stamp of what was done, for tests",
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
+    "rl/report.py": "when a report was written, as it says",
     "rl/tinker/service/service.py": "the clock of stamps that the API shows",
     "rl/tinker/service/sessions.py": "a stamp in an answer",
     "rl/tinker/service/storage.py": "stamps in answers; when a checkpoint with a time to live ends",

@@ -1,8 +1,8 @@
 """Create `.venv` and install what is missing in it: `python3 tools/setup_env.py [GROUP ...]`.
 
 Groups are the optional ones of pyproject.toml that come on top of what a run needs (`test`, `trl`,
-`tasks`, `hooks`, `float8`). vLLM's build follows the machine: `gpu` where an NVIDIA GPU is, else `cpu`; the
-environment variable RELAY_DEVICE=cpu|gpu overrides. A call that finds everything in place installs
+`tasks`, `hooks`, `report`, `float8`). vLLM's build follows the machine: `gpu` where an NVIDIA GPU is, else
+`cpu`; the environment variable RELAY_DEVICE=cpu|gpu overrides. A call that finds everything in place installs
 nothing and asks no index. An interrupted one is taken up by the next.
 
 Exit status: 0 in place, 1 an installation or the import check failed, 2 refused before anything was

@@ -111,15 +111,22 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
 
 
-def _check_tokenizer_json(path: Path) -> None:
-    if not path.exists():  # a slow tokenizer
-        return
+def read_tokenizer_json(file: Path) -> Any:
+    """The tokenizer of a tokenizer.json alone, as the library `tokenizers` has it: its ids and their texts.
+
+    Raises ValueError where the file is malformed.
+    """
     from tokenizers import Tokenizer
 
     try:
-        Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"tokenizer folder {path.parent}: {path.name} is malformed: {error}") from error
+        raise ValueError(f"tokenizer folder {file.parent}: {file.name} is malformed: {error}") from error
+
+
+def _check_tokenizer_json(path: Path) -> None:
+    if path.exists():  # else a slow tokenizer
+        read_tokenizer_json(path)
 
 
 def stop_token_ids(folder: str | Path, *, tokenizer: Any) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """The folder of one run: who may write into it, and what is in it.
 
     outputs/<name>/
-        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  status.json
-        timeline.json  logs/  checkpoints/  and, of sinks that are asked for, tensorboard/  wandb/
+        config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
+        status.json  timeline.json  report.html
+        logs/  checkpoints/  and, of sinks that are asked for, tensorboard/  wandb/
 
 A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
 it ends. `status.json` says whether the run finished.
@@ -28,6 +29,8 @@ from rl.folder_lock import LOCK, lock, make_folder, remove_empty, usable
 STATUS = "status.json"
 AS_WHAT = "a run's folder"
 EVENTS = "events.jsonl"
+ENVIRONMENT = "environment.json"
+REPORT = "report.html"
 TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
@@ -41,6 +44,8 @@ OWN_FILES = (
     "rollouts.1.before.jsonl",
     "pass_rates.jsonl",
     EVENTS,
+    ENVIRONMENT,
+    REPORT,
     TIMELINE,
     STATUS,
 )
@@ -71,6 +76,7 @@ class RunFolder:
         self.metrics = path / METRICS
         self.rollouts = path / ROLLOUTS[0]
         self.events = path / EVENTS
+        self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
         self.timeline = path / TIMELINE
         self._lock_fd: int | None = lock_fd

@@ -26,6 +26,7 @@ def summary(
       LoRA adapter    outputs/x/checkpoints/adapter
       learning curve  outputs/x/learning_curve.png
       timeline        outputs/x/timeline.json
+      report          python -m rl.report outputs/x
       bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
       would move it   --loop.max_policy_age 1
 
@@ -45,6 +46,8 @@ def summary(
         "timeline": folder.timeline,
     }
     lines += [f"  {title:<14}  {path}" for title, path in results.items() if path.exists()]
+    if num_steps:
+        lines.append(f"  report          python -m rl.report {folder.path}")
     if (found := bottleneck(typical(records), config)) is not None:
         lines += [f"  bottleneck      {found.sentence}", f"  would move it   {found.setting}"]
     return "\n".join(lines)

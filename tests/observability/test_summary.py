@@ -24,26 +24,32 @@ def test_summary_goes_from_the_first_evaluation_to_the_last_and_says_where_the_r
             f"  Hugging Face    {tmp_path}/run/checkpoints/hf\n"
             f"  LoRA adapter    {tmp_path}/run/checkpoints/adapter\n"
             f"  learning curve  {tmp_path}/run/learning_curve.png\n"
-            f"  timeline        {tmp_path}/run/timeline.json"
+            f"  timeline        {tmp_path}/run/timeline.json\n"
+            f"  report          python -m rl.report {tmp_path}/run"
         )
 
 
 @pytest.mark.parametrize(
     ("records", "line"),
-    [(STEPS, None), ([evaluation(0, 0.375)], "correct 0.375 of 512 problems"), ([], None)],
+    [
+        (STEPS, "report          python -m rl.report {folder}"),
+        ([evaluation(0, 0.375)], "evaluation      correct 0.375 of 512 problems"),
+        ([], None),
+    ],
     ids=["no evaluation", "no steps", "neither"],
 )
 def test_what_a_run_does_not_have_is_left_out(tmp_path, records, line):
     with RunFolder.create(tmp_path, "run") as folder:
         text = summary(records, folder=folder, run_s=1.0)
-    assert text.splitlines()[1:] == ([] if line is None else [f"  evaluation      {line}"])
+    told = [] if line is None else [f"  {line.format(folder=folder.path)}"]
+    assert text.splitlines()[1:] == told
 
 
 def test_what_held_the_run_up_and_would_move_it_comes_last(tmp_path):
     step = {"step": 1, "time/step_s": 10.0, "time/score_s": 9.0, "time/train_s": 1.0}
     with RunFolder.create(tmp_path, "run") as folder:
         text = summary([step], folder=folder, run_s=1.0, config={"reward": {"num_procs": 1}})
-    assert text.splitlines()[1:] == [
+    assert text.splitlines()[2:] == [
         "  bottleneck      Scoring takes 90% of a step: reward functions are slower than what is to be "
         "scored; more processes score side by side",
         "  would move it   --reward.num_procs 2",

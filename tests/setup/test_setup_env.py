@@ -179,6 +179,7 @@ def test_the_projects_own_dependencies_have_the_exact_versions_that_are_needed()
         "float8",
         "hooks",
         "kubernetes",
+        "report",
         "sinks",
         "tasks",
         "test",

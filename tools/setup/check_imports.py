@@ -124,6 +124,10 @@ def check_tasks(_: str) -> None:
         importlib.import_module(name)
 
 
+def check_report(_: str) -> None:
+    importlib.import_module("playwright.sync_api")
+
+
 def check_tinker(_: str) -> None:
     for name in ("tinker", "tinker.proto.tinker_public_pb2", "fastapi", "uvicorn"):
         importlib.import_module(name)
@@ -145,6 +149,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 GROUP_CHECKS: dict[str, Callable[[str], None]] = {
     "float8": check_float8,
+    "report": check_report,
     "sinks": check_sinks,
     "tasks": check_tasks,
     "test": check_test,

@@ -1,0 +1,199 @@
+// The curves: those that tell how a run does, then every metric by its group.
+"use strict";
+(() => {
+  const { el, number } = relay;
+
+  // In this order, each where a run has any of its metrics: [title, note, {metric: [label, color]}].
+  const HEADLINES = [
+    [
+      "Learning",
+      "share of the step's samples, and held-out problems",
+      {
+        "reward/mean": ["reward, mean", "--c-grey"],
+        "reward/correct": ["correct, step's samples", "--accent"],
+        "eval/correct": ["correct, held-out (greedy)", "--eval"],
+      },
+    ],
+    [
+      "Trainer against generator",
+      "|logprob difference| of a token, nats",
+      {
+        "logprob_diff/max": ["largest", "--c-orange"],
+        "logprob_diff/mean": ["mean", "--accent"],
+      },
+    ],
+    ["Entropy", "of the policy, nats a token", { "loss/entropy_mean": ["entropy", "--accent"] }],
+    ["Length of replies", "tokens, mean", { "completion/tokens_mean": ["tokens", "--accent"] }],
+    ["Gradient norm", "before clipping", { "loss/grad_norm": ["gradient norm", "--accent"] }],
+    ["Loss", "as optimised", { "loss/mean": ["loss", "--accent"] }],
+    [
+      "Ratio and clipping",
+      "importance ratio; share of tokens clipped",
+      {
+        "loss/ratio_mean": ["ratio, mean", "--accent"],
+        "loss/clipped_fraction": ["clipped", "--c-orange"],
+      },
+    ],
+    [
+      "Groups without a gradient",
+      "share with equal rewards",
+      { "reward/equal_groups": ["equal groups", "--accent"] },
+    ],
+    ["Age of tokens", "steps since the weights that drew them", {
+      "age/mean": ["mean", "--accent"],
+      "age/max": ["oldest", "--c-orange"],
+    }],
+  ];
+  const SHARES = /^(reward|eval)\/(mean|correct|reward|equal_groups|answer|format|pass@)|clipped_fraction|cut_off|unfinished|padding|fill|shared|^limit\/|identical/;
+
+  relay.curves = async (host) => {
+    const data = await Promise.all(relay.runs.map((run) => relay.block(run.blocks.curves)));
+    const line = (runNumber, name, label, color) => {
+      const curve = data[runNumber].series[name];
+      if (!curve) return null;
+      return {
+        label: relay.compares ? `${label}, ${relay.runs[runNumber].name}` : label,
+        x: data[runNumber].xs[curve.x],
+        y: curve.y,
+        low: curve.low,
+        high: curve.high,
+        color,
+        dash: runNumber ? [6, 4] : undefined,
+        points: name.startsWith("eval/"),
+        smooth: !name.startsWith("eval/"),
+        share: SHARES.test(name),
+        bad: curve.num_bad,
+      };
+    };
+    const linesOf = (name, label, color) => relay.runs.map((_, i) => line(i, name, label, color)).filter(Boolean);
+
+    host.append(toolbar(host));
+    const headlines = el(".grid.headlines");
+    for (const [title, note, metrics] of HEADLINES) {
+      const entries = Object.entries(metrics);
+      const lines = entries.flatMap(([name, [label, color]]) => linesOf(name, label, color));
+      if (entries.length === 1) byRun(lines);
+      if (lines.length) headlines.append(card(title, note, lines, marksOf(Object.keys(metrics), title === "Learning")));
+    }
+    host.append(headlines);
+    host.append(...groups(data, linesOf));
+  };
+
+  const toolbar = (host) =>
+    el(
+      ".toolbar",
+      {},
+      el(
+        "label",
+        {},
+        "smoothing ",
+        el("input", {
+          type: "range",
+          min: 0,
+          max: 0.99,
+          step: 0.01,
+          value: relay.smoothing(),
+          oninput: (event) => relay.setSmoothing(Number(event.target.value)),
+        }),
+      ),
+      el("input", {
+        type: "search",
+        placeholder: "find a metric, such as loss/",
+        "aria-label": "find a metric",
+        oninput: (event) => filter(host, event.target.value.trim().toLowerCase()),
+      }),
+      el("span.hint", {}, "drag to zoom in, double-click to zoom out; all curves move together"),
+      relay.compares
+        ? el("span.hint", {}, relay.runName(0), " solid, ", relay.runName(1), " dashed")
+        : null,
+    );
+
+  const filter = (host, text) => {
+    for (const group of host.querySelectorAll("details.group")) {
+      let shown = 0;
+      for (const item of group.querySelectorAll(".card")) {
+        item.hidden = Boolean(text) && !item.dataset.metric.toLowerCase().includes(text);
+        shown += item.hidden ? 0 : 1;
+      }
+      group.hidden = !shown;
+      if (text) group.open = shown > 0;
+    }
+  };
+
+  // Since when something is found, on the curves that show it.
+  const marksOf = (names, all = false) =>
+    relay.runs.flatMap((run) =>
+      run.findings.flatMap((finding, n) => {
+        const shown = all || finding.evidence.some((evidence) => names.includes(evidence.series));
+        return shown && finding.since_step !== null
+          ? [{ x: finding.since_step, color: "--bad", label: `F${n + 1}` }]
+          : [];
+      }),
+    );
+
+  const card = (title, note, lines, marks, metric = title) => {
+    const host = el("div");
+    const bad = lines.reduce((sum, line) => sum + (line.bad || 0), 0);
+    const widen = () => {
+      const wide = box.classList.toggle("wide");
+      host.style.height = wide ? "360px" : "";
+      if (!wide) host.style.height = `${height}px`;
+    };
+    const height = title === "Learning" ? 300 : 170;
+    const box = el(
+      `.card${title === "Learning" ? ".large" : ""}`,
+      { "data-metric": metric },
+      el(
+        ".card-head",
+        {},
+        el("h3", {}, title),
+        el("span.last", {}, lastOf(lines)),
+        el("button.ghost", { type: "button", title: "larger or smaller", "aria-label": `${title} larger or smaller`, onclick: widen }, "⤢"),
+      ),
+      note ? el(".card-note", {}, note) : null,
+      host,
+      lines.length > (relay.compares ? 2 : 1) ? legend(lines) : null,
+      bad ? el(".card-note.bad", {}, `${number(bad)} values are not finite and left out`) : null,
+    );
+    relay.chart(host, { lines, marks, height });
+    return box;
+  };
+
+  // Of one metric: the colour says which run it is of.
+  const byRun = (lines) => {
+    if (relay.compares) for (const line of lines) line.color = line.dash ? "--run-1" : "--run-0";
+    return lines;
+  };
+
+  const legend = (lines) =>
+    el(
+      ".legend",
+      {},
+      lines.map((line) =>
+        el("span", {}, el(`i.stroke${line.dash ? ".dashed" : ""}`, { style: `--stroke:var(${line.color})` }), line.label),
+      ),
+    );
+
+  const lastOf = (lines) => {
+    const { y } = lines[lines.length - 1];
+    const last = y.findLast((value) => value !== null);
+    return last === undefined ? "" : number(last, 3);
+  };
+
+  const groups = (data, linesOf) => {
+    const names = [...new Set(data.flatMap((of) => Object.keys(of.series)))];
+    const byGroup = Map.groupBy(names, (name) => (name.includes("/") ? name.split("/")[0] : "run"));
+    return [...byGroup].map(([group, members]) => {
+      const grid = el(".grid");
+      for (const name of members) {
+        grid.append(card(name, null, byRun(linesOf(name, name, "--accent")), marksOf([name])));
+      }
+      return el(
+        "details.group",
+        {},
+        el("summary", {}, el("b", {}, group), el("span.hint", {}, ` ${members.length}`)),
+        grid,
+      );
+    });
+  };
+})();

@@ -1,0 +1,151 @@
+// The top of the page: the runs in a few numbers, what could not be read, and what looks wrong.
+"use strict";
+(() => {
+  const { el, number, duration, percent } = relay;
+  const STATES = {
+    running: "under way",
+    finished: "finished",
+    stopped: "stopped",
+    ended: "ended without having finished",
+    unknown: "not known whether it finished",
+  };
+
+  relay.overview = (host) => {
+    for (const [i, run] of relay.runs.entries()) host.append(card(run, i));
+  };
+
+  const card = (run, i) => {
+    const { facts } = run;
+    const of = facts.num_steps ? ` of ${number(facts.num_steps)}` : "";
+    const sub = [
+      facts.config,
+      facts.model,
+      facts.started ? `started ${relay.moment(facts.started)}` : null,
+      run.folder,
+    ].filter(Boolean);
+    return el(
+      "article.run",
+      { "data-run": i },
+      el(
+        ".run-head",
+        {},
+        relay.compares ? el("span.swatch.big", { style: `background:var(--run-${i})` }) : null,
+        el("h1", {}, run.name),
+        el(`span.state.state-${facts.state}`, {}, STATES[facts.state]),
+      ),
+      facts.description ? el("p.description", {}, facts.description) : null,
+      el("p.sub", {}, sub.map((part) => el("span", {}, part))),
+      el(
+        ".tiles",
+        {},
+        tile("step", facts.step === null || facts.step === undefined ? "none yet" : `${number(facts.step)}${of}`, [
+          `${duration(facts.training_s)} of steps`,
+          facts.step_s ? `${duration(facts.step_s)} a step` : null,
+        ]),
+        facts.evaluation
+          ? tile("evaluation, correct", arrow(facts.evaluation, 3), [
+              facts.num_problems ? `${number(facts.num_problems)} held-out problems` : null,
+            ], "eval")
+          : null,
+        facts.reward ? tile("reward, mean", arrow(facts.reward, 3), ["first and last step"]) : null,
+        facts.samples_per_s
+          ? tile("samples / s", number(facts.samples_per_s, 3), [
+              `${number(facts.generated_tokens_per_s, 3)} tokens/s generated, ${number(facts.trained_tokens_per_s, 3)} trained`,
+            ])
+          : null,
+        facts.logprob_diff_max === null || facts.logprob_diff_max === undefined
+          ? null
+          : tile(
+              "trainer − generator",
+              facts.logprob_diff_max === 0 ? "identical" : number(facts.logprob_diff_max, 3),
+              [facts.logprob_diff_max === 0 ? "logprobs, bit for bit, every step" : "nats, the largest of any token"],
+            ),
+        facts.num_lost || facts.num_went_back
+          ? tile("losses", number(facts.num_lost), [
+              `${number(facts.num_recovered)} recovered, went back ${facts.num_went_back} ×`,
+            ], "bad")
+          : null,
+      ),
+      run.problems.length
+        ? el(
+            "details.problems",
+            { open: run.problems.length < 4 },
+            el("summary", {}, `Not everything of this run could be read (${run.problems.length})`),
+            el("ul", {}, run.problems.map((problem) => el("li", {}, problem))),
+          )
+        : null,
+    );
+  };
+
+  const arrow = ([first, last], digits) => {
+    const text = (value) => (Math.abs(value) < 1000 ? String(Number(value.toFixed(digits))) : number(value));
+    return [el("span.from", {}, `${text(first)} → `), text(last)];
+  };
+
+  const tile = (label, value, notes, kind = "") =>
+    el(
+      `.tile${kind ? `.${kind}` : ""}`,
+      {},
+      el(".tile-label", {}, label),
+      el(".tile-value", {}, value),
+      notes.filter(Boolean).map((note) => el(".tile-note", {}, note)),
+    );
+
+  relay.findings = (host) =>
+    relay.perRun(host, (run, i, body) => {
+      if (!run.findings.length) {
+        body.append(
+          el(
+            ".healthy",
+            {},
+            el("b", {}, run.facts.step ? "Nothing looks wrong." : "No step is done yet."),
+            run.facts.step ? ` Looked for: ${relay.report.looked_for.join(", ")}.` : "",
+          ),
+        );
+        return;
+      }
+      body.append(el(".findings", {}, run.findings.map((finding, n) => findingCard(finding, n, i))));
+    }, { count: (run) => run.findings.length });
+
+  const findingCard = (finding, n, runNumber) =>
+    el(
+      "article.finding",
+      { "data-kind": finding.kind },
+      el(
+        ".finding-head",
+        {},
+        el("span.finding-number", {}, `F${n + 1}`),
+        el("h3", {}, finding.title),
+        finding.since_step === null
+          ? null
+          : el("span.since", {}, `since step ${number(finding.since_step)}`),
+      ),
+      el("p", {}, finding.sentence),
+      finding.advice ? el("p.advice", {}, finding.advice) : null,
+      el(".evidence", {}, finding.evidence.filter((e) => e.series).map((e) => seriesEvidence(e, finding))),
+      el(".evidence", {}, finding.evidence.filter((e) => e.rollout).map((e) => rolloutEvidence(e, runNumber))),
+    );
+
+  const seriesEvidence = (evidence, finding) => {
+    const host = el("div");
+    const lines = [
+      { label: evidence.series, x: evidence.x, y: evidence.y, color: "--bad", points: evidence.x.length < 16 },
+    ];
+    const marks = finding.since_step === null ? [] : [{ x: finding.since_step, color: "--muted" }];
+    relay.chart(host, { lines, marks, height: 120 });
+    return el("figure.evidence-item", {}, el("figcaption", {}, el("code", {}, evidence.series)), host);
+  };
+
+  const rolloutEvidence = (evidence, runNumber) => {
+    const { rollout } = evidence;
+    return el(
+      "button.evidence-item.quote",
+      { type: "button", onclick: () => relay.openRollout(runNumber, rollout) },
+      el("figcaption", {}, el("span", {}, `step ${number(rollout.step)} · ${rollout.problem} · sample ${number(rollout.sample)}`), el("span", {}, evidence.note)),
+      el("blockquote", {}, rollout.excerpt),
+    );
+  };
+
+  relay.percentBar = (share, color) =>
+    el(".bar", {}, el("i", { style: `width:${Math.min(100, 100 * share)}%;background:${color}` }), el("b", {}, percent(share)));
+})();

@@ -1,0 +1,373 @@
+"""The report in a real browser: what is drawn and how much of it, what is asked of the network, how fast."""
+
+import json
+
+import pytest
+
+from rl import report
+from tests.support.browser import browser, opened
+from tests.support.report_runs import HACK, START_S, TEXT, MadeRun, make_run
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+LOSS = (
+    {"time": START_S + 20, "event": "lost", "role": "generator_0", "reason": "rank 0 of 1 is dead"},
+    {"time": START_S + 26.5, "event": "recovered", "role": "generator_0", "after_s": 6.5},
+)
+EVIL = "</script><script>alert(1)</script><img src='https://evil.invalid/x' onerror='alert(2)'>"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of made-up runs, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "whole": make_run(folder / "whole", MadeRun(events=LOSS)),
+        "other": make_run(folder / "other", MadeRun(seed=1, num_steps=30, lr=1e-3, status="running")),
+        "evil": make_run(folder / "evil", MadeRun(num_steps=3, reply=EVIL)),
+        "old": make_run(folder / "old", MadeRun(num_steps=5, is_new=False)),
+    }
+
+
+def reported(*folders, name="report"):
+    file = folders[0].parent / f"{'-'.join(f.name for f in folders)}-{name}.html"
+    assert report.main([*map(str, folders), "--output", str(file)]) == 0
+    return file
+
+
+@pytest.fixture
+def whole(chromium, runs):
+    with opened(chromium, reported(runs["whole"])) as seen:
+        yield seen
+        assert (seen.errors, seen.dialogs) == ([], [])
+        assert [url for url in seen.requests if not url.startswith(("file:", "data:"))] == []
+        assert len([url for url in seen.requests if url.startswith("file:")]) == 1
+
+
+def test_every_step_and_evaluation_is_on_the_curves(whole):
+    charts = whole.numbers("#curves .headlines .chart[data-drawn]", "data-drawn")
+    assert charts[0] == 41  # the 40 steps, and the evaluation before them
+    assert whole.texts("#curves .headlines h3")[:2] == ["Learning", "Trainer against generator"]
+    assert whole.count("#curves .headlines .card") == 9
+    assert whole.texts("#overview .tile-value")[0] == "40 of 40"
+
+
+def test_a_group_of_metrics_is_drawn_when_it_is_opened(whole):
+    group = whole.page.locator("#curves details.group", has_text="completion")
+    assert group.locator("[data-drawn]").count() == 0
+    group.locator("summary").click()
+    whole.until(
+        "[...document.querySelectorAll('#curves details.group[open] .chart')].every(c => c.dataset.drawn)"
+    )
+    assert group.locator("h3").all_inner_texts() == ["completion/tokens_mean", "completion/cut_off"]
+
+
+def test_a_metric_is_found_by_its_name(whole):
+    whole.page.get_by_label("find a metric").fill("grad")
+    shown = whole.page.locator("#curves details.group .card:visible h3")
+    assert shown.all_inner_texts() == ["loss/grad_norm"]
+
+
+def test_each_process_has_a_lane_and_every_activity_is_drawn(whole):
+    whole.go("timeline", "canvas[data-drawn]")
+    whole.page.get_by_role("button", name="whole run").click()
+    # Of a step: three of the trainer, a pull and the requests as one, a score, two waits.
+    assert whole.numbers("#timeline canvas", "data-drawn") == [40 * 8]
+    whole.page.get_by_role("button", name="last step").click()
+    assert whole.numbers("#timeline canvas", "data-drawn")[0] in (8, 9)
+
+
+def test_a_step_of_the_timeline_is_shown_by_its_number(whole):
+    whole.go("timeline", "canvas[data-drawn]")
+    whole.page.locator("#timeline input").fill("7")
+    whole.page.locator("#timeline input").press("Enter")
+    canvas = whole.page.locator("#timeline canvas")
+    box = canvas.bounding_box()
+    whole.page.mouse.move(box["x"] + 128 + 0.7 * (box["width"] - 136), box["y"] + 34 + 26 + 6)
+    tip = whole.page.locator(".tip").inner_text()
+    assert "forward_backward" in tip
+    assert "580 ms" in tip  # 0.29 of a step of 2 s
+    assert "version" in tip
+
+
+def test_the_time_of_a_step_is_told_by_its_parts(whole):
+    whole.go("time", ".stack")
+    rows = whole.texts("#time .columns .card:first-child tr td:first-child")
+    assert rows == [
+        "generate",
+        "train",
+        "publish",
+        "score",
+        "push, within it",
+        "pull, within it",
+        "one evaluation",
+    ]
+    assert whole.texts("#time .bar")[:4] == ["31%", "62%", "80%", "42%"]
+    whole.page.wait_for_selector("#time .chart[data-drawn='40']")
+
+
+def test_a_rollout_is_shown_down_to_the_token(whole):
+    whole.go("rollouts", ".tokens")
+    assert whole.texts("#rollouts [data-count]")[0] == "160 of 160 rollouts"
+    tokens = whole.page.locator("#rollouts .tokens .token")
+    assert tokens.count() == len(TEXT) + 1
+    assert "".join(tokens.all_inner_texts()) == f"{TEXT}<|im_end|>"
+    tokens.nth(0).hover()
+    tip = whole.page.locator(".tip").inner_text()
+    for label in (
+        "generator's logprob",
+        "trainer's logprob",
+        "difference",
+        "advantage",
+        "policy version",
+        "mask",
+    ):
+        assert label in tip
+    tokens.last.hover()
+    assert "0, not trained on" in whole.page.locator(".tip").inner_text()
+
+
+def test_a_long_reply_is_made_as_far_as_it_is_looked_at(chromium, tmp_path):
+    folder = make_run(tmp_path / "verbose", MadeRun(num_steps=1, samples=1, tokens=10_000))
+    with opened(chromium, reported(folder)) as seen:
+        seen.go("rollouts", ".tokens")
+        assert seen.count("#rollouts .token[data-i]") == 3000
+        assert seen.texts("#rollouts .rest") == ["… 7001 more tokens"]
+        seen.until(
+            """(box => {
+                box.scrollTop = box.scrollHeight;  // as often as it grows
+                return box.querySelectorAll('.token[data-i]').length === 10001;
+            })(document.querySelector('#rollouts .detail'))"""
+        )
+        assert seen.count("#rollouts .rest") == 0
+
+
+def test_tokens_are_coloured_by_what_is_chosen(whole):
+    whole.go("rollouts", ".tokens")
+    colors = "() => [...document.querySelectorAll('#rollouts .tokens .token')].map(t => t.style.background)"
+    by_advantage = whole.page.evaluate(colors)
+    assert len(set(by_advantage)) == 1  # one advantage for all of the reply
+    whole.page.get_by_label("colour of tokens").select_option("diff")
+    whole.until(f"new Set(({colors})()).size > 10")
+    whole.page.get_by_label("colour of tokens").select_option("none")
+    whole.until(f"({colors})().every(color => color === '')")
+
+
+def test_what_is_not_recorded_is_no_colour_and_another_one_is_taken(chromium, tmp_path):
+    folder = make_run(tmp_path / "plain", MadeRun(num_steps=2, is_new=False))
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["advantage"]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with opened(chromium, reported(folder)) as seen:
+        seen.go("rollouts", ".tokens")
+        choice = seen.page.get_by_label("colour of tokens")
+        assert choice.input_value() == "logprob"
+        assert choice.locator("option[disabled]").all_inner_texts() == [
+            "advantage (not recorded)",
+            "trainer − generator (not recorded)",  # noqa: RUF001 - a minus sign
+        ]
+
+
+def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
+    lines = [json.loads(line) for line in (runs["whole"] / "rollouts.jsonl").read_text().splitlines()]
+    whole.go("rollouts", ".tokens")
+    count = whole.page.locator("#rollouts [data-count]")
+    whole.page.get_by_label("from step").fill("11")
+    whole.page.get_by_label("to step").fill("20")
+    whole.page.get_by_label("to step").press("Enter")
+    assert count.inner_text() == "40 of 160 rollouts"
+    whole.page.locator("#rollouts select").nth(1).select_option("right")
+    right = sum(line["correct"] for line in lines if 11 <= line["step"] <= 20)
+    assert int(count.get_attribute("data-count") or "") == right
+    whole.page.locator("#rollouts select").nth(1).select_option("all")
+    whole.page.get_by_label("text").fill("sum-digits/12-0")
+    assert count.inner_text() == "4 of 160 rollouts"
+    whole.page.get_by_label("text").fill("nowhere to be found")
+    whole.page.get_by_role("button", name="search whole replies").click()
+    whole.page.wait_for_selector("#rollouts [data-count='0']")
+
+
+def test_losses_and_recoveries_are_told_in_order(whole):
+    whole.go("events", "li")
+    assert whole.texts("#events li span") == [
+        "the run started",
+        "generator_0 was lost: rank 0 of 1 is dead",
+        "generator_0 is back after 6.5 s",
+        "the run finished",
+    ]
+
+
+def test_of_very_many_events_the_latest_are_shown(chromium, tmp_path):
+    lost = {"event": "lost", "role": "reward", "reason": "again"}
+    events = tuple(lost | {"time": START_S + 0.01 * i} for i in range(3000))
+    with opened(
+        chromium, reported(make_run(tmp_path / "lossy", MadeRun(num_steps=30, events=events)))
+    ) as seen:
+        seen.go("events", "li")
+        assert seen.count("#events li") == 1000
+        assert seen.texts("#events .card-note") == ["the latest 1,000 of 3,002"]
+        assert seen.texts("#events li span")[-1] == "the run finished"
+
+
+def test_options_and_environment_are_shown(whole):
+    whole.go("config", "summary")
+    whole.page.locator("#config summary").click()
+    whole.page.get_by_label("find an option").fill("optimizer")
+    assert whole.page.locator("#config tr[data-path]:visible").all_inner_texts() == [
+        "trainer.optimizer.lr\t4e-05"
+    ]
+    whole.go("environment", "td")
+    assert "2.13.0" in whole.texts("#environment td")
+
+
+def test_two_runs_are_compared_in_one_report(chromium, runs):
+    with opened(chromium, reported(runs["whole"], runs["other"])) as seen:
+        assert seen.texts("#overview h1") == ["whole", "other"]
+        assert seen.texts("#overview .state") == ["finished", "under way"]
+        assert "correct, held-out (greedy), other" in seen.texts("#curves .legend span")
+        seen.go("config", "table")
+        rows = seen.texts("#config .body > table tr")
+        assert "trainer.optimizer.lr\t4e-05\t0.001" in rows
+        assert "loop.num_steps\t40\t30" in rows
+        seen.go("rollouts", ".tokens")
+        seen.page.locator("#rollouts .tab").nth(1).click()
+        seen.until("document.querySelector('#rollouts [data-count]')?.textContent.startsWith('120 of 120')")
+        assert seen.errors == []
+
+
+def test_a_finding_is_on_top_marked_on_the_curves_and_opens_the_reply_that_shows_it(chromium, tmp_path):
+    folder = make_run(tmp_path / "hacked", MadeRun(hacked_from=20))
+    with opened(chromium, reported(folder)) as seen:
+        card = seen.page.locator("#findings .finding[data-kind='reward_hacking']")
+        assert card.locator(".since").inner_text() == "since step 20"
+        assert seen.texts("nav .count") == [str(seen.count("#findings .finding"))]
+        seen.page.wait_for_selector("#findings .finding .chart[data-drawn]")
+        quote = card.locator("button.quote").first
+        said = quote.locator("figcaption span").first.inner_text()
+        assert quote.locator("blockquote").inner_text() == HACK
+        quote.click()
+        seen.page.wait_for_selector("#rollouts .tokens")
+        step, problem, sample = said.split(" · ")
+        seen.page.wait_for_selector(f"#rollouts .detail h3:text-is('{problem}')")
+        facts = [text.replace("\n", " ") for text in seen.texts("#rollouts .detail .fact")]
+        assert {step.replace(" ", ""), sample.replace(" ", "")} <= {f.replace(" ", "") for f in facts}
+        assert "".join(seen.texts("#rollouts .tokens .token")) == f"{HACK}<|im_end|>"
+        assert seen.errors == []
+
+
+def test_a_healthy_run_says_that_nothing_looks_wrong_and_what_was_looked_for(whole):
+    said = whole.texts("#findings .healthy")[0]
+    assert said.startswith("Nothing looks wrong. Looked for: ")
+    assert "reward hacking" in said
+    assert whole.count("nav .count") == 0
+
+
+def test_without_its_tokenizer_a_reply_is_its_text_beside_its_tokens_numbers(chromium, tmp_path):
+    folder = make_run(tmp_path / "far", MadeRun(num_steps=2))
+    config = json.loads((folder / "config.json").read_text())
+    config["values"]["hf_assets_path"] = str(tmp_path / "gone")
+    (folder / "config.json").write_text(json.dumps(config))
+    with opened(chromium, reported(folder)) as seen:
+        assert "tokens are shown by their numbers" in " ".join(seen.texts("#overview .problems li"))
+        seen.go("rollouts", ".tokens")
+        assert seen.texts("#rollouts .reply pre")[0] == TEXT
+        assert seen.texts("#rollouts .tokens .token")[:2] == ["<52>", "<43>"]
+
+
+def test_what_a_model_wrote_is_text_and_never_runs(chromium, runs):
+    with opened(chromium, reported(runs["evil"])) as seen:
+        seen.go("rollouts", ".tokens")
+        assert "".join(seen.texts("#rollouts .tokens .token")) == f"{EVIL}<|im_end|>"
+        assert seen.count("#rollouts img") == 0
+        assert (seen.errors, seen.dialogs) == ([], [])
+        assert [url for url in seen.requests if "evil" in url.rpartition("/")[2]] == [seen.requests[0]]
+
+
+def test_a_page_may_neither_fetch_nor_run_what_is_not_its_own(chromium, runs):
+    with opened(chromium, reported(runs["old"])) as seen:
+        refused = seen.page.evaluate("fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')")
+        assert refused == "refused"
+        seen.page.evaluate(
+            "document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))"
+        )
+        assert seen.page.evaluate("window.ran === undefined")
+
+
+def test_an_older_run_and_a_metrics_file_cut_in_a_line_are_shown_as_far_as_they_go(chromium, runs):
+    metrics = runs["old"] / "metrics.jsonl"
+    text = metrics.read_text()
+    metrics.write_text(text[: text.rindex('"loss/mean"')])
+    with opened(chromium, reported(runs["old"], name="cut")) as seen:
+        assert seen.texts("#overview .tile-value")[0] == "4 of 5"
+        problems = " ".join(seen.texts("#overview .problems li"))
+        assert "metrics.jsonl" in problems
+        assert "older" in problems
+        seen.go("timeline", ".empty")
+        seen.go("rollouts", ".tokens")
+        seen.page.locator("#rollouts .tokens .token").nth(0).hover()
+        assert "not recorded" in seen.page.locator(".tip").inner_text()
+        assert seen.errors == []
+
+
+def test_a_run_that_has_just_begun_is_a_page_too(chromium, tmp_path):
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "status.json").write_text('{"status": "running"}')
+    with opened(chromium, reported(folder)) as seen:
+        assert seen.texts("#overview .tile-value") == ["none yet"]
+        for section in ("timeline", "time", "rollouts", "events", "config", "environment"):
+            seen.go(section, ".empty")
+        assert seen.errors == []
+
+
+@pytest.mark.parametrize("width", [1360, 820, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_overlaps_or_sticks_out_at_any_width(width, theme, chromium, runs):
+    with opened(
+        chromium, reported(runs["whole"], runs["other"]), width=width, color_scheme=theme, drawn=False
+    ) as seen:
+        seen.go("curves", "[data-drawn]")
+        for section in ("timeline", "time", "rollouts", "events", "config", "environment"):
+            seen.go(section, ".body > *")
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        overlapping = seen.page.evaluate(
+            """kinds => kinds.flatMap(kind => {
+                const boxes = [...document.querySelectorAll(kind)].filter(e => e.checkVisibility())
+                    .map(e => [e, e.getBoundingClientRect()]);
+                return boxes.flatMap(([a, one], i) => boxes.slice(i + 1).filter(([b, two]) =>
+                    !a.contains(b) && one.left < two.right - 1 && two.left < one.right - 1 &&
+                    one.top < two.bottom - 1 && two.top < one.bottom - 1).map(() => kind));
+            })""",
+            [".tile", ".card", ".run", "main > section", "header nav a", ".toolbar > *"],
+        )
+        assert overlapping == []
+        background = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(246, 247, 249)" if theme == "light" else "rgb(15, 18, 23)")
+        seen.page.locator("#theme").click()
+        assert seen.page.evaluate("getComputedStyle(document.body).backgroundColor") != background
+        assert seen.errors == []
+
+
+def test_ten_thousand_steps_and_a_million_tokens_are_under_20_mb_and_open_within_3_s(chromium, tmp_path):
+    made = MadeRun(num_steps=10_000, samples=2, tokens=50, spans_a_step=40)
+    file = reported(make_run(tmp_path / "long", made))
+    assert file.stat().st_size < 20_000_000
+    with opened(chromium, file) as seen:
+        assert seen.ready_s < 3
+        assert seen.texts("#overview .tile-value")[0] == "10,000 of 10,000"
+        assert 1000 <= seen.numbers("#curves .headlines .chart[data-drawn]", "data-drawn")[0] <= 1010
+        seen.go("rollouts", ".tokens")
+        assert seen.texts("#rollouts [data-count]")[0] == "20,000 of 20,000 rollouts"
+        seen.page.locator("#rollouts .list").evaluate("list => { list.scrollTop = list.scrollHeight }")
+        seen.page.locator("#rollouts .row", has_text="step 10,000").first.click()
+        seen.page.wait_for_selector("#rollouts .fact:has-text('10,000')")
+        assert seen.count("#rollouts .row") < 60
+        seen.go("timeline", "canvas[data-drawn]")
+        assert seen.errors == []
