@@ -4,8 +4,8 @@
     loop        from the state in that checkpoint
     finish      Hugging Face folder, adapter, learning curve
 
-A trainer that is lost is replaced, and all of this begins again, with the same generators. A run that is
-resumed by another process does the same.
+A trainer that is lost is replaced, and all of this begins again, with the same generators; so it does where
+another process resumes the run.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -33,9 +33,9 @@ class ResolvedRun:
     """The root config, an instance of some `Configurable.Config`."""
     resumes: Path | None = None
     """Folder of the run that goes on; None for a new run."""
-    file: Path | None = None
+    file: Path | None = field(default=None, compare=False)
     """The config.json that its values come from, where they do."""
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = field(default=(), compare=False)
     """Paths of the fields that the command line has set."""
     explain: ExplanationForm | None = None
     """How to show what the run would be, instead of running it; None: run it."""
