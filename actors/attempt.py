@@ -225,7 +225,7 @@ class Training:
 
     def _go_back(self, source: LoadSource | None) -> None:
         position = None if source is None or not source.whole else source.position
-        step = 0 if position is None else position.step
+        step = self._starts[-1]  # maybe of a checkpoint of another run, whose records are not these
         logger.info("going on after step %d", step)
         cut_back(
             metrics=self.folder.metrics,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from rl.errors import RunError
-from rl.worker_thread import WorkerThread, run_aside
+from rl.worker_thread import WorkerThread
 
 CLOSE_S = 30.0
 """For what is being written when a run ends with an error."""
@@ -57,7 +57,7 @@ class BackgroundWriter:
                     self._writing = None
 
     async def last(self, write: Callable[[], None]) -> None:
-        """Write what a run that stops leaves behind, after what is under way; within `close_s`.
+        """Write what a run that stops leaves behind, here and now, after what is under way.
 
         The run has an error of its own to tell: what goes wrong here is logged. Nothing is written where the
         thread is not done within `close_s`, as two would write into one file.
@@ -66,7 +66,7 @@ class BackgroundWriter:
             logger.warning("%s: what the run had when it stopped is not written", self._name)
             return
         try:
-            await run_aside(write, name=self._name, limit_s=self._close_s)
+            write()
         except Exception as error:  # noqa: BLE001  (a full disk)
             self._log(error)
 
