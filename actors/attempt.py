@@ -11,10 +11,8 @@ another process resumes the run.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +23,7 @@ from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScor
 from actors.calls import ActorCallError, Group, may_hang
 from actors.checks import has_lora
 from actors.fleet import Fleet
+from actors.loading import drawn_with, load_newest
 from actors.plan import Plan
 from actors.processes import ProcessId, is_alive
 from actors.random_states import ActorRandomStates
@@ -52,70 +51,13 @@ from rl.step_checkpoints import StepCheckpoints
 from rl.stop_request import StopAskedError, StopRequest
 from rl.supervised import SupervisedWarmup
 from rl.training.checkpoint_config import RANDOM, TOKENIZER, LoadSource, excluded, find_load_source
-from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, DamagedCheckpointError, has_damaged
-from rl.training.damaged import put_aside
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, has_damaged
 from rl.training.own_checkpoint import own_checkpoint
 
 logger = logging.getLogger(__name__)
 
 TOLD_S = 10.0
 """For whoever has asked a dead trainer for something to say so."""
-
-_NOT_OF_ROLLOUTS = {
-    "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps",
-    "max_logprob_diff", "eval_every", "evaluation", "advantage",
-}  # fmt: skip
-"""Fields of the loop that the rollouts of training do not depend on."""
-
-
-def drawn_with(config: RunConfig) -> str:
-    """Of the settings that rollouts depend on: those of others cannot be trained on."""
-    values = to_dict(config)
-    loop = {name: value for name, value in values["loop"].items() if name not in _NOT_OF_ROLLOUTS}
-    used = {name: values[name] for name in ("seed", "hf_assets_path", "task", "renderer", "batch_invariant")}
-    text = json.dumps({**used, "loop": loop}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-class Loads(Protocol):
-    """What of a learner is needed to load."""
-
-    async def load_checkpoint(
-        self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
-    ) -> int:
-        """As `ActorLearner.load_checkpoint`."""
-        ...
-
-
-async def load_newest(
-    learner: Loads,
-    find: Callable[[], LoadSource | None],
-    *,
-    may_set_aside: Callable[[LoadSource], bool],
-    exclude_of_own: Sequence[str] = (),
-) -> LoadSource | None:
-    """Load what `find` finds, and return it; None where there is nothing.
-
-    A checkpoint whose tensors turn out to be damaged is set aside, and `find` is asked again. Of a run's own
-    everything is loaded but `exclude_of_own`.
-
-    Raises:
-        DamagedCheckpointError: of one that may not be set aside.
-    """
-    while (source := find()) is not None:
-        try:
-            exclude = exclude_of_own if source.whole else None
-            version = await learner.load_checkpoint(
-                str(source.path), model_only=source.model_only, exclude=exclude
-            )
-        except DamagedCheckpointError as error:
-            if not may_set_aside(source):
-                raise
-            put_aside(source.path, error)
-        else:
-            logger.info("loaded %s, policy version %d", source.path, version)
-            return source
-    return None
 
 
 async def while_trainer_lives(fleet: Fleet, training: Coroutine[Any, Any, None]) -> None:

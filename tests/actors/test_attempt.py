@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from actors.attempt import Training, drawn_with, load_newest, while_trainer_lives
+from actors.attempt import Training, while_trainer_lives
 from actors.calls import ActorLostError
 from actors.controller import Controller
 from actors.fleet import Fleet
+from actors.loading import drawn_with, load_newest
 from actors.plan import Plan
 from actors.supervision import Restarts
 from configs.sum_digits import tiny
