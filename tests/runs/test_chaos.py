@@ -1,4 +1,4 @@
-"""The short chaos test: a generator, the trainer, a reward process and the controller are killed."""
+"""The short chaos test: a generator, the trainer, a generator's host and the controller are killed."""
 
 import json
 
@@ -16,4 +16,4 @@ def test_each_loss_is_recovered_with_the_same_numbers_and_no_rollout_lost_or_dou
     told = json.loads(printed.splitlines()[-1])
     assert (told["cases"], told["good"], told["lost"], told["doubled"], told["unequal"]) == (4, 4, 0, 0, 0)
     # How long they took is for `make chaos` on a machine that does nothing else.
-    assert set(told["slowest_recovery_s"]) == {"generator", "trainer", "reward", "controller"}, told
+    assert set(told["slowest_recovery_s"]) == {"generator", "trainer", "host", "controller"}, told
