@@ -101,7 +101,8 @@ def having(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if created is not None and [entry.name for entry in path.iterdir()] == [LOCK]:
-            (path / LOCK).unlink()
-            remove_empty(path, topmost=created)
+        with contextlib.suppress(OSError):  # somebody has removed it
+            if created is not None and [entry.name for entry in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                remove_empty(path, topmost=created)
         os.close(lock_fd)

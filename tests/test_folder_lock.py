@@ -24,3 +24,11 @@ def test_a_folder_that_cannot_be_made_is_named_as_what_it_was_to_be(tmp_path):
     text = r"file/x cannot be trainer\.checkpoint\.folder: .*/file is not a folder"
     with pytest.raises(ValueError, match=text), having(tmp_path / "file" / "x", **SHARED):
         raise AssertionError("there is no such folder")
+
+
+def test_a_folder_that_was_removed_meanwhile_is_no_error(tmp_path):
+    folder = tmp_path / "shared"
+    with having(folder, **SHARED):
+        (folder / LOCK).unlink()
+        folder.rmdir()
+    assert list(tmp_path.iterdir()) == []

@@ -232,16 +232,23 @@ def test_whoever_waits_for_a_generator_hears_that_none_comes():
     assert in_room(steps, num_generators=1, max_restarts=1) == 1 + 1 + START_S
 
 
-def test_a_start_that_breaks_unexpectedly_is_an_error_to_whoever_waits():
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("no such thing"), "generator_0 was not started again: KeyError: 'no such thing'"),
+        (asyncio.CancelledError(), "generator_0 is not started again any more"),
+    ],
+)
+def test_a_start_that_breaks_unexpectedly_is_an_error_to_whoever_waits(error, told):
     async def steps(room):
         await room.serve(0)
 
         async def broken(number):
-            raise KeyError("no such thing")
+            raise error
 
         room.pool._start = broken
         room[0].die()
-        with pytest.raises(RunError, match="generator_0 was not started again: KeyError: 'no such thing'"):
+        with pytest.raises(RunError, match=told):
             await room.ask(1)
 
     in_room(steps, num_generators=1)
@@ -301,21 +308,6 @@ def test_one_that_does_not_take_a_new_store_is_lost_and_not_the_trainer_once_mor
     versions, told = in_room(steps)
     assert versions == [1, 1]
     assert told == ("lost", "generator_0", "generator_0.abort gave no answer within timeouts.close_s=20")
-
-
-def test_a_restart_that_is_given_up_leaves_nobody_waiting():
-    async def steps(room):
-        await room.serve(0)
-
-        async def given_up(number):
-            raise asyncio.CancelledError
-
-        room.pool._start = given_up
-        room[0].die()
-        with pytest.raises(RunError, match="generator_0 is not started again any more"):
-            await room.ask(1)
-
-    in_room(steps, num_generators=1)
 
 
 def test_one_whose_join_fails_as_the_trainer_dies_is_not_lost_once_more():

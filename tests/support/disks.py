@@ -8,7 +8,6 @@ too large" instead of "No space left on device".
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import resource
 import signal
@@ -117,7 +116,3 @@ def _limit_files(num_bytes: int) -> None:
     """As `forked.limit_files`, to be undone."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-def is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EFBIG)
