@@ -146,10 +146,12 @@ def output_of(module: str, *args: str) -> str:
 
 
 def _start(module: str, args: Sequence[str], *, output: int) -> subprocess.Popen[bytes]:
+    # Libraries that a test imports set COLUMNS for themselves; here the terminal has the say.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return subprocess.Popen(
         [sys.executable, "-m", module, *args],
         cwd=ROOT,
-        env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+        env={**inherited, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output if output != subprocess.PIPE else None,
