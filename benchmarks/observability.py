@@ -1,23 +1,26 @@
 """What it costs to be watched: steps with all observability, with the timeline alone and with none.
 
-    python -m benchmarks.observability [--quick] [--rounds 40] [--tokens 32]
+    python -m benchmarks.observability [--quick] [--rounds 60] [--tokens 32]
 
 One run of the tiny config with all its actors, on a random model whose replies are mostly as long as they
 may be. Its sides take turns step by step, in an order that changes from round to round:
 
     off        no process says or keeps what it does; no records, no rollouts, nothing compared with limits
     timeline   every process keeps its spans
-    all        spans, what each process does, metrics.jsonl, the console's lines, rollouts.jsonl, limits
+    all        spans, what each process does, metrics.jsonl, the console's lines, rollouts.jsonl, limits,
+               and TensorBoard, W&B (offline) and trackio
     control    off once more: how far apart equal sides are
 
-A step is over when what it has to tell is written. `overhead` is the median over the rounds of a side's time
-over that of `off` in the same round, less 1. The last line is a JSON object; `ratio` is that of all to off.
+A step is over when what it has to tell is written, by the threads of the sinks too. `overhead` is the median
+over the rounds of a side's time over that of `off` in the same round, less 1; `interval` is where that median
+lies at 95%, by drawing rounds again. The last line is a JSON object; `ratio` is that of all to off.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -28,6 +31,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from actors import launch
 from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
@@ -47,18 +52,27 @@ from benchmarks.observability_actors import (
     observe,
 )
 from configs.sum_digits import tiny
-from rl.loop import Loop, Seams, Sink
+from rl.loop import Loop, Seams
 from rl.models.starting_point import write_random_model
-from rl.observability.console import ConsoleSink
 from rl.observability.limit_sink import LimitSink
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
+from rl.observability.sinks.config import SinksConfig, TensorBoardConfig, TrackioConfig, WandbConfig
+from rl.observability.sinks.run_sinks import RunSinks, open_sinks
 from rl.observability.spans import read_spans
 from rl.step_checkpoints import StepCheckpoints
 
 NUM_WARMUP_ROUNDS = 2
 TARGETS = {"timeline": 0.01, "all": 0.03}
 """Overheads that are to be kept below."""
+SINKS = SinksConfig(
+    tensorboard=TensorBoardConfig(enable=True),
+    wandb=WandbConfig(enable=True),
+    trackio=TrackioConfig(enable=True),
+)
+CAUGHT_UP_S = 60.0
+"""How long sinks may take to have a step."""
+NUM_DRAWS = 10_000
 
 
 def settings(folder: Path, *, tokens: int, num_steps: int, threads: int) -> Controller.Config:
@@ -116,11 +130,19 @@ class Observed:
         self._num_steps = 0
 
     async def start(self, config: Controller.Config, plan: Plan) -> None:
-        """Serve the first weights, and measure the machine."""
+        """Serve the first weights, measure the machine, and open the sinks."""
         limits = await run_limits(config, self._fleet, spec=plan.start.spec)
         assert limits is not None, "the machine was not measured"
-        inner: list[Sink] = [self._metrics, ConsoleSink(stream=io.StringIO())]
-        self._sinks = [LimitSink(limits=limits, sinks=inner)]
+        self._told: RunSinks = open_sinks(
+            SINKS,
+            folder=self._folder,
+            title="observed",
+            num_steps=config.loop.num_steps,
+            stream=io.StringIO(),
+        )
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._told.attempt())
+        self._sinks = [LimitSink(limits=limits, sinks=[self._metrics, self._told])]
         await self._loop._sync.begin()
         self._loop._progress.step_of_version[await self._loop._served_version()] = 0
 
@@ -136,13 +158,26 @@ class Observed:
         started = time.perf_counter()
         await self._loop._step(self._num_steps)
         await self._loop._recording.finish()
+        if side == "all":
+            await self._caught_up()
         return time.perf_counter() - started
+
+    async def _caught_up(self) -> None:
+        """Once every sink has this step."""
+        until = time.monotonic() + CAUGHT_UP_S
+        for follower in self._told.followers:
+            while (held := follower._delivery._held) is None or held.step < self._num_steps:
+                assert not follower.num_failures, f"{follower.name} takes nothing"
+                assert time.monotonic() < until, f"{follower.name} lacks step {self._num_steps}"
+                await asyncio.sleep(0.0005)
 
     async def close(self) -> None:
         observe("off")
         await self._loop._recording.close()
         await self._loop._producer.close()
         await self._loop._sync.close()
+        self._stack.close()
+        await self._told.close()
         self._metrics.close()
         await close_fleet(self._fleet)
 
@@ -186,32 +221,40 @@ def order(number: int) -> list[str]:
 
 def figures(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Medians, and overheads by round."""
-    overhead = {
-        side: statistics.median(mine / off for mine, off in zip(of_side, times["off"], strict=True)) - 1.0
-        for side, of_side in times.items()
-        if side != "off"
+    by_round = {
+        side: np.divide(of_side, times["off"]) - 1.0 for side, of_side in times.items() if side != "off"
     }
+    overhead = {side: float(np.median(rounds)) for side, rounds in by_round.items()}
     return {
         "step_s": {side: statistics.median(of_side) for side, of_side in times.items()},
         "overhead": overhead,
+        "interval": {side: interval(rounds) for side, rounds in by_round.items()},
         "targets": TARGETS,
         "met": {side: overhead[side] < target for side, target in TARGETS.items()},
         "ratio": 1.0 + overhead["all"],
     }
 
 
+def interval(rounds: np.ndarray) -> tuple[float, float]:
+    """Of the median of such rounds, at 95%: bootstrap, percentiles."""
+    drawn = np.random.default_rng(0).choice(rounds, size=(NUM_DRAWS, len(rounds)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="eight rounds")
-    parser.add_argument("--rounds", type=int, help="of a step of each side; 40")
+    parser.add_argument("--rounds", type=int, help="of a step of each side; 60")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(arguments)
-    rounds = args.rounds or (8 if args.quick else 40)
+    rounds = args.rounds or (8 if args.quick else 60)
     if rounds < 1:
         raise SystemExit(f"--rounds {rounds}: must be at least 1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.environ["TRACKIO_DIR"] = str(folder / "trackio")
         num_steps = (NUM_WARMUP_ROUNDS + rounds) * len(SIDES)
         config = settings(folder, tokens=args.tokens, num_steps=num_steps, threads=args.threads)
         plan = make_plan(config)

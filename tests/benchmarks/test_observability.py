@@ -58,5 +58,7 @@ def test_overheads_are_of_steps_of_the_same_round():
     assert found["ratio"] == pytest.approx(1.02)
     assert found["met"] == {"timeline": True, "all": True}
     assert found["step_s"]["off"] == 1.0
+    assert found["interval"]["all"] == pytest.approx((0.02, 0.02))
+    assert found["interval"]["timeline"] == pytest.approx((0.005, 0.5))
     slow = figures(times | {"all": [1.04, 2.08, 1.04]})
     assert slow["met"] == {"timeline": True, "all": False}
