@@ -59,12 +59,13 @@ def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
     assert all(r["loss/grad_norm"] > 0 for r in run.steps)
     assert all(r["logprob_diff/mean"] < 1e-5 for r in run.steps)
     assert all(abs(r["loss/ratio_mean"] - 1) < 1e-5 for r in run.steps)
-    finished, checkpoint, exported, curve, timeline, bottleneck, setting = run.output.splitlines()[-7:]
+    finished, checkpoint, exported, curve, timeline, report, bottleneck, setting = run.output.splitlines()[-8:]
     assert finished.startswith("finished: 6 steps in ")
     assert checkpoint.endswith(f" {run.folder}/checkpoints/step-6")
     assert exported.endswith(f" {run.folder}/checkpoints/hf")
     assert curve.endswith(f" {run.folder}/learning_curve.png")
     assert timeline.endswith(f" {run.folder}/timeline.json")
+    assert report.endswith(f" python -m rl.report {run.folder}")
     assert re.search(r"  bottleneck      .* of a step.*: ", bottleneck)
     assert re.search(r"  would move it   --[a-z_.]+", setting)
 
