@@ -59,7 +59,9 @@ def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
     assert all(r["loss/grad_norm"] > 0 for r in run.steps)
     assert all(r["logprob_diff/mean"] < 1e-5 for r in run.steps)
     assert all(abs(r["loss/ratio_mean"] - 1) < 1e-5 for r in run.steps)
-    finished, checkpoint, exported, curve, timeline, report, bottleneck, setting = run.output.splitlines()[-8:]
+    finished, checkpoint, exported, curve, timeline, report, bottleneck, setting = run.output.splitlines()[
+        -8:
+    ]
     assert finished.startswith("finished: 6 steps in ")
     assert checkpoint.endswith(f" {run.folder}/checkpoints/step-6")
     assert exported.endswith(f" {run.folder}/checkpoints/hf")
