@@ -19,8 +19,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from torch.distributed import Store
-from torch.distributed.distributed_c10d import ProcessGroupGloo, default_pg_timeout
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, default_pg_timeout
 
 
 @cache
@@ -38,7 +37,7 @@ def use_one_worker() -> None:
         options = _options(timeout) if isinstance(timeout, timedelta) else timeout
         make(group, store, rank, size, options)
 
-    ProcessGroupGloo.__init__ = make_with_one  # type: ignore[method-assign]
+    ProcessGroupGloo.__init__ = make_with_one  # type: ignore[method-assign, assignment]
 
 
 def _options(timeout: timedelta) -> Any:

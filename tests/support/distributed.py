@@ -49,7 +49,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
+                process: BaseProcess = context.Process(
                     target=_child,
                     args=(function, args, rank, num_ranks, port, theirs, stacks[rank]),
                     daemon=True,
