@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed import flight_recorder
+from rl.distributed.gloo import use_one_worker
 from rl.distributed.mesh import CP, fsdp_axis
 from rl.errors import RunError
 
@@ -109,6 +110,7 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    use_one_worker()
     if dist.is_initialized():
         if dist.get_world_size() != world.size:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl.distributed.gloo import use_one_worker
 from rl.models.logprobs import token_logprobs
 
 # T tokens, E width, V vocabulary.
@@ -221,6 +222,7 @@ def test_a_chunk_of_no_tokens_is_refused():
 
 def sharded_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
+    use_one_worker()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     hidden, weight, given = inputs()

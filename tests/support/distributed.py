@@ -11,18 +11,23 @@ it takes each of them 3 s otherwise.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 EXIT_S = 5.0
-"""How long ranks that have answered may take to end by themselves."""
+"""How long ranks that have answered, or closed their pipe, may take to end by themselves."""
 _PRELOADED = ["rl.training.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
@@ -30,35 +35,47 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     """Results by rank.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that raised or died; the others are killed.
+        RuntimeError: with the traceback of the first rank that raised, or the signal or exit status of the
+            one that died, and the Python stacks of its threads if it crashed; the others are killed.
         TimeoutError: naming the ranks that had not answered.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     port = free_port()
     pipes: list[Connection] = []
-    processes = []
-    try:
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child, args=(function, args, rank, num_ranks, port, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        results = _collect(pipes, name=function.__name__, timeout_s=timeout_s)
-        for process in processes:
-            process.join(EXIT_S)  # Killed, they would leave their semaphores in /dev/shm.
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory() as folder:
+        stacks = [Path(folder, f"rank{rank}") for rank in range(num_ranks)]
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(
+                    target=_child,
+                    args=(function, args, rank, num_ranks, port, theirs, stacks[rank]),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            results = _collect(pipes, processes, stacks, name=function.__name__, timeout_s=timeout_s)
+            for process in processes:
+                process.join(EXIT_S)  # Killed, they would leave their semaphores in /dev/shm.
+            return results
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
-def _collect(pipes: list[Connection], *, name: str, timeout_s: float) -> list[Any]:
+def _collect(
+    pipes: list[Connection],
+    processes: list[BaseProcess],
+    stacks: list[Path],
+    *,
+    name: str,
+    timeout_s: float,
+) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
@@ -72,10 +89,25 @@ def _collect(pipes: list[Connection], *, name: str, timeout_s: float) -> list[An
             try:
                 error, results[rank] = pipe.recv()
             except EOFError:
-                raise RuntimeError(f"{name}: rank {rank} died") from None
+                how = _how_it_died(processes[rank], stacks[rank])
+                raise RuntimeError(f"{name}: rank {rank} died {how}") from None
             if error is not None:
                 raise RuntimeError(f"{name}: rank {rank} raised\n{error}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _how_it_died(process: BaseProcess, stacks: Path) -> str:
+    """Such as `of SIGSEGV`, and where each of its threads was."""
+    process.join(EXIT_S)
+    status = process.exitcode
+    if status is None:
+        how = f"to us: it closed its pipe, but did not exit in {EXIT_S:g} s"
+    elif status < 0:
+        how = f"of {signal.Signals(-status).name}"
+    else:
+        how = f"with exit status {status}"
+    told = stacks.read_text(errors="replace") if stacks.exists() else ""
+    return f"{how}\n{told}".rstrip()
 
 
 def _child(
@@ -85,7 +117,11 @@ def _child(
     num_ranks: int,
     port: int,
     pipe: Connection,
+    stacks: Path,
 ) -> None:
+    # Not to stderr: that is wherever the fork server's went as the first test started it.
+    crashed = stacks.open("w")
+    faulthandler.enable(crashed)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {
         "RANK": str(rank),

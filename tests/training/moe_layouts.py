@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from losses.cross_entropy import CrossEntropyLoss
+from rl.distributed.gloo import use_one_worker
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.shards import local_tensor
 from rl.models.buffers import persistent_buffers
@@ -156,6 +157,7 @@ class Measured:
 
 def measure_layouts(layouts: list[str], assets: str, folder: str) -> dict[str, Measured]:
     """One after another in the same processes."""
+    use_one_worker()
     dist.init_process_group("gloo")
     return {layout: measure(layout, assets, f"{folder}/{layout}") for layout in layouts}
 
@@ -218,6 +220,7 @@ def whole_buffers(engine: TrainingEngine) -> Tensors:
 def restore_layouts(layouts: list[str], assets: str, checkpoint: str) -> list[tuple[int, Tensors]]:
     """Version, parameters and buffers of a checkpoint that another layout wrote, in each of these."""
     if layouts != ["one"]:
+        use_one_worker()
         dist.init_process_group("gloo")
     restored = []
     for layout in layouts:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
+from rl.distributed.gloo import use_one_worker
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.converters.converter import ModelConverter
 from rl.models.converters.lora import LoRA
@@ -40,6 +41,7 @@ class Measured:
 def measure_options(cases: list[tuple[str, str]], assets: str) -> list[Measured]:
     """Of (layout, option), one after another in the same processes."""
     if cases[0][0] != "one":
+        use_one_worker()
         dist.init_process_group("gloo")
     return [_measure(layout, option, assets) for layout, option in cases]
 
@@ -67,6 +69,7 @@ class _Exchanges(TorchDispatchMode):
 
 def count_exchanges(layout: str, options: list[str], assets: str) -> list[int]:
     """Of one `forward_backward` of two micro-batches, under each option."""
+    use_one_worker()
     dist.init_process_group("gloo")
     counts = []
     for option in options:

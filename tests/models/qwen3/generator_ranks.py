@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rl.distributed.gloo import use_one_worker
 from rl.distributed.shards import whole_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.qwen3.parallelize_generator import generator_head, parallelize_qwen3_generator
@@ -19,6 +20,7 @@ LENGTHS = [5, 1, 3]
 
 def compute() -> dict[bool, dict[str, object]]:
     """By tied embeddings or not: logits before and after sharding, and the parameters."""
+    use_one_worker()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     results: dict[bool, dict[str, object]] = {}

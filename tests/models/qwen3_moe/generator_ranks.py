@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rl.distributed.gloo import use_one_worker
 from rl.distributed.shards import whole_tensor
 from rl.models.attention import SequenceLayout
 from rl.models.qwen3.parallelize_generator import generator_head
@@ -21,6 +22,7 @@ LENGTHS = [5, 1, 3]
 
 def compute() -> dict[str, object]:
     """Logits before and after sharding, and the parameters."""
+    use_one_worker()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = random_model(small_spec(tie=False, experts=True), seed=0)
