@@ -153,6 +153,22 @@ def test_a_sink_that_cannot_be_closed_says_that_it_may_lack_some(tmp_path, caplo
     )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_sink_that_ends_its_thread_says_at_the_end_what_it_lacks(tmp_path, caplog):
+    @dataclass(kw_only=True)
+    class Leaving(ListBackend):
+        def write(self, record):
+            raise SystemExit(1)
+
+    run = Steps(tmp_path, Leaving())
+    run.begin()
+    run.write(1)
+    assert not run.end()
+    assert caplog.records[-1].message == (
+        f"list ended before the run did: it lacks all of it, which is in {run.metrics}"
+    )
+
+
 def test_after_failures_in_a_row_a_sink_is_left_alone_for_longer_and_longer(tmp_path):
     clock, backend = Clock(), ListBackend(fails=[True] * 9)
     with MetricsWriter(tmp_path / "m") as writer:
