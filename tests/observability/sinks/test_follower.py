@@ -248,6 +248,23 @@ def test_a_process_that_resumes_the_run_doubles_nothing(tmp_path, make):
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4, 5, 6]
 
 
+def test_no_two_records_have_a_number_where_a_run_goes_on_with_fewer_evaluations(tmp_path):
+    backend = KeepingBackend()
+    first = Steps(tmp_path, backend)
+    first.begin()
+    for step in (1, 2, 3):
+        first.write(step)
+        first.write(step, evaluation=True)
+    assert first.end()
+    first.cut(2)
+    second = Steps(tmp_path, backend)
+    second.begin()
+    second.write(2, 3, 4, 5)
+    assert second.end()
+    assert backend.steps[-3:] == [(3, True), (4, False), (5, False)]
+    assert [number for _, number, _ in backend.rows] == list(range(8))
+
+
 def test_what_a_killed_process_had_not_given_is_given_by_the_next(tmp_path):
     backend = KeepingBackend()
     first = Steps(tmp_path, backend)
