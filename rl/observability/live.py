@@ -28,7 +28,7 @@ REFRESH_PER_S = 1.0
 NUM_PACE = 20
 """Last steps that the time left is told from."""
 MAX_PROCESS_LINES = 12
-DROPPED_FIRST = ("version", "train tok/s", "gen tok/s", "logprob diff", "loss")
+DROPPED_FIRST = ("version", "train tok/s", "gen tok/s", "logprob diff", "loss", "step s", "correct")
 """Titles of columns that a narrow terminal does without, in this order."""
 GAP = 2
 """Between two columns."""
