@@ -87,6 +87,7 @@ def test_where_there_is_no_terminal_each_step_is_a_line_without_control_characte
         (89, ["version"]),
         (80, ["version", "train tok/s"]),
         (60, ["version", "train tok/s", "gen tok/s"]),
+        (33, ["version", "train tok/s", "gen tok/s", "logprob diff", "loss", "step s"]),  # of 34
         (10, list(DROPPED_FIRST)),
     ],
 )
