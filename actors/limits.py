@@ -63,9 +63,12 @@ async def run_limits(config: RunConfig, fleet: Fleet, *, spec: ModelSpec) -> Run
         num_trainer_ranks=_at_once(trainer.num_procs, trainer.num_threads, config.launch.on_cluster),
         generator=of_generator,
         num_generator_ranks=_at_once(
-            generator.tensor_parallel_degree, generator.num_threads, config.launch.on_cluster
+            generator.num_replicas * generator.tensor_parallel_degree,
+            generator.num_threads,
+            config.launch.on_cluster,
         ),
         num_replicas=generator.num_replicas,
+        shares_devices=config.launch.share_gpus,
         trained=trained,
         sampled=sampled,
         itemsize=itemsize,

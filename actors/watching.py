@@ -60,6 +60,8 @@ def draw_timeline(folder: RunFolder, timeline: TimelineConfig) -> None:
         logger.info("%s was not written: %s", folder.timeline, error)
     except OSError as error:
         logger.warning("%s was not written: %s", folder.timeline, error.strerror or error)
+    except Exception as error:  # noqa: BLE001  (the run has its results, or an error of its own to tell of)
+        logger.warning("%s was not written: %r", folder.timeline, error)
 
 
 def forget_earlier_processes(logs: Path) -> None:

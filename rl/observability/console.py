@@ -66,7 +66,13 @@ COLUMNS = (
 
 def is_terminal(stream: TextIO | None = None) -> bool:
     """Whether what was printed can be changed there; None is standard output."""
-    return (stream or sys.stdout).isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    stream = stream or sys.stdout
+    if not stream.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    from rich.console import Console
+
+    # It draws, and asks the environment too: where it would draw nothing, lines are printed.
+    return Console(file=stream).is_interactive
 
 
 class Console(Protocol):

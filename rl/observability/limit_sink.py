@@ -4,7 +4,8 @@
                     that were measured: by operations or by bytes, whichever is more
     limit/train     of the time of forward_backward and optim_step, what their operations would have taken
     limit/sync      of a push and a pull of the weights, what copying the bytes would have taken
-    limit/idle      share of the step in which trainer and generators had nothing to do, their mean
+    limit/idle      share of the step in which trainer and generators had nothing to do, their mean;
+                    of devices that they share, in which neither had
 
 What is counted is what the step needs at least, whatever is computed beside it (docs/timeline.md).
 """
@@ -43,8 +44,10 @@ class RunLimits:
     generator: MachineLimits
     """Of one tensor-parallel rank."""
     num_generator_ranks: float
-    """Of one replica, that compute at the same time."""
+    """Of all replicas together, that compute at the same time."""
     num_replicas: int
+    shares_devices: bool
+    """Whether trainer and generators take turns on the same devices."""
     trained: ModelWork
     sampled: ModelWork
     itemsize: int
@@ -62,7 +65,7 @@ class RunLimits:
             "limit/decode": self._decode(record),
             "limit/train": self._train(record),
             "limit/sync": self._sync(record),
-            "limit/idle": _idle(record),
+            "limit/idle": _idle(record, shares_devices=self.shares_devices),
         }
         return {name: share for name, share in shares.items() if share is not None}
 
@@ -81,7 +84,7 @@ class RunLimits:
             steps=steps, tokens=tokens, attended=attended, itemsize=self.itemsize
         )
         least_s = max(flops / self.generator.flops_per_s, read / self.generator.memory_bytes_per_s)
-        return least_s / self.num_generator_ranks / busy_s
+        return least_s * self.num_replicas / self.num_generator_ranks / busy_s
 
     def _train(self, record: Record) -> float | None:
         context, train_s = record.get("packing/context_mean"), _value(record, "time/train_s")
@@ -96,10 +99,11 @@ class RunLimits:
         if not took_s:
             return None
         num_bytes = self.sampled.parameters * self.itemsize
-        # To the host's memory once, and from there by every replica; within it, a byte is read and written.
+        # To the host's memory once, and from there by every replica, each rank its part; within it, a byte is
+        # read and written.
         on_host = self.trainer.host_bytes_per_s == self.trainer.memory_bytes_per_s
-        moved = num_bytes * (1 + self.num_replicas) * (2 if on_host else 1)
-        return moved / self.trainer.host_bytes_per_s / took_s
+        copy_s = num_bytes * (2 if on_host else 1) / self.trainer.host_bytes_per_s
+        return copy_s * (1 / self.num_trainer_ranks + self.num_replicas / self.num_generator_ranks) / took_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,11 +146,15 @@ class LimitSink:
         )
 
 
-def _idle(record: Record) -> float | None:
+def _idle(record: Record, *, shares_devices: bool) -> float | None:
     step_s = _value(record, "time/step_s")
     idle_s = [_value(record, f"time/{role}_idle_s") for role in ("trainer", "generator")]
     known = [seconds for seconds in idle_s if seconds is not None]
-    return sum(known) / len(known) / step_s if known and step_s else None
+    if not (known and step_s):
+        return None
+    if shares_devices:  # each is busy only while the other is not
+        return max(0.0, sum(known) / step_s - (len(known) - 1))
+    return sum(known) / len(known) / step_s
 
 
 def _value(record: Mapping[str, object], name: str) -> float | None:

@@ -94,7 +94,7 @@ def _turns(record: Mapping[str, float], shares: Mapping[str, float], of: _Settin
     ahead = of.number("loop.max_policy_age", record.get("age/max", 0.0))
     generating = shares.get("generate", 0.0) + shares.get("score", 0.0)
     training = shares.get("train", 0.0) + shares.get("publish", 0.0)
-    if ahead or of.given("launch.share_gpus") or min(generating, training) < OVERLAP:
+    if ahead or not of.can_overlap or min(generating, training) < OVERLAP:
         return None
     idle = record.get("limit/idle")
     told = "" if idle is None else f", and devices are idle for {_percent(idle)} of it"
@@ -124,7 +124,8 @@ def _generation(record: Mapping[str, float], reached: float | None, of: _Setting
     if of.on_gpu and of.given("generator.enforce_eager"):
         return _Advice("without CUDA graphs small steps wait for Python", "--generator.enforce_eager False")
     longest, mean = record.get("completion/tokens_max", 0.0), record.get("completion/tokens_mean", math.inf)
-    if longest >= 2 * mean and not of.number("loop.max_policy_age", record.get("age/max", 0.0)):
+    ahead = of.number("loop.max_policy_age", record.get("age/max", 0.0))
+    if longest >= 2 * mean and of.can_overlap and not ahead:
         return _Advice(
             f"the longest completion has {longest:.0f} tokens where the mean is {mean:.0f}, and a step "
             "waits for it",
@@ -180,7 +181,7 @@ def _training(record: Mapping[str, float], reached: float | None, of: _Settings)
 
 def _sync(record: Mapping[str, float], reached: float | None, of: _Settings) -> _Advice:
     age = of.number("loop.max_policy_age", record.get("age/max", 0.0))
-    if not age:
+    if not age and of.can_overlap:
         return _Advice(
             "with generation a step ahead weights travel behind the next gradient", "--loop.max_policy_age 1"
         )
@@ -214,6 +215,11 @@ class _Settings:
     def number(self, path: str, otherwise: float = 0.0) -> float:
         value = self.given(path)
         return float(value) if isinstance(value, int | float) else otherwise
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether generation and training can go on at once: not on devices that they share."""
+        return not self.given("launch.share_gpus")
 
     @property
     def on_gpu(self) -> bool:

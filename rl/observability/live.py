@@ -22,15 +22,18 @@ from rl.observability.summary import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 REFRESH_PER_S = 1.0
 NUM_PACE = 20
 """Last steps that the time left is told from."""
 MAX_PROCESS_LINES = 12
-DROPPED_FIRST = ("version", "train tok/s", "gen tok/s", "logprob diff", "loss")
+DROPPED_FIRST = ("version", "train tok/s", "gen tok/s", "logprob diff", "loss", "step s", "correct")
 """Titles of columns that a narrow terminal does without, in this order."""
 GAP = 2
 """Between two columns."""
+FEWEST_ROWS = 3
+"""Steps that a low terminal shows, whatever else there is."""
 
 
 class LiveConsole:
@@ -131,16 +134,20 @@ class LiveConsole:
         from rich.console import Group
         from rich.text import Text
 
-        parts: list[RenderableType] = [Text(self._title, style="bold"), _StepTable(self._rows)]
+        parts: list[RenderableType] = []
         if line := evaluation_line(self._evaluations):
             parts.append(Text(line))
         parts.append(self._progress.view(self._clock()))
+        num_beside = None
         if self._runs:
             parts += [Text(f"now: {phase}", style="cyan") for phase in self._phases[-1:]]
-            parts.append(self._processes())
-        return Group(*parts)
+            processes = self._processes()
+            num_beside = 1 + len(parts) + processes.row_count
+            parts.append(processes)
+        table = _StepTable(self._rows, num_beside=num_beside)
+        return Group(Text(self._title, style="bold"), table, *parts)
 
-    def _processes(self) -> RenderableType:
+    def _processes(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
@@ -185,10 +192,12 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
 
 
 class _StepTable:
-    """Of the last steps, as wide as there is room."""
+    """Of the last steps, as wide and as many as there is room."""
 
-    def __init__(self, rows: Sequence[Record]) -> None:
+    def __init__(self, rows: Sequence[Record], *, num_beside: int | None) -> None:
+        """`num_beside`: lines that the terminal is to have room for beside the table; None: it may scroll."""
         self._rows = rows
+        self._num_beside = num_beside
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[RenderableType]:
         from rich.table import Table
@@ -198,7 +207,10 @@ class _StepTable:
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
         for column in columns:
             table.add_column(column.title.rjust(column.width), justify="right", no_wrap=True)
-        for row in self._rows:
+        rows = self._rows
+        if self._num_beside is not None:  # what is below the last line is not seen: the newest step would be
+            rows = rows[-max(FEWEST_ROWS, options.size.height - self._num_beside - 1) :]
+        for row in rows:
             table.add_row(*(Text(column.cell(row)) for column in columns))
         yield table
 
@@ -254,12 +266,12 @@ class _Forgiving:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, UnicodeError):
+        with suppress(OSError, ValueError):  # ValueError: closed, or of letters
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

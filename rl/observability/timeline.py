@@ -58,7 +58,8 @@ def write_timeline(logs: Path, destination: Path) -> int:
         )
     end_s = max(span.end_s for span in spans)
     spans += _under_way(read_states(logs / STATE_FOLDER), until_s=end_s)
-    origin_s = min(span.start_s for span in spans)
+    happened = _happened(logs.parent / "events.jsonl")
+    origin_s = min([*(span.start_s for span in spans), *(event["time"] for event in happened)])
     by_process: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_process[span.process].append(span)
@@ -68,7 +69,7 @@ def write_timeline(logs: Path, destination: Path) -> int:
             for pid, process in enumerate(sorted(by_process, key=_order), start=1)
         ),
         _metrics(logs.parent / "metrics.jsonl", spans, origin_s=origin_s),
-        _marks(logs.parent / "events.jsonl", origin_s=origin_s),
+        _marks(happened, origin_s=origin_s),
     )
     with replacing(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
         head = {"displayTimeUnit": "ms", "otherData": {"begins_at_s": origin_s}}
@@ -154,8 +155,19 @@ def _records(file: Path) -> Iterator[Mapping[str, Any]]:
                     yield record
 
 
-def _marks(file: Path, *, origin_s: float) -> Iterator[Event]:
-    for event in read_events(file):
+def _happened(file: Path) -> list[Event]:
+    """What can be read of it; the first is before the first span has begun."""
+    try:
+        found = read_events(file)
+    except ValueError:  # it is no text
+        return []
+    return [
+        e for e in found if isinstance(e, dict) and isinstance(e.get("time"), int | float) and "event" in e
+    ]
+
+
+def _marks(happened: Iterable[Event], *, origin_s: float) -> Iterator[Event]:
+    for event in happened:
         said = {name: value for name, value in event.items() if name not in ("time", "event")}
         yield {
             "ph": "i", "s": "g", "pid": 1, "tid": 0, "name": event["event"], "args": said,

@@ -72,6 +72,7 @@ def test_who_shares_a_device_is_not_woken_for_it():
     config.launch.share_gpus = True
     limits, asked = limits_of(config)
     assert limits is not None
+    assert limits.shares_devices
     assert [name for name, _ in asked] == ["trainer", "trainer"]
 
 
@@ -93,6 +94,8 @@ def test_ranks_that_share_cores_count_as_far_as_there_are_cores(num_procs, num_t
     config = tiny()
     config.trainer.num_procs, config.trainer.num_threads = num_procs, num_threads
     config.trainer.parallelism.data_parallel_shard_degree = num_procs
+    config.generator.num_replicas, config.generator.num_threads = num_procs, num_threads
     limits, _ = limits_of(config)
     assert limits is not None
     assert 1 <= limits.num_trainer_ranks <= most
+    assert limits.num_generator_ranks == limits.num_trainer_ranks

@@ -4,6 +4,8 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,3 +92,10 @@ def test_a_timeline_that_cannot_be_written_ends_nothing_and_one_that_is_off_is_n
             return json.dumps([*drawn, folder.timeline.exists()])
 
     assert json.loads(as_nobody(act)) == [False, False]
+
+
+def test_no_timeline_is_a_reason_to_end_a_run(caplog):
+    folder: Any = SimpleNamespace(logs=None, timeline="timeline.json")  # a mistake of ours
+    draw_timeline(folder, TimelineConfig())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("timeline.json was not written: TypeError")

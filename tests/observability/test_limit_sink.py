@@ -25,6 +25,7 @@ LIMITS = RunLimits(
     generator=MACHINE,
     num_generator_ranks=1,
     num_replicas=1,
+    shares_devices=False,
     trained=WORK,
     sampled=WORK,
     itemsize=4,
@@ -62,7 +63,8 @@ def test_each_part_is_what_it_needs_at_least_over_what_it_took():
     multiplied_s = (2 * 900 * (160 + 40) + 4 * 160 * 15 * 20) / 1e6
     assert read_s > multiplied_s
     trained = (200 * 6 * 900 + 12 * 200 * 8 * 20) / 1e6
-    copied = 2 * 2 * 4 * 1000 / 1e5  # to the store and to a generator, read and written
+    # To the store by two ranks, each a half, and to a generator; read and written.
+    copied = 2 * 4 * 1000 / 1e5 * (1 / 2 + 1)
     assert shares(STEP) == {
         "limit/decode": pytest.approx(read_s / 5.0),
         "limit/train": pytest.approx(trained / 2 / 4.0),
@@ -84,7 +86,10 @@ def test_decoding_is_held_against_its_operations_where_these_take_longer():
         ({}, 20),  # the longest completion
         ({"most_running": 4}, 40),  # 160 tokens, 4 at a time
         ({"waits_for_the_longest": False}, 10),
-        ({"waits_for_the_longest": False, "num_replicas": 2, "most_running": 8}, 10),
+        (
+            {"waits_for_the_longest": False, "num_replicas": 2, "num_generator_ranks": 2, "most_running": 8},
+            10,
+        ),
     ],
 )
 def test_weights_are_read_as_often_as_so_many_completions_at_once_ask_for(changes, steps):
@@ -94,12 +99,27 @@ def test_weights_are_read_as_often_as_so_many_completions_at_once_ask_for(change
     assert shares(STEP, limits)["limit/decode"] == pytest.approx(read_s / 5.0)
 
 
-def test_each_replica_copies_the_weights_and_a_gpu_sends_them_once():
-    assert shares(STEP, replace(LIMITS, num_replicas=3))["limit/sync"] == pytest.approx(
-        4 * 2 * 4 * 1000 / 1e5
+def test_replicas_that_share_cores_are_held_against_those_once():
+    apart, shared = (
+        shares(STEP, replace(LIMITS, num_replicas=2, num_generator_ranks=ranks)) for ranks in (2, 1)
     )
+    assert shared["limit/decode"] == pytest.approx(2 * apart["limit/decode"])
+
+
+def test_replicas_copy_the_weights_at_once_each_all_of_them_and_a_gpu_sends_a_byte_once():
+    copy_s = 2 * 4 * 1000 / 1e5
+    for num_replicas, num_ranks, copies in ((3, 3, 1), (3, 6, 1 / 2), (3, 1, 3)):
+        limits = replace(LIMITS, num_replicas=num_replicas, num_generator_ranks=num_ranks)
+        assert shares(STEP, limits)["limit/sync"] == pytest.approx(copy_s * (1 / 2 + copies))
     gpu = replace(MACHINE, memory_bytes_per_s=1e9)
-    assert shares(STEP, replace(LIMITS, trainer=gpu))["limit/sync"] == pytest.approx(2 * 4 * 1000 / 1e5)
+    assert shares(STEP, replace(LIMITS, trainer=gpu))["limit/sync"] == pytest.approx(copy_s / 2 * (1 / 2 + 1))
+
+
+def test_devices_that_are_shared_are_idle_while_neither_has_anything_to_do():
+    shared = replace(LIMITS, shares_devices=True)
+    # Trained for 4 s, drawn for 3.5 s of 10.
+    assert shares({**STEP, "time/generator_idle_s": 6.5}, shared)["limit/idle"] == pytest.approx(0.25)
+    assert shares({**STEP, "time/generator_idle_s": 3.0}, shared)["limit/idle"] == 0.0
 
 
 def test_a_sync_is_told_of_once():
@@ -157,6 +177,6 @@ def test_a_loops_steps_are_compared_with_the_machine():
         limits = {name: share for name, share in record.items() if name.startswith("limit/")}
         assert limits == {
             "limit/decode": pytest.approx(read_s / 1.0),
-            "limit/sync": pytest.approx(2 * 2 * 4 * 1000 / 1e5 / 0.2),
+            "limit/sync": pytest.approx(2 * 4 * 1000 / 1e5 * (1 / 2 + 1) / 0.2),
             "limit/idle": pytest.approx(1.2 / 2.2),
         }

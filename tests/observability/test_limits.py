@@ -1,7 +1,13 @@
 """What holds a run up, from records of which that is known."""
 
+import inspect
+import re
+
 import pytest
 
+from configs.sum_digits import tiny
+from rl.config.serialize import to_dict
+from rl.observability import limits
 from rl.observability.limits import Bottleneck, bottleneck, typical
 
 ASYNC = {"loop": {"max_policy_age": 1, "publish_every": 1, "num_prompts": 32, "num_samples": 8}}
@@ -64,6 +70,31 @@ def test_a_part_that_takes_most_is_named_with_its_share_of_the_limit():
     alone = bottleneck(step(generate=9.0, train=1.0), ASYNC)
     assert alone is not None
     assert alone.sentence.startswith("Generation takes 90% of a step: ")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        step(generate=9.0, train=1.0) | {"completion/tokens_max": 700.0, "completion/tokens_mean": 200.0},
+        step(generate=1.0, publish=9.0),
+        step(generate=5.0, train=5.0),
+    ],
+)
+def test_who_shares_a_device_is_never_told_to_overlap(record):
+    shared = with_values(ASYNC, loop__max_policy_age=0, launch__share_gpus=True)
+    assert setting(record, with_values(shared, launch__share_gpus=False)) == "--loop.max_policy_age 1"
+    assert "max_policy_age" not in setting(record, shared)
+
+
+def test_every_setting_that_is_asked_for_or_named_is_one_of_a_run():
+    named = re.findall(r'"(?:--)?([a-z_]+(?:\.[a-z_]+)+)', inspect.getsource(limits))
+    assert {"loop.max_policy_age", "generator.max_num_seqs", "weights.num_threads"} <= set(named)
+    config = to_dict(tiny())
+    for path in named:
+        node = config
+        for name in path.split("."):
+            assert name in node, path
+            node = node[name]
 
 
 GENERATOR = with_values(ASYNC, generator__max_num_seqs=256, generator__num_replicas=1)

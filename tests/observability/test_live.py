@@ -1,9 +1,19 @@
+import io
 import re
 
 import pytest
+from rich.console import Console
 
+from rl.observability.activity import STATE_FOLDER, Activity
 from rl.observability.console import COLUMNS
-from rl.observability.live import DROPPED_FIRST, _Progress, evaluation_line, fitting
+from rl.observability.live import (
+    DROPPED_FIRST,
+    FEWEST_ROWS,
+    LiveConsole,
+    _Progress,
+    evaluation_line,
+    fitting,
+)
 from tests.support.screen import OnTerminal, Screen, output_of
 
 PROGRAM = "tests.support.shown_run"
@@ -77,12 +87,38 @@ def test_where_there_is_no_terminal_each_step_is_a_line_without_control_characte
         (89, ["version"]),
         (80, ["version", "train tok/s"]),
         (60, ["version", "train tok/s", "gen tok/s"]),
+        (33, ["version", "train tok/s", "gen tok/s", "logprob diff", "loss", "step s"]),  # of 34
         (10, list(DROPPED_FIRST)),
     ],
 )
 def test_columns_are_dropped_in_an_order_until_they_fit(width, dropped):
     titles = [column.title for column in fitting(COLUMNS, width)]
     assert titles == [column.title for column in COLUMNS if column.title not in dropped]
+
+
+@pytest.mark.parametrize(
+    ("height", "first"),
+    [
+        (40, 29),  # 12 steps
+        (20, 29),  # title, header, evaluation, progress and 4 processes beside them
+        (15, 34),
+        (4, 38),
+    ],
+)
+def test_a_low_terminal_shows_the_newest_steps_and_all_that_is_beside_them(tmp_path, height, first):
+    for rank in range(4):
+        activity = Activity()
+        activity.start(tmp_path / STATE_FOLDER, role=f"generator_{rank}", rank=0)
+        activity.stop()
+    stream = io.StringIO()
+    live = LiveConsole(title="try-1", num_steps=80, num_rows=12, logs=tmp_path, stream=stream)
+    terminal = Console(file=io.StringIO(), width=120, height=height)
+    steps = [{"step": step, "reward/mean": 0.5} for step in range(41)]
+    with live.shown([{"step": 0, "eval/correct": 0.5}, *steps]):
+        lines = terminal.render_lines(live._draw(), pad=False)
+    shown = ["".join(segment.text for segment in line) for line in lines]
+    assert [int(line.split()[0]) for line in shown[2:-6]] == list(range(first, 41))
+    assert len(shown) <= max(height, 2 + FEWEST_ROWS + 6)
 
 
 def test_time_left_is_by_the_pace_of_the_last_twenty_steps():

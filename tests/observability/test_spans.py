@@ -117,6 +117,24 @@ def test_the_oldest_spans_make_room_and_the_newest_stay(tmp_path):
     assert {span.process for span in read_spans(tmp_path)} == {"trainer[0]"}
 
 
+def test_of_more_than_can_be_read_each_process_has_its_newest_spans(tmp_path):
+    for role in ("trainer", "generator_0"):
+        file = span_file(tmp_path, role=role, max_bytes=40_000)  # of which 20,000 are the file before it
+        for number in range(1000):
+            ended(file, f"step {number}", began_s=number, ended_s=number + 0.5)
+        file.close()
+    everything = read_spans(tmp_path)
+    for max_bytes in (80_000, 50_000, 20_000, 1_000):
+        spans = read_spans(tmp_path, max_bytes=max_bytes)
+        for process in ("trainer[0]", "generator_0[0]"):
+            of_all = [span for span in everything if span.process == process]
+            kept = [span for span in spans if span.process == process]
+            assert kept == of_all[len(of_all) - len(kept) :]
+            # A line has about 80 bytes.
+            assert min(len(of_all), max_bytes / 2 / 100) <= len(kept) <= max_bytes / 2 / 70
+    assert read_spans(tmp_path, max_bytes=80_000) == everything
+
+
 def test_a_full_disk_loses_spans_and_nothing_else(tmp_path):
     def act(disk):
         activity = Activity()

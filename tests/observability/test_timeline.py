@@ -115,6 +115,17 @@ def test_what_happened_to_the_run_is_a_mark_across_all_tracks(run):
     assert mark["args"] == {"role": "trainer", "reason": "dead"}
 
 
+@pytest.mark.parametrize("damage", [b"[]\n3\n{}\n", b"\xff\xfe\n"])
+def test_what_is_no_event_is_left_out_and_the_first_one_is_the_beginning(run, damage):
+    Events(run.events, wall_clock=lambda: 999.5).add("started")
+    with run.events.open("ab") as file:
+        file.write(damage)
+    write_timeline(run.logs, run.timeline)
+    events = events_of(run.timeline)
+    assert min(e["ts"] for e in events if "ts" in e) == 0.0
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["started"] * damage.startswith(b"[")
+
+
 def test_the_command_writes_into_the_runs_folder_or_where_it_is_told(run, tmp_path, capsys):
     assert entry.main([str(run.path)]) == 0
     said = f"{run.path}/timeline.json: 7 spans; open it at https://ui.perfetto.dev or in chrome://tracing\n"

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -123,14 +124,19 @@ class Delivery:
             self._keeps.pop(0)
         with self._busy():
             self._held = self._backend.open(self._sent)
+        if self._held != self._sent.last:
+            self._sent.next_number = 0  # it has forgotten some
         self._tail.restart()
         self._sent.save(self._held)
         self._is_open = True
 
     def _give(self, record: NumberedRecord) -> None:
         assert self._sent is not None
+        # A run that goes on with fewer evaluations gives later records the numbers of earlier ones.
+        number = max(record.number, self._sent.next_number)
         with self._busy():
-            self._backend.write(record)
+            self._backend.write(replace(record, number=number))
+        self._sent.next_number = number + 1
         self._held = record.place
         self._sent.save(record.place)
         if self._num_in_a_row:

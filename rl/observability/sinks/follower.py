@@ -56,6 +56,8 @@ class Follower:
         self._words: queue.SimpleQueue[_Restart | Literal["look", "end", "fail"]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
         self._told_hang = False
+        self._has_ended = False
+        """In order: whatever a backend does to its thread."""
 
     @property
     def num_failures(self) -> int:
@@ -92,6 +94,8 @@ class Follower:
         self._thread.join(max(0.0, limit_s))
         if self._thread.is_alive():
             problem = f"was not done when the run ended: {self._delivery.what_is_missing()}"
+        elif not self._has_ended:
+            problem = f"ended before the run did: {self._delivery.what_is_missing()}"
         elif self._delivery.problem is not None:
             problem = self._delivery.problem
         else:
@@ -109,4 +113,5 @@ class Follower:
             else:
                 self._delivery.catch_up()
                 self._delivery.close(failed=word == "fail")
+                self._has_ended = True
                 return

@@ -39,6 +39,8 @@ class Sent:
     """The last record that it was given and that still is; None: none is."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Under which the sink knows the run."""
+    next_number: int = 0
+    """Above those of all records that it has."""
 
     @classmethod
     def read(cls, file: Path) -> Sent:
@@ -51,6 +53,7 @@ class Sent:
                 is_cut=bool(said["is_cut"]),
                 kept=_place(said["kept"]),
                 run_id=str(said["run_id"]),
+                next_number=int(said["next_number"]),
             )
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return cls(file)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -68,7 +69,7 @@ class RunSinks:
         keep = place_of(records[-1], records[-1]["step"]) if records else None
         for follower in self.followers:
             follower.begin(keep)
-        with self.console.shown(records):
+        with self._forgiving(partial(self.console.shown, records)):
             yield
 
     def write(self, record: Record) -> None:
@@ -77,14 +78,42 @@ class RunSinks:
             follower.write(record)
         try:
             self.console.write(record)
-        except Exception as error:
-            self.num_failures += 1
-            if self.num_failures == 1:
-                logger.warning("the console shows no step: %r; training goes on", error, exc_info=error)
+        except Exception as error:  # noqa: BLE001  (a sink never stops training)
+            self._console_failed(error)
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
         """Show that something long goes on."""
-        return self.console.watch(title)
+        return self._forgiving(partial(self.console.watch, title))
+
+    @contextmanager
+    def _forgiving(self, enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Around something that goes on also where the console cannot show it."""
+        console = ExitStack()
+        try:
+            console.enter_context(enter())
+        except Exception as error:  # noqa: BLE001  (a sink never stops training)
+            self._console_failed(error)
+        try:
+            yield
+        except BaseException as error:
+            self._leave(console, error)
+            raise
+        self._leave(console, None)
+
+    def _leave(self, console: ExitStack, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                console.close()
+            else:
+                console.__exit__(type(error), error, error.__traceback__)
+        except Exception as failed:  # noqa: BLE001  (a sink never stops training)
+            if failed is not error:
+                self._console_failed(failed)
+
+    def _console_failed(self, error: Exception) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            logger.warning("the console shows no step: %r; training goes on", error, exc_info=error)
 
     async def close(self, *, failed: bool = False, limit_s: float = math.inf) -> None:
         """Let followers take what they have not yet, and end; what they lack is logged.

@@ -16,7 +16,8 @@ class NumberedRecord:
     """One line of the file."""
 
     number: int
-    """Of the line, from 0. A run that went back gives a record that it writes again the number it had."""
+    """Of the line, from 0. A run that went back gives a record that it writes again the number it had, or,
+    where a backend that cannot forget has another record of that number, the next."""
     place: Place
     values: dict[str, float]
     """By metric, without the step."""

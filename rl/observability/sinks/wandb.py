@@ -84,7 +84,7 @@ class Wandb:
 
     def write(self, record: NumberedRecord) -> None:
         assert self._run is not None
-        # The line's number: W&B takes none of a row twice, and a step may have two, one of its evaluation.
+        # The record's number: W&B takes none of a row twice, and a step may have two, one of its evaluation.
         row = {"step": record.place.step, **record.values}
         self._run.log(row, step=record.number, commit=True)
 

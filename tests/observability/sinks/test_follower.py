@@ -153,6 +153,22 @@ def test_a_sink_that_cannot_be_closed_says_that_it_may_lack_some(tmp_path, caplo
     )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_sink_that_ends_its_thread_says_at_the_end_what_it_lacks(tmp_path, caplog):
+    @dataclass(kw_only=True)
+    class Leaving(ListBackend):
+        def write(self, record):
+            raise SystemExit(1)
+
+    run = Steps(tmp_path, Leaving())
+    run.begin()
+    run.write(1)
+    assert not run.end()
+    assert caplog.records[-1].message == (
+        f"list ended before the run did: it lacks all of it, which is in {run.metrics}"
+    )
+
+
 def test_after_failures_in_a_row_a_sink_is_left_alone_for_longer_and_longer(tmp_path):
     clock, backend = Clock(), ListBackend(fails=[True] * 9)
     with MetricsWriter(tmp_path / "m") as writer:
@@ -230,6 +246,23 @@ def test_a_process_that_resumes_the_run_doubles_nothing(tmp_path, make):
     second.write(3, 4, 5, 6)
     assert second.end()
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_two_records_have_a_number_where_a_run_goes_on_with_fewer_evaluations(tmp_path):
+    backend = KeepingBackend()
+    first = Steps(tmp_path, backend)
+    first.begin()
+    for step in (1, 2, 3):
+        first.write(step)
+        first.write(step, evaluation=True)
+    assert first.end()
+    first.cut(2)
+    second = Steps(tmp_path, backend)
+    second.begin()
+    second.write(2, 3, 4, 5)
+    assert second.end()
+    assert backend.steps[-3:] == [(3, True), (4, False), (5, False)]
+    assert [number for _, number, _ in backend.rows] == list(range(8))
 
 
 def test_what_a_killed_process_had_not_given_is_given_by_the_next(tmp_path):

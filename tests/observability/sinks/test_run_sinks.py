@@ -1,11 +1,13 @@
 import asyncio
 import io
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 
 from rl.observability.console import ConsoleSink, NoConsole
+from rl.observability.live import LiveConsole
 from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import METRICS
 from rl.observability.sinks.config import ConsoleConfig, SinksConfig, TensorBoardConfig
@@ -66,6 +68,50 @@ def test_a_console_that_fails_is_one_warning(tmp_path, caplog):
     assert sinks.num_failures == 5
     (record,) = caplog.records
     assert record.message.startswith("the console shows no step: UnicodeEncodeError")
+
+
+@contextmanager
+def breaks(*, when):
+    """As a display that cannot be begun, or not be ended."""
+    if when == "begins":
+        raise OSError(5, "Input/output error")
+    try:
+        yield
+    finally:
+        if when == "ends":
+            raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("when", ["begins", "ends"])
+def test_a_display_that_breaks_neither_stops_the_run_nor_hides_what_did(tmp_path, caplog, when):
+    class Broken(NoConsole):
+        def shown(self, records):
+            return breaks(when=when)
+
+        def watch(self, title):
+            return breaks(when=when)
+
+    sinks = RunSinks(console=Broken(), followers=[], metrics=tmp_path / METRICS, close_s=1.0)
+    with sinks.attempt(), sinks.watch("evaluation"):
+        pass
+    assert sinks.num_failures == 2
+    with pytest.raises(RuntimeError, match="of the loop"), sinks.attempt():
+        raise RuntimeError("of the loop")
+    (record,) = caplog.records
+    assert record.message.startswith("the console shows no step: OSError(5")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TERM", "dumb"), ("TERM", "unknown"), ("TTY_COMPATIBLE", "0"), ("FORCE_COLOR", "")]
+)
+def test_a_terminal_on_which_nothing_could_be_drawn_gets_lines(tmp_path, monkeypatch, name, value):
+    for unset in ("TTY_COMPATIBLE", "FORCE_COLOR", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(unset, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    make = partial(make_console, ConsoleConfig(), num_steps=1, logs=tmp_path, title="x", stream=Terminal())
+    assert type(make()) is LiveConsole
+    monkeypatch.setenv(name, value)
+    assert type(make()) is ConsoleSink
 
 
 def test_where_there_is_no_terminal_lines_are_printed_unless_the_config_says_otherwise(tmp_path):
