@@ -19,6 +19,7 @@ from actors.explain.prompts import prompt_checks
 from actors.plan import make_plan
 from configs.alphabet_sort import tiny as alphabet_sort
 from configs.sum_digits import qwen3_32b, tiny
+from rl.config.cli import parse_cli
 from rl.config.effect import idle_fields
 from rl.config.entry import main
 from rl.config.registry import ResolvedRun
@@ -72,6 +73,26 @@ def test_prompts_that_are_too_long_are_refused_on_any_machine(capsys):
     argv = ["--explain", *options, "drop"]
     assert main(argv, default_module="sum_digits", default_config="tiny", prog="test") == 2
     assert "has 24 tokens; the context leaves room for 1 " in capsys.readouterr().err
+
+
+def test_an_option_is_not_refused_for_want_of_one_that_is_refused_itself(capsys):
+    argv = [
+        "--explain",
+        "--launch.trainer_hosts",
+        "2",
+        "--launch.hosts",
+        "kubernetes",
+        "--loop.num_prompts",
+        "0",
+    ]
+    with pytest.raises(SystemExit):
+        parse_cli(argv, default_module="sum_digits", default_config="tiny")
+    one, other = capsys.readouterr().err.splitlines()
+    assert one.startswith("error: loop: num_prompts=0")
+    # Not that there is one host with hosts='this'.
+    assert (
+        other == "error: launch: kubernetes.image=None: hosts='kubernetes' needs an image with this project"
+    )
 
 
 def test_a_search_for_prompts_that_fit_ends():
