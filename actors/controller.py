@@ -20,6 +20,7 @@ from actors.attempt import Training
 from actors.fleet import Fleet, close_fleet, place_fleet, start_fleet
 from actors.hosts import describe
 from actors.limits import run_limits
+from actors.loading import check_resumes, check_unfinished
 from actors.plan import Plan, make_plan
 from actors.roles import LogSettings, num_gpus
 from actors.run_config import RunConfig
@@ -118,7 +119,7 @@ class Controller(Configurable):
             undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
             try:
                 plan = make_plan(config, resumes=folder.checkpoints)
-                check_resumes(plan, folder=folder, num_steps=config.loop.num_steps)
+                check_resumes(plan.resumed, folder=folder, num_steps=config.loop.num_steps)
             finally:
                 undo_logging()
             self._write_start(folder, plan)
@@ -249,33 +250,3 @@ def _only_saver(config: CheckpointConfig) -> AbstractContextManager[None]:
         otherwise="only one run at a time may save there: choose another trainer.checkpoint.folder, or "
         "trainer.checkpoint.load_only",
     )
-
-
-def check_unfinished(folder: RunFolder, *, num_steps: int) -> None:
-    """Raise ValueError if a run has done these steps, by its records: whatever its checkpoints are."""
-    if folder.is_finished and folder.metrics.exists():
-        done = max((int(record["step"]) for record in read_metrics(folder.metrics)), default=0)
-        if done >= num_steps:
-            raise ValueError(_no_steps_left(folder, done=done, num_steps=num_steps))
-
-
-def _no_steps_left(folder: RunFolder, *, done: int, num_steps: int) -> str:
-    return (
-        f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} to go on "
-        "with it"
-    )
-
-
-def check_resumes(plan: Plan, *, folder: RunFolder, num_steps: int) -> None:
-    """Whether a run has steps left to do.
-
-    Raises:
-        ValueError: it is finished, or its results would be lost.
-    """
-    if not folder.is_finished:
-        return
-    position = None if plan.resumed is None else plan.resumed.position
-    if position is None:
-        raise ValueError(f"{folder.path} holds a finished run and no checkpoint that it could go on from")
-    if position.step >= num_steps:
-        raise ValueError(_no_steps_left(folder, done=position.step, num_steps=num_steps))

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from actors.run_config import RunConfig
 from rl.config.serialize import to_dict
+from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import RunFolder
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import DamagedCheckpointError
 from rl.training.damaged import put_aside
@@ -71,3 +73,33 @@ async def load_newest(
             logger.info("loaded %s, policy version %d", source.path, version)
             return source
     return None
+
+
+def check_unfinished(folder: RunFolder, *, num_steps: int) -> None:
+    """Raise ValueError if a run has done these steps, by its records: whatever its checkpoints are."""
+    if folder.is_finished and folder.metrics.exists():
+        done = max((int(record["step"]) for record in read_metrics(folder.metrics)), default=0)
+        if done >= num_steps:
+            raise ValueError(_no_steps_left(folder, done=done, num_steps=num_steps))
+
+
+def check_resumes(resumed: LoadSource | None, *, folder: RunFolder, num_steps: int) -> None:
+    """Whether a run has steps left to do; `resumed` is its own latest checkpoint.
+
+    Raises:
+        ValueError: it is finished, or its results would be lost.
+    """
+    if not folder.is_finished:
+        return
+    position = None if resumed is None else resumed.position
+    if position is None:
+        raise ValueError(f"{folder.path} holds a finished run and no checkpoint that it could go on from")
+    if position.step >= num_steps:
+        raise ValueError(_no_steps_left(folder, done=position.step, num_steps=num_steps))
+
+
+def _no_steps_left(folder: RunFolder, *, done: int, num_steps: int) -> str:
+    return (
+        f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} to go on "
+        "with it"
+    )

@@ -86,7 +86,7 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
     resumed = None
     if resumes is not None and config.trainer.checkpoint.saves:
         resumed = own_checkpoint(resumes, num_steps=config.loop.num_steps)
-    source = _asked_source(config, resumed)
+    source = asked_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
     check_same_tokenizer(resumed or source, start=start, fleet=config.fleet)
     check_load_source(
@@ -142,11 +142,12 @@ def _check_machine(config: RunConfig, *, model_spec: ModelSpec) -> None:
     check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
 
 
-def _asked_source(config: RunConfig, resumed: LoadSource | None) -> LoadSource | None:
-    """What the config says that the run starts from."""
+def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool) -> LoadSource | None:
+    """What the config says that the run starts from; `resumed` is its own latest checkpoint, `repairs` as
+    `find_load_source`."""
     checkpoint = config.trainer.checkpoint
     if resumed is None:
-        return find_load_source(checkpoint, repairs=not config.launch.dry_run)
+        return find_load_source(checkpoint, repairs=repairs)
     try:
         return initial_source(checkpoint)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -55,19 +55,15 @@ def check_task(
     Raises:
         ValueError: names the problem and what its environment did, or the reward function and what it did.
     """
-    held_out = _held_out(task, needed=evaluates)
+    held_out = held_out_problems(task, needed=evaluates)
     problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
     goes_on = has_turns(environments, problem)
     if max_turns != 1 and goes_on:
         renderer.check_multi_turn()
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     openings = _openings(environments, probed)
-    for place, (asked, messages) in enumerate(zip(probed, openings, strict=True)):
-        try:
-            render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
-        except PromptTooLongError:
-            if place < len(held_out) or not drops_long_prompts:
-                raise
+    must_fit = len(held_out) if drops_long_prompts else len(probed)
+    check_prompts(probed, openings, must_fit=must_fit, renderer=renderer, max_tokens=max_prompt_tokens)
     prompt = render_prompt(problem, openings[0], renderer=renderer, max_tokens=max_prompt_tokens)
     example = _example(prompt, environments, renderer=renderer, may_fail=rewards_may_fail)
     rubric: Rubric = task.rubric(seed=seed)
@@ -87,8 +83,33 @@ def check_task(
     return prompt
 
 
-def _held_out(task: Task, *, needed: bool) -> list[Problem]:
-    """Of all evaluation sets."""
+def check_prompts(
+    problems: Sequence[Problem],
+    openings: Sequence[Sequence[Message]],
+    *,
+    must_fit: int,
+    renderer: Renderer,
+    max_tokens: int,
+) -> None:
+    """The first `must_fit` leave room for a reply, and the others are left out later if they do not.
+
+    Raises:
+        ValueError: names the problem.
+    """
+    for place, (problem, messages) in enumerate(zip(problems, openings, strict=True)):
+        try:
+            render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
+        except PromptTooLongError:
+            if place < must_fit:
+                raise
+
+
+def held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
+    """Of all evaluation sets.
+
+    Raises:
+        ValueError: some are `needed`, and there are none.
+    """
     sets = task.eval_sets()
     for name, problems in sets.items():
         if needed and not problems:

@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rl.atomic_file import replacing
+from rl.config.effect import only_if
 from rl.models.batch_invariant.probe import processor
 
 TRY_S = 0.05
@@ -46,7 +47,7 @@ class LimitsConfig:
 
     enable: bool = True
     """Measure what the machine can do, once, and report the share of it that each part of a step reaches."""
-    cache: str = "~/.cache/relay"
+    cache: str = field(default="~/.cache/relay", metadata=only_if("enable", True))
     """Folder that keeps what was measured, for later runs on the same kind of machine."""
 
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from actors.run_config import RunConfig
 from rl.distributed.mesh import Degrees
 from rl.models.qwen3_moe.model import MoE
 from rl.rollouts.packing import plan_micro_batches
-from rl.training.checkpoint_config import RUN_FOLDER
-from rl.training.checkpoint_files import saved_steps
 from rl.training.policy import shares_prompts
 
 SHORTEST_SAMPLE = 2
@@ -94,15 +91,15 @@ def step_arithmetic(known: Known, *, degrees: Degrees) -> StepArithmetic:
     )
 
 
-def run_arithmetic(known: Known, *, resumes: Path | None = None) -> RunArithmetic:
-    """Of all steps; `resumes` is the folder of a run that goes on."""
+def run_arithmetic(known: Known, *, done_steps: int = 0) -> RunArithmetic:
+    """Of all steps; `done_steps` of these by an earlier run."""
     config, loop, checkpoint = known.config, known.config.loop, known.config.trainer.checkpoint
     steps = range(1, loop.num_steps + 1)
     samples = loop.num_prompts * loop.num_samples
     warmup = config.warmup if config.hf_assets_path is None else None
     return RunArithmetic(
         num_steps=loop.num_steps,
-        done_steps=_done_steps(config, resumes),
+        done_steps=done_steps,
         optimizer_steps=loop.num_steps * loop.num_minibatches,
         samples=loop.num_steps * samples,
         reply_tokens_most=loop.num_steps * samples * _reply_tokens(known),
@@ -118,13 +115,6 @@ def run_arithmetic(known: Known, *, resumes: Path | None = None) -> RunArithmeti
     )
 
 
-def _done_steps(config: RunConfig, resumes: Path | None) -> int:
-    """By the names of checkpoints; whether they are whole is seen when the run starts."""
-    shared = config.trainer.checkpoint.shared_folder
-    folder = shared if resumes is None or shared is not None else resumes / RUN_FOLDER
-    return 0 if folder is None else max(saved_steps(folder), default=0)
-
-
 def _eval_problems(known: Known) -> dict[str, int] | Unknown:
     if not known.config.loop.eval_every:
         return {}
@@ -134,9 +124,11 @@ def _eval_problems(known: Known) -> dict[str, int] | Unknown:
 
 
 def _reply_tokens(known: Known) -> int:
-    """Most tokens that the model produces in one sample: of several turns, all but the first prompt."""
-    max_tokens = known.config.loop.sampling.max_tokens
-    return max_tokens if known.single_turn else known.sample_limit - 1
+    """Most tokens that the model produces in one rollout: of several turns, all but the first prompt."""
+    loop = known.config.loop
+    if known.single_turn:
+        return loop.sampling.max_tokens
+    return min(known.rollout_limit - 1, loop.episode.max_turns * loop.sampling.max_tokens)
 
 
 def _inputs(known: Known, prompts: list[np.ndarray] | None) -> tuple[list[int], list[int]]:

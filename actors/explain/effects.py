@@ -20,6 +20,9 @@ def run_effects(known: Known, *, on_gpu: bool) -> Iterator[tuple[str, str]]:
     config = known.config
     if config.weights.transport == "auto" and config.launch.hosts in ("this", "process"):
         yield "weights.rdma", "all processes are on one machine, and share its memory"
+    if not config.sinks.enabled:
+        for name in ("write_s", "close_s"):
+            yield f"sinks.{name}", "nothing but the console and metrics.jsonl is written"
 
 
 def _of_generator(known: Known, *, on_gpu: bool) -> Iterator[tuple[str, str]]:

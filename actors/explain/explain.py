@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from actors.explain.arithmetic import run_arithmetic, step_arithmetic
 from actors.explain.explanation import Devices, Explanation, RolePlace, StepArithmetic, Unknown
-from actors.explain.known import find_out
+from actors.explain.known import find_out, not_foreseen
 from actors.explain.layout import role_places
+from actors.explain.loaded import find_loaded
 from actors.explain.machine import Machine, explained_on
 from actors.explain.memory import memory
 from actors.explain.options import find_faults, option_notes
@@ -33,12 +34,12 @@ T = TypeVar("T")
 def explain(run: ResolvedRun, *, here: Machine) -> Explanation:
     """Of a run of a `RunConfig`, started on the machine `here`."""
     config: RunConfig = run.config
-    fleet, known = config.fleet, find_out(config)
+    fleet, known, loaded = config.fleet, find_out(config), find_loaded(config, resumes=run.resumes)
     machine, assumed = explained_on(fleet, spec=known.spec, here=here)
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
-    faults = find_faults(known, here=here, resumes=run.resumes)
+    faults = find_faults(known, loaded, here=here, resumes=run.resumes is not None)
     degrees = _or_unknown(lambda: fleet.trainer.parallelism.degrees(fleet.trainer.num_procs))
-    in_run = run_arithmetic(known, resumes=run.resumes)
+    in_run = run_arithmetic(known, done_steps=loaded.done_steps)
     step: StepArithmetic | Unknown
     layout: tuple[RolePlace, ...] | Unknown
     if isinstance(degrees, Unknown):
@@ -62,7 +63,7 @@ def explain(run: ResolvedRun, *, here: Machine) -> Explanation:
         staleness=staleness(config.loop),
         sync=sync_bytes(known, publishes=in_run.publishes),
         options=option_notes(run, known, faults=faults, on_gpu=on_gpu, num_gpus=machine.num_gpus),
-        unknown=known.unknown,
+        unknown=(*loaded.damaged, *not_foreseen(config.loop), *known.unknown),
     )
 
 

@@ -83,7 +83,8 @@ class StepArithmetic:
     """Inputs of the trainer in the step, one fewer than its tokens for each sample: where every reply is one
     token, and where every reply is as long as it may be."""
     micro_batches: Range
-    """Of each rank in the step, in these two cases; those in between need no more than the second."""
+    """Of each rank in the step, in these two cases. A mix of lengths rarely needs one more than the second,
+    where ranks cannot be given equally many."""
     exact_prompts: bool
     """Whether the last two are of the prompts of step 1, and not of bounds on any prompts."""
 

@@ -6,6 +6,7 @@ function is called, and nothing is written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.run_config import STARTING_POINTS, RunConfig
+from rl.loop_config import LoopConfig
 from rl.models.hf import read_json_object
 from rl.models.spec import ModelSpec
 from rl.rollouts.environment import SingleTurn
@@ -23,6 +25,10 @@ from rl.tasks.task import Task
 
 PROGRAMS = "rl.tasks.verifiers_task"
 """The module of tasks whose parts are programs of other people, which to load may start."""
+
+
+MOST_LONG_PROMPTS = 1000
+"""That are passed over in search of those of step 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +52,18 @@ class Known:
         if self.task is None or self.renderer is None:
             return None
         found: list[np.ndarray] = []
-        problems = self.task.train_problems(seed=self.config.seed)
-        while len(found) < number:
-            part = list(islice(problems, number - len(found)))
-            environments = [self.task.environment(problem) for problem in part]
-            if not part or not all(map(_only_asks, environments)):
+        for problem in islice(self.task.train_problems(seed=self.config.seed), number + MOST_LONG_PROMPTS):
+            environment = self.task.environment(problem)
+            if not only_asks(environment):
                 return None
-            prompts = [self.renderer.opening(environment.opening()) for environment in environments]
-            fitting = [prompt for prompt in prompts if len(prompt) <= self.prompt_room]
-            if len(fitting) < len(prompts) and self.config.loop.long_prompts == "stop":
+            prompt = self.renderer.opening(environment.opening())
+            if len(prompt) <= self.prompt_room:
+                found.append(prompt)
+            elif self.config.loop.long_prompts == "stop":
                 return None  # A run would stop there.
-            found += fitting
-        return found
+            if len(found) == number:
+                return found
+        return None
 
     @property
     def single_turn(self) -> bool | None:
@@ -65,20 +71,23 @@ class Known:
         if self.task is None:
             return None
         environment = self.task.environment(next(self.task.train_problems(seed=self.config.seed)))
-        return _only_asks(environment) or None
+        return only_asks(environment) or None
 
     @property
     def sample_limit(self) -> int:
-        """Most tokens of a sample."""
-        loop, limit = self.config.loop, self.config.generator.max_model_len
-        limits = (limit, loop.episode.max_tokens or limit, loop.max_sample_tokens or limit)
-        return min(limits)
+        """Most tokens of a sample that is trained on."""
+        return min(self.rollout_limit, self.config.loop.max_sample_tokens or self.rollout_limit)
+
+    @property
+    def rollout_limit(self) -> int:
+        """Most tokens of a rollout, which may be too long to be trained on."""
+        limit = self.config.generator.max_model_len
+        return min(limit, self.config.loop.episode.max_tokens or limit)
 
     @property
     def prompt_room(self) -> int:
         """Most tokens of a prompt: a reply of any length must find room behind it."""
-        loop, limit = self.config.loop, self.config.generator.max_model_len
-        return min(limit, loop.episode.max_tokens or limit) - loop.sampling.max_tokens
+        return self.rollout_limit - self.config.loop.sampling.max_tokens
 
 
 def find_out(config: RunConfig) -> Known:
@@ -164,5 +173,25 @@ def _task(config: RunConfig, faults: list[str], unknown: list[str]) -> Task | No
     return task
 
 
-def _only_asks(environment: object) -> bool:
+def not_foreseen(loop: LoopConfig) -> Iterator[str]:
+    """What only the rollouts decide, and adds to the numbers of a step, or takes off them."""
+    if loop.equal_groups == "drop":
+        yield (
+            "how many groups have equal rewards (loop.equal_groups='drop'): others are drawn in their place, "
+            "beyond these numbers of samples and replies"
+        )
+    limit = f"loop.max_sample_tokens={loop.max_sample_tokens}"
+    if loop.max_sample_tokens is not None and loop.long_samples == "drop_group":
+        yield f"how many groups have a longer sample than {limit}: others are drawn in their place"
+    if loop.max_sample_tokens is not None and loop.long_samples == "drop":
+        yield f"how many samples are longer than {limit}: they are drawn, and not trained on"
+    if loop.max_failed_rewards:
+        yield (
+            f"how many rewards fail (loop.max_failed_rewards={loop.max_failed_rewards:g}): their samples are "
+            "not trained on"
+        )
+
+
+def only_asks(environment: object) -> bool:
+    """Whether it is of a single turn, and nothing but a question."""
     return isinstance(environment, SingleTurn) and environment.single_turn and environment.runs_inline

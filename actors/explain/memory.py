@@ -54,8 +54,9 @@ def _generator(
     available = _available(machine, on_gpu=on_gpu)
     if on_gpu:
         share = int(generator.gpu_memory_utilization * available)
-        cache, fits = max(0, share - on_rank), on_rank < share
+        cache = max(0, share - on_rank)
         tokens = cache // _token_bytes(model, dtype=generator.dtype, degree=degree)
+        fits = tokens >= generator.max_model_len  # or the engine does not start
     else:
         cache = int(generator.cpu_kv_cache_gib * GIB)
         tokens = cpu_cache_tokens(
@@ -81,7 +82,7 @@ def _controller(known: Known, weights: PublishedWeights) -> ControllerMemory:
     loop = known.config.loop
     rollouts = staleness(loop).groups_ahead * loop.num_samples
     return ControllerMemory(
-        rollouts=rollouts * known.sample_limit * TOKEN_BYTES,
+        rollouts=rollouts * known.rollout_limit * TOKEN_BYTES,
         shared_weights=shared_memory_bytes(known.config, weights),
     )
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from actors.checks import (
     check_converters,
     check_end,
     check_load_source,
     check_memory,
+    check_reference_weights,
     check_replicas,
     check_same_tokenizer,
     check_waits,
@@ -23,14 +23,17 @@ from actors.checks import (
 from actors.explain.effects import run_effects
 from actors.explain.explanation import OptionNote, Options
 from actors.explain.known import Known
+from actors.explain.loaded import Loaded
 from actors.explain.machine import Machine, gpus_needed
+from actors.explain.prompts import prompt_checks
 from actors.layout_checks import layout_checks
 from actors.run_config import RunConfig
 from rl.config.effect import idle_fields
 from rl.config.registry import ResolvedRun
 from rl.config.tree import walk
 from rl.config.trial import fixed_options
-from rl.training.checkpoint_config import find_load_source
+from rl.observability.sinks.config import check_installed
+from rl.training.checkpoint_config import LoadSource
 from rl.training.memory import check_device_memory
 from rl.weights.files import check_unused
 
@@ -44,36 +47,44 @@ class Faults:
     """On this machine alone."""
 
 
-def find_faults(known: Known, *, here: Machine, resumes: Path | None) -> Faults:
+def find_faults(known: Known, loaded: Loaded, *, here: Machine, resumes: bool) -> Faults:
     """By the checks that a run makes before it starts. A fault that is there with GPUs and without has
     nothing to do with the machine."""
     on_cpus = _config_faults(known, num_gpus=0, resumes=resumes)
     on_gpus = _config_faults(known, num_gpus=max(gpus_needed(known.config.fleet), 1), resumes=resumes)
-    anywhere = tuple(fault for fault in on_gpus if fault in on_cpus)
-    found = [*known.faults]
+    prompts = messages(prompt_checks(known, warms_up=_warms_up(known.config, loaded.source)))
+    anywhere = (*(fault for fault in on_gpus if fault in on_cpus), *prompts)
+    found = [*known.faults, *loaded.faults]
     found += on_cpus if here.num_gpus == 0 else _config_faults(known, num_gpus=here.num_gpus, resumes=resumes)
-    found += _machine_faults(known, here=here) if not anywhere else []
+    found += _machine_faults(known, loaded.source, here=here) if not anywhere else []
     return Faults(anywhere=anywhere, here=tuple(f for f in dict.fromkeys(found) if f not in anywhere))
 
 
-def _config_faults(known: Known, *, num_gpus: int, resumes: Path | None) -> list[str]:
+def _warms_up(config: RunConfig, source: LoadSource | None) -> bool:
+    """Whether a run makes its start by demonstrations, unless an earlier one has."""
+    starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
+    return config.hf_assets_path is None and config.warmup is not None and starts_here
+
+
+def _config_faults(known: Known, *, num_gpus: int, resumes: bool) -> list[str]:
     """Of the config on a machine with so many GPUs."""
     config = known.config
     checks: list[Callable[[], object]] = [
         *layout_checks(config.fleet, model_spec=known.spec, loop=config.loop, num_gpus=num_gpus),
         partial(check_converters, config.fleet, model_spec=known.spec, num_gpus=num_gpus),
-        partial(check_end, config.fleet, warms_up=config.warmup is not None, resumes=resumes is not None),
+        partial(check_end, config.fleet, warms_up=config.warmup is not None, resumes=resumes),
         partial(check_waits, config.fleet, store=config.weights),
     ]
-    return _messages(checks)
+    return messages(checks)
 
 
-def _machine_faults(known: Known, *, here: Machine) -> list[str]:
-    """Memory and cores, and files that other runs have left or that are to be loaded."""
+def _machine_faults(known: Known, source: LoadSource | None, *, here: Machine) -> list[str]:
+    """Memory and cores, packages, and files that other runs have left or that are to be loaded."""
     config, fleet = known.config, known.config.fleet
     checks: list[Callable[[], object]] = [
+        partial(check_installed, config.sinks),
         partial(check_unused, config.weights),
-        partial(_check_source, known, num_gpus=here.num_gpus),
+        partial(_check_source, known, source, num_gpus=here.num_gpus),
     ]
     if not config.launch.on_cluster and here.num_gpus == 0:
         checks += [
@@ -82,14 +93,16 @@ def _machine_faults(known: Known, *, here: Machine) -> list[str]:
         ]
     elif not config.launch.on_cluster and here.gpu_bytes is not None:
         checks.append(partial(_check_gpu, known, gpu_bytes=here.gpu_bytes))
-    return _messages(checks)
+    return messages(checks)
 
 
-def _check_source(known: Known, *, num_gpus: int) -> None:
+def _check_source(known: Known, source: LoadSource | None, *, num_gpus: int) -> None:
     config = known.config
-    source = find_load_source(config.trainer.checkpoint, repairs=False)
     if known.start is not None:
         check_same_tokenizer(source, start=known.start, fleet=config.fleet)
+    # A warm-up that is not made here has a folder of its own.
+    if known.start is not None and not _warms_up(config, None):
+        check_reference_weights(source, start=known.start, fleet=config.fleet, num_gpus=num_gpus)
     check_load_source(
         source,
         fleet=config.fleet,
@@ -106,7 +119,7 @@ def _check_gpu(known: Known, *, gpu_bytes: int) -> None:
     check_device_memory(need, device_bytes=gpu_bytes, compiled=trainer.compile.enable)
 
 
-def _messages(checks: Sequence[Callable[[], object]]) -> list[str]:
+def messages(checks: Sequence[Callable[[], object]]) -> list[str]:
     """What they refuse, each reason once."""
     found: dict[str, None] = {}
     for check in checks:
@@ -125,7 +138,7 @@ def option_notes(run: ResolvedRun, known: Known, *, faults: Faults, on_gpu: bool
 
     def wrong(config: RunConfig) -> list[str]:
         spec = replace(known.spec, batch_invariant=config.batch_invariant)
-        return _messages(layout_checks(config.fleet, model_spec=spec, loop=config.loop, num_gpus=num_gpus))
+        return messages(layout_checks(config.fleet, model_spec=spec, loop=config.loop, num_gpus=num_gpus))
 
     fixed = [
         OptionNote(path=option.path, why=_tried(option.tried, option.why))

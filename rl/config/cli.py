@@ -16,7 +16,7 @@ import difflib
 import io
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -145,7 +145,7 @@ def _with_options(run: ResolvedRun, options: Mapping[str, list[str]], *, tells_a
     """The run with its config changed as the options say.
 
     Raises:
-        ConfigError: the first fault, or with `tells_all` every option's that is wrong by itself.
+        ConfigError: the first fault, or with `tells_all` one of each component that the options set wrongly.
     """
     try:
         changes = _changes(run.config, options)
@@ -158,14 +158,31 @@ def _with_options(run: ResolvedRun, options: Mapping[str, list[str]], *, tells_a
 
 
 def _faults(config: Any, options: Mapping[str, list[str]]) -> list[str]:
-    """What is wrong with each option by itself."""
-    faults = []
+    """What is wrong with each option by itself, and with those of a component together."""
+    faults: list[str] = []
+    changes: dict[str, Any] = {}
     for option, values in options.items():
         try:
-            rebuild(config, _changes(config, {option: values}))
+            changes |= _changes(config, {option: values})
         except ConfigError as error:
             faults.append(str(error))
+    while changes:
+        try:
+            rebuild(config, changes)
+            break
+        except ConfigError as error:
+            faults.append(str(error))
+            # Inner components are made first. One that is wrong is left out as a whole: without some of its
+            # options others might be wrong that are not.
+            inside = _component(str(error), changes)
+            changes = {path: value for path, value in changes.items() if not path.startswith(inside)}
     return faults
+
+
+def _component(message: str, paths: Iterable[str]) -> str:
+    """The beginning of the paths of what a message is of, which starts with its name; empty for the root."""
+    parents = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
+    return max((f"{p}." for p in parents if message.startswith((f"{p}.", f"{p}:"))), key=len, default="")
 
 
 def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class RunFolder:
     Leaving it does not make a run finished: a run that fails or is killed stays unfinished.
     """
 
-    def __init__(self, path: Path, *, checkpoints: Path | None, lock_fd: int, created: Path | None) -> None:
+    def __init__(
+        self, path: Path, *, checkpoints: Path | None, lock_fd: int | None, created: Path | None
+    ) -> None:
         """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
         self.path = path
         self.logs = path / "logs"
@@ -149,10 +151,20 @@ class RunFolder:
         Raises:
             ValueError: it is no run's folder, or in use by one that goes on.
         """
+        folder = cls.to_read(path, checkpoints=checkpoints)
+        folder._lock_fd = lock(path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed")
+        return folder
+
+    @classmethod
+    def to_read(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
+        """Without its lock, so that another process may have it: nothing is to be written here.
+
+        Raises:
+            ValueError: it is no run's folder.
+        """
         if not path.is_dir() or read_status(path) is None:
             raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
-        lock_fd = lock(path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed")
-        return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=None)
+        return cls(path, checkpoints=checkpoints, lock_fd=None, created=None)
 
     @property
     def is_finished(self) -> bool:
@@ -201,6 +213,20 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """What `RunFolder.create` would refuse of the folder, which is only looked at.
+
+    Raises:
+        ValueError: it is no run's folder, or holds a run and `overwrite` is false.
+    """
+    if not path.is_dir():
+        return
+    _refuse_foreign(path)
+    status = read_status(path)
+    if status is not None and not overwrite:
+        raise ValueError(_occupied(path, status))
 
 
 def read_status(path: Path) -> Literal["running", "finished"] | None:

@@ -21,9 +21,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl.config.effect import only_if
 from rl.observability.whole_lines import WholeLines
 
 SPANS_FOLDER = "spans"
@@ -40,7 +41,7 @@ class TimelineConfig:
 
     enable: bool = True
     """Write logs/spans while the run goes on, and timeline.json at its end."""
-    max_megabytes: float = 32.0
+    max_megabytes: float = field(default=32.0, metadata=only_if("enable", True))
     """Of the spans of one process: the oldest make room."""
 
     def __post_init__(self) -> None:

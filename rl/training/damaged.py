@@ -11,17 +11,10 @@ from rl.training.checkpoint_files import DamagedCheckpointError, saved_steps, se
 
 T = TypeVar("T")
 
+Skip = Callable[[Path, DamagedCheckpointError], None]
+"""Is told of a checkpoint that is damaged, and why."""
+
 logger = logging.getLogger(__name__)
-
-
-def newest_usable(folder: Path, check: Callable[[Path], T]) -> T | None:
-    """What `check` says of the latest checkpoint that it does not call damaged; those are set aside."""
-    for path in reversed(saved_steps(folder).values()):
-        try:
-            return check(path)
-        except DamagedCheckpointError as error:
-            put_aside(path, error)
-    return None
 
 
 def put_aside(path: Path, error: DamagedCheckpointError) -> None:
@@ -36,3 +29,13 @@ def put_aside(path: Path, error: DamagedCheckpointError) -> None:
         why = problem.strerror or problem
         raise DamagedCheckpointError(f"{error}; it could not be set aside: {why}") from problem
     logger.warning("%s; it is set aside as %s, and an earlier one is taken", error, aside.name)
+
+
+def newest_usable(folder: Path, check: Callable[[Path], T], *, skip: Skip = put_aside) -> T | None:
+    """What `check` says of the latest checkpoint that it does not call damaged; `skip` is told of those."""
+    for path in reversed(saved_steps(folder).values()):
+        try:
+            return check(path)
+        except DamagedCheckpointError as error:
+            skip(path, error)
+    return None

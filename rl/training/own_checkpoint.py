@@ -6,17 +6,18 @@ from pathlib import Path
 
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import check_small_files, read_state
-from rl.training.damaged import newest_usable
+from rl.training.damaged import Skip, newest_usable, put_aside
 
 
-def own_checkpoint(folder: Path, *, num_steps: int) -> LoadSource | None:
+def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip = put_aside) -> LoadSource | None:
     """The latest that a run has saved in its folder and can go on from, for `num_steps` steps in all; None
-    where there is none. Damaged ones are set aside. The tensors themselves are not read.
+    where there is none. `skip` is told of damaged ones: they are set aside. The tensors themselves are not
+    read.
 
     Raises:
         ValueError: it cannot be continued.
     """
-    return newest_usable(folder, lambda path: _continued(path, num_steps=num_steps))
+    return newest_usable(folder, lambda path: _continued(path, num_steps=num_steps), skip=skip)
 
 
 def _continued(path: Path, *, num_steps: int) -> LoadSource:

@@ -7,7 +7,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl.config.effect import only_if
+
 INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"
+
+_ENABLED = only_if("enable", True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,7 +21,7 @@ class ConsoleConfig:
     style: Literal["auto", "lines", "off"] = "auto"
     """auto: a live table on a terminal, a line a step elsewhere; lines: a line a step anywhere; off: no
     steps, only what is said beside them."""
-    num_rows: int = 12
+    num_rows: int = field(default=12, metadata=only_if("style", "auto"))
     """Steps that the live table shows, the last ones."""
 
     def __post_init__(self) -> None:
@@ -39,16 +43,16 @@ class WandbConfig:
 
     enable: bool = False
     """Send to it; needs the extra `sinks`."""
-    mode: Literal["offline", "online"] = "offline"
+    mode: Literal["offline", "online"] = field(default="offline", metadata=_ENABLED)
     """offline: into wandb/ of the run's folder, without network, for a later `wandb sync`; online: to the
     server as the run goes, with the key that `wandb login` or WANDB_API_KEY gives."""
-    project: str = "relay"
+    project: str = field(default="relay", metadata=_ENABLED)
     """That the run belongs to."""
-    entity: str | None = None
+    entity: str | None = field(default=None, metadata=_ENABLED)
     """Team or user; None is the key's own."""
-    group: str | None = None
+    group: str | None = field(default=None, metadata=_ENABLED)
     """Runs of one group are shown together."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[str, ...] = field(default=(), metadata=_ENABLED)
     """Of the run."""
 
     def __post_init__(self) -> None:
@@ -62,9 +66,9 @@ class TrackioConfig:
     enable: bool = False
     """Write to its database on this machine, in the folder that TRACKIO_DIR names, by default in the cache of
     Hugging Face; needs the extra `sinks`."""
-    project: str = "relay"
+    project: str = field(default="relay", metadata=_ENABLED)
     """That the run belongs to."""
-    group: str | None = None
+    group: str | None = field(default=None, metadata=_ENABLED)
     """Runs of one group are shown together."""
 
     def __post_init__(self) -> None:
@@ -106,12 +110,7 @@ def check_sinks(config: SinksConfig, *, prefix: str = "sinks") -> None:
     Raises:
         ValueError: a package is not installed, or W&B is to be online and has no key.
     """
-    for name in config.enabled:
-        if not _is_installed(name):
-            raise ValueError(
-                f"{prefix}.{name}.enable=True: the package {name} is not installed. Install the extra "
-                f"`sinks` ({INSTALL}), or set it to False"
-            )
+    check_installed(config, prefix=prefix)
     if config.wandb.enable and config.wandb.mode == "online":
         import wandb
 
@@ -129,6 +128,20 @@ def check_sinks(config: SinksConfig, *, prefix: str = "sinks") -> None:
                 f"{prefix}.trackio.enable=True: {TRACKIO_DIR}, where trackio keeps its database, is on a "
                 "file system of the network. Let TRACKIO_DIR name a folder of this machine, or set it to "
                 "False"
+            )
+
+
+def check_installed(config: SinksConfig, *, prefix: str = "sinks") -> None:
+    """The part of `check_sinks` that imports nothing.
+
+    Raises:
+        ValueError: a package is not installed.
+    """
+    for name in config.enabled:
+        if not _is_installed(name):
+            raise ValueError(
+                f"{prefix}.{name}.enable=True: the package {name} is not installed. Install the extra "
+                f"`sinks` ({INSTALL}), or set it to False"
             )
 
 

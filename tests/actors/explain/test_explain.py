@@ -18,6 +18,7 @@ from rl.config.registry import ResolvedRun, registry_functions
 from rl.config.serialize import write_json
 from rl.config.tree import walk
 from tests.actors.explain.golden import FILE, LAPTOP, explained, text
+from tests.training.test_own_checkpoint import save
 
 GPU_MACHINE = Machine(num_gpus=8, gpu_bytes=141 * 10**9, num_cores=64, memory_bytes=10**12)
 
@@ -87,7 +88,8 @@ def test_a_component_that_the_command_line_turns_off_is_its_doing():
 def test_a_run_that_goes_on_says_after_which_step(tmp_path):
     folder = tmp_path / "mine"
     for step in (20, 40):
-        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        save(folder / "checkpoints", step)
+    (folder / "status.json").write_text('{"status": "running"}')
     config = tiny()
     config.name = "elsewhere"
     write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json")
@@ -98,7 +100,7 @@ def test_a_run_that_goes_on_says_after_which_step(tmp_path):
         ("dump_folder", str(folder / "config.json")),
         ("loop.num_steps", "command line"),
     }
-    assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json"}
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json", "status.json"}
 
 
 # GPU configs on a laptop
