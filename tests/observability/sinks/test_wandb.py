@@ -163,6 +163,7 @@ leave(0)
 
 
 @pytest.mark.medium
+@pytest.mark.timeout(100)
 def test_a_server_that_never_answers_holds_up_neither_the_loop_nor_the_end_of_the_process(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:  # connections are made, nobody reads
         environment = {
@@ -180,7 +181,7 @@ def test_a_server_that_never_answers_holds_up_neither_the_loop_nor_the_end_of_th
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=50,  # W&B itself would wait for 90 s
+            timeout=80,  # W&B itself would wait for 90 s
         )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
