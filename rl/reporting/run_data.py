@@ -48,6 +48,17 @@ class RunData:
     problems: list[str]
     """What could not be read, or is not there in an older run: a sentence each."""
 
+    @property
+    def went_back(self) -> list[dict[str, Any]]:
+        """Events of a run that lost its trainer; a process that goes on with a run begins with one too."""
+        found = []
+        resumes = False
+        for event in self.events:
+            if event["event"] == "went_back" and not resumes:
+                found.append(event)
+            resumes = event["event"] == "resumed" or (resumes and event["event"] != "went_back")
+        return found
+
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the config by its dotted path, such as `loop.max_policy_age`."""
         value: Any = self.config.get("values")
