@@ -97,4 +97,4 @@ def _same_group(rollouts: Sequence[dict[str, Any]], since: int) -> list[Evidence
         if rollout["kind"] in ("train", "dropped") and rollout["step"] >= since:
             groups.setdefault((rollout["step"], rollout.get("problem")), []).append(rollout)
     last = list(chain.from_iterable(list(groups.values())[-1:]))
-    return [rollout_evidence(r, note=f"reward {r.get('reward', 0):.4g}") for r in last[:3]]
+    return [rollout_evidence(r, note=f"reward {r.get('reward')}") for r in last[:3]]
