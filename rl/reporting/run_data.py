@@ -203,8 +203,8 @@ _OF_ROLLOUT: dict[str, Callable[[Any], bool]] = {
 _OF_TURN: dict[str, Callable[[Any], bool]] = {
     "messages": _all_are(dict),
     "reply": _is_a(str),
-    "prompt_ids": _all_are(int),
-    "token_ids": _all_are(int),
+    "prompt_ids": lambda value: _all_are(int)(value) and min(value, default=0) >= 0,
+    "token_ids": lambda value: _all_are(int)(value) and min(value, default=0) >= 0,
     "logprobs": _all_are(*_NUMBERS),
     "trainer_logprobs": _all_are(*_NUMBERS),
     "policy_versions": lambda value: isinstance(value, int) or _all_are(int)(value),

@@ -42,6 +42,8 @@ def test_rules_say_nothing_of_a_run_whose_records_have_other_names():
     run = run_data(20)
     run.steps[:] = [{"step": r["step"], "something/else": 1.0} for r in run.steps]
     assert [rule(run) for rule in RULES] == [[] for _ in RULES]
+    run.steps[:] = [{"step": r["step"], "sync/version": 1.0} for r in run.steps]
+    assert [rule(run) for rule in RULES] == [[] for _ in RULES]
 
 
 def test_findings_come_by_their_first_steps():

@@ -111,7 +111,8 @@ def test_a_rollout_with_something_else_in_a_field_is_no_record(folder, name, val
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("token_ids", ["7"]), ("policy_versions", 0.5), ("reply", 3), ("messages", [None])]
+    ("name", "value"),
+    [("token_ids", ["7"]), ("token_ids", [-1]), ("policy_versions", 0.5), ("reply", 3), ("messages", [None])],
 )
 def test_a_turn_with_something_else_in_a_field_makes_no_record(folder, name, value):
     line = rollout(4)
