@@ -80,7 +80,7 @@ def find_no_variance(run: RunData) -> list[Finding]:
 
 
 def _is_solved(run: RunData, *, since: int) -> bool:
-    """Right replies are most of them, or nobody says what is right and the reward is at its best."""
+    """Right replies are most of them."""
     correct = metric(run.steps, CORRECT).since(since)
     return len(correct) > 0 and last_level(correct.values) >= SOLVED
 
