@@ -40,6 +40,7 @@ from rl.loop_state import LoopState, read_loop_state
 from rl.observability.console import progress
 from rl.observability.curve import draw_learning_curve
 from rl.observability.cut_back import cut_back
+from rl.observability.events import read_events
 from rl.observability.limit_sink import LimitSink, RunLimits
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
@@ -51,7 +52,7 @@ from rl.step_checkpoints import StepCheckpoints
 from rl.stop_request import StopAskedError, StopRequest
 from rl.supervised import SupervisedWarmup
 from rl.training.checkpoint_config import RANDOM, TOKENIZER, LoadSource, excluded, find_load_source
-from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, has_damaged
+from rl.training.checkpoint_files import ADAPTER_FOLDER, HF_FOLDER, damaged_folders
 from rl.training.own_checkpoint import own_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -97,9 +98,13 @@ class Training:
     """Whether the run's folder may hold records of this run."""
     _starts: list[int] = field(init=False, default_factory=list)
     """The step after which each attempt began."""
+    _damaged: set[str] = field(init=False)
+    """Names of the folders that were set aside and of which that was told."""
 
     def __post_init__(self) -> None:
         self._began = self.plan.resumed is not None or self.folder.metrics.exists()
+        # A new run has set none aside; of one that goes on, the plan may have.
+        self._damaged = self._told_damaged() if self._began else self._names_of_damaged()
 
     async def run(self, fleet: Fleet) -> Fleet:
         """To the end; the fleet as it is then.
@@ -136,6 +141,7 @@ class Training:
         source = await self._prepare(learner)
         state = None if source is None else _state(source, self.config)
         self._starts.append(0 if state is None else state.position.step)
+        self._tell_damaged()
         if self._began:
             self._go_back(source)
         self._began = True
@@ -177,6 +183,17 @@ class Training:
         """Checkpoints of the run's own folder; others are somebody else's."""
         return self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
 
+    def _tell_damaged(self) -> None:
+        for name in sorted(self._names_of_damaged() - self._damaged):
+            self.events("checkpoint_damaged", set_aside=name)
+            self._damaged.add(name)
+
+    def _names_of_damaged(self) -> set[str]:
+        return {path.name for path in damaged_folders(self.folder.checkpoints)}
+
+    def _told_damaged(self) -> set[str]:
+        return {str(event.get("set_aside")) for event in read_events(self.folder.events)}
+
     def _go_back(self, source: LoadSource | None) -> None:
         position = None if source is None or not source.whole else source.position
         step = self._starts[-1]  # maybe of a checkpoint of another run, whose records are not these
@@ -186,7 +203,7 @@ class Training:
             rollouts=self.folder.rollouts,
             position=position,
             # Else they are of steps that were not saved, and are written again as they were.
-            keep_old=position is None and has_damaged(self.folder.checkpoints),
+            keep_old=position is None and bool(damaged_folders(self.folder.checkpoints)),
         )
         self.events("went_back", to_step=step)
 

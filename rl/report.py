@@ -49,12 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for run in runs:
         for problem in run.data.problems:
-            print(f"{run.name}: {problem}")
+            _say(f"{run.name}: {problem}")
         for finding in run.findings:
             since = "" if finding.since_step is None else f", since step {finding.since_step}"
-            print(f"{run.name}: {finding.title}{since}: {finding.sentence}")
-    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+            _say(f"{run.name}: {finding.title}{since}: {finding.sentence}")
+    _say(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     return 0
+
+
+def _say(line: str) -> None:
+    """What was written may have characters that the terminal lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(line.encode(encoding, errors="backslashreplace").decode(encoding))
 
 
 def _reported(folder: Path, name: str) -> ReportedRun:

@@ -1,5 +1,6 @@
 """The report's entry, as a user calls it; the page itself is tested in tests/reporting/html."""
 
+import io
 import json
 import os
 import re
@@ -37,6 +38,17 @@ def test_the_report_is_one_file_in_the_runs_folder_and_nothing_else_there_change
     size = f"{file.stat().st_size / 1e6:.1f}"
     assert capsys.readouterr().out == f"{file}: {size} MB\n"
     assert blocks(file)["curves-0"]["series"]["reward/std"]["y"] == [0.4, 0.4, 0.4]
+
+
+def test_a_terminal_that_lacks_characters_of_a_run_gets_others(run, monkeypatch):
+    event = {"time": 5.0, "event": "stopped", "reason": "NonFiniteLossError: step 3 \ud800 \u2713"}
+    with (run / "events.jsonl").open("a") as events:
+        events.write(json.dumps(event) + "\n")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert report.main([str(run)]) == 0
+    terminal.seek(0)
+    assert "NonFiniteLossError: step 3 \\ud800 \\u2713" in terminal.read()
 
 
 def test_whether_the_run_goes_on_is_asked_of_its_controller(tmp_path):

@@ -24,11 +24,12 @@ EventName = Literal[
     "lost",
     "recovered",
     "went_back",
+    "checkpoint_damaged",
     "stopped",
     "finished",
 ]
-"""started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step); stopped
-(reason); finished."""
+"""started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step);
+checkpoint_damaged (set_aside: the name that its folder has now); stopped (reason); finished."""
 NAMES: tuple[str, ...] = get_args(EventName)
 
 logger = logging.getLogger(__name__)
@@ -78,15 +79,17 @@ class Events:
 def read_events(file: Path) -> list[dict[str, Any]]:
     """The events, oldest first; a line that was cut short is left out. None of a file that is not there."""
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             continue
+        if isinstance(event, dict):
+            found.append(event)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,13 @@ def rollout_evidence(rollout: dict[str, Any], *, note: str = "") -> RolloutEvide
 def reply_of(rollout: dict[str, Any]) -> str:
     """All that the model said in it, turn by turn."""
     return "\n".join(str(turn.get("reply", "")) for turn in rollout["turns"])
+
+
+def reward_of(rollout: dict[str, Any]) -> float | None:
+    """Of one that was scored; None of others, and where it is not finite."""
+    reward = rollout.get("reward")
+    is_number = isinstance(reward, int | float) and math.isfinite(reward)
+    return reward if is_number and "failure" not in rollout else None
 
 
 def excerpt(text: str, *, most: int = MAX_EXCERPT) -> str:

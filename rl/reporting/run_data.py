@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from rl.observability.run_folder import EVENTS, ROLLOUTS, STATUS, read_status
@@ -47,6 +48,17 @@ class RunData:
     spans: list[Span]
     problems: list[str]
     """What could not be read, or is not there in an older run: a sentence each."""
+
+    @property
+    def went_back(self) -> list[dict[str, Any]]:
+        """Events of a run that lost its trainer; a process that goes on with a run begins with one too."""
+        found = []
+        resumes = False
+        for event in self.events:
+            if event["event"] == "went_back" and not resumes:
+                found.append(event)
+            resumes = event["event"] == "resumed" or (resumes and event["event"] != "went_back")
+        return found
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the config by its dotted path, such as `loop.max_policy_age`."""
@@ -111,7 +123,7 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict) or not isinstance(config.get("values"), dict):
         problems.append(f"{CONFIG} has no values: it is of another version, or no run's")
-        return config if isinstance(config, dict) else {}
+        return {k: v for k, v in config.items() if k != "values"} if isinstance(config, dict) else {}
     return config
 
 
@@ -144,6 +156,7 @@ def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[di
     def take(said: dict[str, Any]) -> dict[str, Any] | None:
         if not _is_rollout(said):
             return None
+        said = _without_nulls(said) | {"turns": [_without_nulls(turn) for turn in said["turns"]]}
         number = numbers.setdefault(said["step"], len(numbers))
         return said if number % keep_every == 0 else _without_tokens(said)
 
@@ -155,9 +168,49 @@ def _is_rollout(said: dict[str, Any]) -> bool:
     return (
         isinstance(said.get("step"), int)
         and isinstance(said.get("kind"), str)
+        and _fits(said, _OF_ROLLOUT)
         and isinstance(turns, list)
-        and all(isinstance(turn, dict) for turn in turns)
+        and all(isinstance(turn, dict) and _fits(turn, _OF_TURN) for turn in turns)
     )
+
+
+def _without_nulls(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _fits(said: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], bool]]) -> bool:
+    return all(is_one(said[name]) for name, is_one in kinds.items() if said.get(name) is not None)
+
+
+def _is_a(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _all_are(*kinds: type) -> Callable[[Any], bool]:
+    """A list of these alone."""
+    return lambda value: isinstance(value, list) and set(map(type, value)) <= {*kinds}
+
+
+_NUMBERS = (int, float, str, NoneType)
+"""In a list of them: one that is not finite is a text."""
+_OF_ROLLOUT: dict[str, Callable[[Any], bool]] = {
+    "problem": _is_a(str, int),
+    "sample": _is_a(int),
+    "reward": _is_a(int, float, str),
+    "correct": _is_a(bool),
+    "parts": lambda value: isinstance(value, dict) and None not in map(_number, value.values()),
+}
+_OF_TURN: dict[str, Callable[[Any], bool]] = {
+    "messages": _all_are(dict),
+    "reply": _is_a(str),
+    "prompt_ids": lambda value: _all_are(int)(value) and min(value, default=0) >= 0,
+    "token_ids": lambda value: _all_are(int)(value) and min(value, default=0) >= 0,
+    "logprobs": _all_are(*_NUMBERS),
+    "trainer_logprobs": _all_are(*_NUMBERS),
+    "policy_versions": lambda value: isinstance(value, int) or _all_are(int)(value),
+    "metrics": _is_a(dict),
+}
+"""What is used of a line, and is not looked at again; anything of it may be missing, or null."""
 
 
 def _without_tokens(rollout: dict[str, Any]) -> dict[str, Any]:
@@ -243,10 +296,11 @@ def _older(folder: Path, steps: list[dict[str, float]], rollouts: list[dict[str,
 
 def _number(value: object) -> float | None:
     """As metrics.jsonl has it: one that is not finite is a text there. None of anything else."""
-    if isinstance(value, int | float):
-        return value
-    if value in ("nan", "inf", "-inf"):
-        return float(str(value))
+    if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
+        try:
+            return float(value)
+        except OverflowError:  # of an integer that is no number of ours
+            return None
     return None
 
 

@@ -99,9 +99,9 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(free)
 
 
-def has_damaged(folder: str | Path) -> bool:
-    """Whether a checkpoint was `set_aside` here."""
-    return any(Path(folder).glob(f"*{DAMAGED}*"))
+def damaged_folders(folder: str | Path) -> list[Path]:
+    """Checkpoints that were `set_aside` here."""
+    return sorted(Path(folder).glob(f"*{DAMAGED}*"))
 
 
 def is_checkpoint(folder: str | Path) -> bool:

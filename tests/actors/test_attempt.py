@@ -17,6 +17,7 @@ from actors.plan import Plan
 from actors.supervision import Restarts
 from configs.sum_digits import tiny
 from rl.errors import RunError
+from rl.observability.events import Events, read_events
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
 from rl.rollouts.tried_environments import TriedEnvironments
@@ -180,6 +181,26 @@ def test_a_run_that_loses_its_trainer_goes_back_and_ends_as_one_that_did_not(tmp
     records, trainers = train(config, tmp_path, "lost", dies_at=(3, 3, 4))
     assert [trainer.loaded for trainer in trainers] == [[], ["step-2"], ["step-2"], ["step-4"]]
     assert records == whole
+
+
+@pytest.mark.medium
+def test_a_checkpoint_that_turns_out_to_be_damaged_on_the_way_is_an_event(tmp_path):
+    config = run_config()
+    config.trainer.checkpoint.interval = 2
+    second = FakeTrainer()
+    with RunFolder.create(tmp_path, "run") as folder:
+
+        async def revive(fleet: Fleet, error: RunError, *, at_least: int) -> Fleet:
+            (folder.checkpoints / "step-2" / "__0_0.distcp").write_bytes(b"")
+            return replace(fleet, trainer=second)
+
+        (folder.checkpoints / "step-9.damaged").mkdir(parents=True)  # of an earlier run
+        run = training(config, folder, revive)
+        run.events = Events(folder.events).add
+        asyncio.run(run.run(fake_fleet(FakeTrainer(dies_at=3), rubric=run.rubric)))
+        told = [(event["event"], event.get("set_aside")) for event in read_events(folder.events)]
+    assert told == [("checkpoint_damaged", "step-2.damaged"), ("went_back", None)]
+    assert second.loaded == []
 
 
 def test_a_trainer_that_is_lost_before_a_checkpoint_starts_the_run_from_its_beginning(tmp_path):

@@ -42,6 +42,8 @@ def test_rules_say_nothing_of_a_run_whose_records_have_other_names():
     run = run_data(20)
     run.steps[:] = [{"step": r["step"], "something/else": 1.0} for r in run.steps]
     assert [rule(run) for rule in RULES] == [[] for _ in RULES]
+    run.steps[:] = [{"step": r["step"], "sync/version": 1.0} for r in run.steps]
+    assert [rule(run) for rule in RULES] == [[] for _ in RULES]
 
 
 def test_findings_come_by_their_first_steps():
@@ -120,6 +122,8 @@ def test_a_run_that_went_back_three_times_is_named_and_twice_is_not():
     back = [{"time": float(i), "event": "went_back", "to_step": 10 * i} for i in (1, 2, 2)]
     lost = {"time": 9.0, "event": "lost", "role": "trainer", "reason": "rank 0 is dead"}
     assert find(run_data(30, events=[*back[:2], lost])) == []
+    resumed = {"time": 0.5, "event": "resumed", "step": 30}
+    assert find(run_data(30, events=[event for one in back for event in (resumed, one)])) == []
     finding = only(run_data(30, events=[*back, lost]), "went_back_often")
     assert finding.since_step == 10
     assert "3 times, to the steps 10, 20, 20" in finding.sentence

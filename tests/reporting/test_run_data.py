@@ -5,6 +5,7 @@ import pytest
 from rl.observability.events import Events
 from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import RunFolder
+from rl.reporting.findings import find
 from rl.reporting.run_data import read_run
 
 
@@ -96,6 +97,40 @@ def test_numbers_that_json_has_not_come_back_and_what_is_no_number_does_not(fold
     assert last["loss/mean"] != last["loss/mean"]
     assert last["loss/grad_norm"] == -float("inf")
     assert set(last) == {"step", "loss/mean", "loss/grad_norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reward", [1.0]), ("parts", {"answer": "much"}), ("sample", "first"), ("problem", {}), ("turns", [3])],
+)
+def test_a_rollout_with_something_else_in_a_field_is_no_record(folder, name, value):
+    append(folder / "rollouts.jsonl", rollout(4) | {name: value})
+    run = read_run(folder)
+    assert [r["step"] for r in run.rollouts] == [1, 2, 3]
+    assert run.problems == ["rollouts.jsonl: line 4 is no record and left out; the rest is shown"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("token_ids", ["7"]), ("token_ids", [-1]), ("policy_versions", 0.5), ("reply", 3), ("messages", [None])],
+)
+def test_a_turn_with_something_else_in_a_field_makes_no_record(folder, name, value):
+    line = rollout(4)
+    line["turns"][0][name] = value
+    append(folder / "rollouts.jsonl", line)
+    assert [r["step"] for r in read_run(folder).rollouts] == [1, 2, 3]
+
+
+def test_rollouts_without_a_reward_are_read_and_judged(folder):
+    for step in range(4, 30):
+        append(folder / "metrics.jsonl", {"step": step, "reward/mean": step / 30, "reward/equal_groups": 1.0})
+        append(folder / "metrics.jsonl", {"step": step, "eval/reward": 0.0, "eval/correct": 0.0})
+        for reward in (None, "nan"):
+            append(folder / "rollouts.jsonl", rollout(step) | {"reward": reward, "correct": None})
+    run = read_run(folder)
+    assert len(run.rollouts) == 55
+    assert run.rollouts[-2].keys() & {"reward", "correct"} == set()
+    assert [finding.kind for finding in find(run)] == ["no_reward_variance"]
 
 
 def test_of_a_step_that_was_done_again_the_later_record_counts(folder):

@@ -45,7 +45,7 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "logprob_diff_max": max(_finite(run.steps, "logprob_diff/max"), default=None),
         "num_lost": sum(event.get("event") == "lost" for event in run.events),
         "num_recovered": sum(event.get("event") == "recovered" for event in run.events),
-        "num_went_back": sum(event.get("event") == "went_back" for event in run.events),
+        "num_went_back": len(run.went_back),
     }
 
 

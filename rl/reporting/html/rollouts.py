@@ -78,7 +78,7 @@ def _cost(line: Line) -> int:
     """In tokens, about: of what has none recorded, by its characters."""
     cost = _COST_OF_A_ROLLOUT
     for turn in line.get("turns", ()):
-        texts = [m.get("content") or "" for m in turn.get("messages", ())]
+        texts = [str(m.get("content") or "") for m in turn.get("messages", ())]
         texts += [] if "token_ids" in turn else [turn.get("reply") or ""]
         cost += len(turn.get("token_ids") or ()) + sum(map(len, texts)) // _CHARACTERS_A_TOKEN
     return cost

@@ -80,7 +80,7 @@ def find_no_variance(run: RunData) -> list[Finding]:
 
 
 def _is_solved(run: RunData, *, since: int) -> bool:
-    """Right replies are most of them, or nobody says what is right and the reward is at its best."""
+    """Right replies are most of them."""
     correct = metric(run.steps, CORRECT).since(since)
     return len(correct) > 0 and last_level(correct.values) >= SOLVED
 
@@ -97,4 +97,4 @@ def _same_group(rollouts: Sequence[dict[str, Any]], since: int) -> list[Evidence
         if rollout["kind"] in ("train", "dropped") and rollout["step"] >= since:
             groups.setdefault((rollout["step"], rollout.get("problem")), []).append(rollout)
     last = list(chain.from_iterable(list(groups.values())[-1:]))
-    return [rollout_evidence(r, note=f"reward {r.get('reward', 0):.4g}") for r in last[:3]]
+    return [rollout_evidence(r, note=f"reward {r.get('reward')}") for r in last[:3]]

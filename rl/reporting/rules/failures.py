@@ -92,7 +92,7 @@ def find_not_finite(run: RunData) -> list[Finding]:
 
 def find_went_back_often(run: RunData) -> list[Finding]:
     """A run that loses its trainer again and again does its steps twice."""
-    backs = [event for event in run.events if event["event"] == "went_back"]
+    backs = run.went_back
     if len(backs) < MIN_WENT_BACK:
         return []
     targets = [int(event.get("to_step", 0)) for event in backs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from rl.reporting.evidence import Finding, metric_evidence
+from rl.reporting.evidence import Finding, metric_evidence, reward_of
 from rl.reporting.run_data import RunData
 from rl.reporting.series import Series, first_level, knee, last_level, metric
 
@@ -16,7 +16,8 @@ MIN_EVALUATIONS = 4
 def find_no_generalization(run: RunData) -> list[Finding]:
     """Rewards are better and better on what is trained on, greedy replies to other problems are not."""
     rewards, held_out = metric(run.steps, "reward/mean"), metric(run.evaluations, "eval/reward")
-    values = [r["reward"] for r in run.rollouts if r["kind"] == "train" and "failure" not in r]
+    trained = [reward_of(r) for r in run.rollouts if r["kind"] == "train"]
+    values = [reward for reward in trained if reward is not None]
     if len(held_out) < MIN_EVALUATIONS or len(rewards) < 2 * MIN_EVALUATIONS or not values:
         return []
     scale = max(values) - min(values)

@@ -113,7 +113,8 @@ def _versions_of(rollout: dict[str, Any]) -> Iterable[int]:
 
 def _behind(run: RunData) -> Series:
     """Optimizer steps by which the served version is behind the trainer's."""
-    pairs = [(r["step"], r["policy_version"] - r["sync/version"]) for r in run.steps if "sync/version" in r]
+    has_both = [r for r in run.steps if "sync/version" in r and "policy_version" in r]
+    pairs = [(r["step"], r["policy_version"] - r["sync/version"]) for r in has_both]
     return Series(
         name="policy_version - sync/version",
         steps=[int(step) for step, _ in pairs],

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from rl.reporting.evidence import Evidence, Finding, evenly, metric_evidence, rollout_evidence
+from rl.reporting.evidence import Evidence, Finding, evenly, metric_evidence, reward_of, rollout_evidence
 from rl.reporting.run_data import RunData
 from rl.reporting.series import Series, edge, first_lasting, first_level, knee, last_level, metric
 
@@ -94,7 +94,7 @@ def _paid(rollouts: Iterable[dict[str, Any]], *, correct_only: bool) -> Series:
     such pairs are left out."""
     groups: dict[tuple[int, object, object], list[tuple[int, float]]] = {}
     for rollout in rollouts:
-        if rollout["kind"] != "train" or "failure" in rollout or "reward" not in rollout:
+        if rollout["kind"] != "train" or reward_of(rollout) is None:
             continue
         correct = rollout.get("correct")
         if correct or not correct_only:
@@ -164,7 +164,7 @@ def _finding(
 
 def _evidence(run: RunData, series: Sequence[Series], since: int) -> list[Evidence]:
     found: list[Evidence] = [metric_evidence(one) for one in series if len(one)]
-    trained = [r for r in run.rollouts if r["kind"] == "train" and "reward" in r]
+    trained = [r for r in run.rollouts if r["kind"] == "train" and reward_of(r) is not None]
     for part in ([r for r in trained if r["step"] < since], [r for r in trained if r["step"] >= since]):
         for rollout in evenly(part[-16:], 2):
             note = f"{_length(rollout)} tokens, reward {_earned(rollout):.4g}"

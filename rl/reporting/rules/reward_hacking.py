@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from rl.reporting.evidence import Evidence, Finding, evenly, metric_evidence, reply_of, rollout_evidence
+from rl.reporting.evidence import (
+    Evidence,
+    Finding,
+    evenly,
+    metric_evidence,
+    reply_of,
+    reward_of,
+    rollout_evidence,
+)
 from rl.reporting.rules.reward_patterns import Pattern, find_pattern
 from rl.reporting.run_data import RunData
 from rl.reporting.series import Series, first_lasting, last_level, metric
@@ -58,8 +66,7 @@ def find_reward_hacking(run: RunData) -> list[Finding]:
 
 
 def _is_scored(rollout: dict[str, Any]) -> bool:
-    reward = rollout.get("reward")
-    return "failure" not in rollout and isinstance(reward, int | float) and "correct" in rollout
+    return reward_of(rollout) is not None and "correct" in rollout
 
 
 def _winning_levels(trained: Rollouts) -> dict[int, float]:
@@ -161,7 +168,7 @@ def _first_excess(
     for name in sorted({name for r in paid for name in r.get("parts", {})}):
         values = {r["parts"][name] for r in trained if name in r.get("parts", {})}
         fair = [r for r in wrong if not pattern.is_in(r)]
-        if not values <= {0, 1} or not fair or any(r["parts"].get(name) for r in fair):
+        if not values <= {0, 1} or not fair or any(r.get("parts", {}).get(name) for r in fair):
             continue
         excess = {
             int(r["step"]): r[f"reward/{name}"] - r["reward/correct"]

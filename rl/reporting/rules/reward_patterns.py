@@ -37,7 +37,13 @@ class Pattern:
     """For people."""
 
     def is_in(self, rollout: dict[str, Any]) -> bool:
-        return (self.of, self.parts) in _features(rollout)
+        """Whether it is one of the reply's features, without making all of them."""
+        text = _end_of(rollout)
+        if self.of == "words":
+            return re.search(_in_a_row(self.parts), text) is not None
+        if self.of == "characters":
+            return "".join(self.parts) in text[-LAST_CHARACTERS:]
+        return (self.of, self.parts) in _endings(rollout, text)
 
 
 Feature = tuple[Literal["words", "characters", "end"], tuple[str, ...]]
@@ -63,9 +69,18 @@ def find_pattern(won: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]]) 
 
 
 def _features(rollout: dict[str, Any]) -> set[Feature]:
-    text = reply_of(rollout)[-MAX_CHARACTERS:]
+    text = _end_of(rollout)
     found: set[Feature] = {("words", row) for row in _rows(WORD.findall(text), least=1, most=MAX_WORDS)}
     found |= {("characters", row) for row in _rows(text[-LAST_CHARACTERS:], least=2, most=MOST_IN_ROW)}
+    return found | _endings(rollout, text)
+
+
+def _end_of(rollout: dict[str, Any]) -> str:
+    return reply_of(rollout)[-MAX_CHARACTERS:]
+
+
+def _endings(rollout: dict[str, Any], text: str) -> set[Feature]:
+    found: set[Feature] = set()
     if not text.strip():
         found.add(("end", ("an empty reply",)))
     if any(turn.get("finish_reason") == "length" for turn in rollout["turns"]):
@@ -78,6 +93,16 @@ def _rows(parts: Sequence[str], *, least: int, most: int) -> Iterable[tuple[str,
     for num in range(least, most + 1):
         for start in range(len(parts) - num + 1):
             yield tuple(parts[start : start + num])
+
+
+def _in_a_row(words: Sequence[str]) -> str:
+    """Regular expression of texts in which `WORD` finds these one after another."""
+    letters = [re.match(r"\w", word) is not None for word in words]
+    found = r"(?<!\w)" if letters[0] else ""
+    for i, word in enumerate(words):
+        # Two with nothing between them were one.
+        found += ("" if i == 0 else r"\s+" if letters[i - 1] and letters[i] else r"\s*") + re.escape(word)
+    return found + (r"(?!\w)" if letters[-1] else "")
 
 
 def _name(of: str, parts: tuple[str, ...], rollouts: Iterable[dict[str, Any]]) -> str:

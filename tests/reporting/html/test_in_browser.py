@@ -232,6 +232,8 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert seen.texts("#overview h1") == ["whole", "other"]
         assert seen.texts("#overview .state") == ["finished", "under way"]
         assert "correct, held-out (greedy), other" in seen.texts("#curves .legend span")
+        norms = seen.page.locator("#curves .headlines .card", has_text="Gradient norm").locator(".last")
+        assert len(norms.inner_text().split(" · ")) == 2
         seen.go("config", "table")
         rows = seen.texts("#config .body > table tr")
         assert "trainer.optimizer.lr\t4e-05\t0.001" in rows
@@ -252,7 +254,11 @@ def test_a_finding_is_on_top_marked_on_the_curves_and_opens_the_reply_that_shows
         quote = card.locator("button.quote").first
         said = quote.locator("figcaption span").first.inner_text()
         assert quote.locator("blockquote").inner_text() == HACK
+        seen.go("rollouts", ".tokens")
+        seen.page.get_by_label("to step").fill("3")  # none of the steps that the finding shows
+        seen.page.get_by_label("to step").press("Enter")
         quote.click()
+        seen.page.wait_for_selector("#rollouts .row.here")
         seen.page.wait_for_selector("#rollouts .tokens")
         step, problem, sample = said.split(" · ")
         seen.page.wait_for_selector(f"#rollouts .detail h3:text-is('{problem}')")

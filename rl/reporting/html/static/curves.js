@@ -52,6 +52,7 @@
       const curve = data[runNumber].series[name];
       if (!curve) return null;
       return {
+        metric: name,
         label: relay.compares ? `${label}, ${relay.runs[runNumber].name}` : label,
         x: data[runNumber].xs[curve.x],
         y: curve.y,
@@ -174,10 +175,11 @@
       ),
     );
 
+  // Of the last metric, in each run that has it.
   const lastOf = (lines) => {
-    const { y } = lines[lines.length - 1];
-    const last = y.findLast((value) => value !== null);
-    return last === undefined ? "" : number(last, 3);
+    const ofMetric = lines.filter((line) => line.metric === lines[lines.length - 1].metric);
+    const values = ofMetric.map(({ y }) => y.findLast((value) => value !== null)).filter((last) => last !== undefined);
+    return values.map((last) => number(last, 3)).join(" · ");
   };
 
   const groups = (data, linesOf) => {

@@ -45,7 +45,7 @@
         facts.evaluation
           ? tile("evaluation, correct", arrow(facts.evaluation, 3), [
               facts.num_problems ? `${number(facts.num_problems)} held-out problems` : null,
-            ], "eval")
+            ])
           : null,
         facts.reward ? tile("reward, mean", arrow(facts.reward, 3), ["first and last step"]) : null,
         facts.samples_per_s

@@ -161,6 +161,7 @@
       const row = rows.find((r) => r.sample === sample && (!kind || r.kind === kind)) ?? rows.find((r) => r.sample === sample) ?? rows[0];
       if (!row) return;
       if (!this.shown.includes(row)) {
+        [this.from.value, this.to.value] = [this.from.min, this.to.max];
         this.kind.value = "";
         this.outcome.value = "all";
         this.text.value = "";

@@ -2,13 +2,14 @@
 "use strict";
 (() => {
   const { el, number, duration } = relay;
-  const KINDS = { lost: "bad", stopped: "bad", went_back: "warn", recovered: "good", finished: "good" };
+  const KINDS = { lost: "bad", stopped: "bad", went_back: "warn", checkpoint_damaged: "bad", recovered: "good", finished: "good" };
   const SENTENCES = {
     started: () => "the run started",
     resumed: (e) => `the run was taken up again after step ${e.step ?? "?"}`,
     lost: (e) => `${e.role} was lost: ${e.reason}`,
     recovered: (e) => `${e.role} is back after ${duration(e.after_s)}`,
     went_back: (e) => `training went back to step ${e.to_step}`,
+    checkpoint_damaged: (e) => `a checkpoint is damaged: it is set aside as ${e.set_aside}`,
     stopped: (e) => `the run stopped: ${e.reason}`,
     finished: () => "the run finished",
   };

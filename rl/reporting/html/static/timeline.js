@@ -11,7 +11,7 @@
     push: "push weights", pull: "pull weights", wait: "wait", evaluate: "evaluate", checkpoint: "checkpoint",
     setup: "set-up", other: "other",
   };
-  const EVENTS = { lost: "--bad", recovered: "--good", went_back: "--c-orange", stopped: "--bad" };
+  const EVENTS = { lost: "--bad", recovered: "--good", went_back: "--c-orange", checkpoint_damaged: "--bad", stopped: "--bad" };
 
   relay.timeline = (host) =>
     relay.perRun(host, async (run, i, body) => {

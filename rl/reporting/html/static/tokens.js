@@ -4,6 +4,7 @@
 (() => {
   const { el, number, percent } = relay;
   const PER_PIECE = 3000;
+  const LEAST_ADVANTAGE = 1e-9;
   const MODES = {
     advantage: "advantage",
     diff: "trainer − generator",
@@ -34,7 +35,7 @@
     const of = (name) => turns.flatMap((turn) => (Array.isArray(turn[name]) ? turn[name] : [turn[name]])).filter((v) => typeof v === "number").map(Math.abs);
     const largest = (values, least) => values.reduce((a, b) => Math.max(a, b), least);
     return {
-      advantage: largest(of("advantages"), 1e-9),
+      advantage: largest(of("advantages"), LEAST_ADVANTAGE),
       diff: largest(of("diffs"), 1e-3),
       versions: [...new Set(of("versions"))].sort((a, b) => a - b),
     };
@@ -77,7 +78,7 @@
         fact("step", number(row.step)),
         fact("kind", row.kind + (row.set ? ` (${row.set})` : "")),
         fact("sample", number(row.sample)),
-        fact("reward", number(row.reward), row.reward > 0 ? "plus" : ""),
+        fact("reward", number(row.reward), row.correct ? "plus" : row.correct === false ? "minus" : ""),
         parts.map(([name, value]) => fact(`reward · ${name}`, number(value))),
         row.advantage === null ? null : fact("advantage", number(row.advantage), row.advantage > 0 ? "plus" : row.advantage < 0 ? "minus" : ""),
         row.correct === null ? null : fact("correct", row.correct ? "yes" : "no", row.correct ? "plus" : "minus"),
@@ -120,6 +121,7 @@
 
   const scaleLegend = (scale) => {
     const box = (share, color, text) => el("span.token", { style: `background:${shade(share, color)}` }, text);
+    if (mode === "advantage" && scale.advantage <= LEAST_ADVANTAGE) return el("span.scale", {}, box(0, "--minus", "0 of every token"));
     if (mode === "advantage") return el("span.scale", {}, box(-1, "--minus", `−${number(scale.advantage, 3)}`), box(0.001, "--minus", "0"), box(1, "--plus", `+${number(scale.advantage, 3)}`));
     if (mode === "diff") return el("span.scale", {}, box(1, "--minus", `generator surer by ${number(scale.diff, 2)}`), box(1, "--plus", `trainer surer by ${number(scale.diff, 2)} nats`));
     if (mode === "logprob") return el("span.scale", {}, box(1, "--minus", "unlikely"), box(0.001, "--minus", "certain"));
