@@ -143,6 +143,7 @@ def test_a_stale_generator_is_named_where_older_weights_are_meant_to_be_used(sta
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_fault_that_is_there_from_the_start_is_named_from_the_start(start, tmp_path):
     hacked = findings_of(start, tmp_path / "a", rubric=rubric(pays_for_question_marks))[1]
     assert of_kind(hacked, "reward_hacking").since_step <= 3
@@ -162,6 +163,7 @@ def test_a_reward_of_noise_does_not_tell_right_from_wrong(start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_learning_rate_that_ruins_the_policy_is_told_by_what_it_leaves_to_explore(start, tmp_path):
     run, findings = findings_of(start, tmp_path, lr=5e-2)
     assert run.steps[-1]["reward/correct"] < 0.3 < run.steps[0]["reward/correct"]

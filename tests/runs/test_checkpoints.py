@@ -14,6 +14,7 @@ def checkpoint(**fields):
     return [text for name, value in fields.items() for text in (f"--trainer.checkpoint.{name}", str(value))]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_continued_takes_the_steps_of_one_that_went_on(tmp_path):
     """Its weights travel another way, which changes nothing."""
     elsewhere = tmp_path / "elsewhere"

@@ -103,7 +103,7 @@ def test_a_run_that_ends_by_itself_leaves_nothing(start, watch):
 @pytest.mark.parametrize(
     ("number", "status"),
     [
-        pytest.param(signal.SIGTERM, 143, id="sigterm twice"),
+        pytest.param(signal.SIGTERM, 143, id="sigterm twice", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, id="ctrl-c twice", marks=LONG),
     ],
 )

@@ -72,6 +72,7 @@ def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
     assert re.search(r"  would move it   --[a-z_.]+", setting)
 
 
+@pytest.mark.slow
 def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
     bound = ("--loop.max_logprob_diff", "1e-5")
     run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)

@@ -57,7 +57,7 @@ def test_options_on_one_device_change_no_number(assets, expected):
     assert any(tensor.any() for tensor in expected["lora"].gradients.values())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_options_change_no_number_in_any_layout_of_two_ranks(assets, expected):
     cases = [(layout, option) for layout in PAIRS for option in OPTIONS if option != "none"]

@@ -289,7 +289,7 @@ def test_each_implementation_of_adam_steps_shards_as_whole_parameters(assets):
                 assert difference <= 1e-5 * np.linalg.norm(expected[name]), f"{case}, {name}"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_muon_steps_sharded_matrices_as_whole_ones(assets):
     expected, moved = {}, {}
     for converters in ((), LORA):
