@@ -50,6 +50,21 @@ def test_two_sides_that_take_turns_are_told_to_overlap():
     assert setting(record, {"loop": {"max_policy_age": 0}}) == "--loop.max_policy_age 1"
 
 
+def test_on_one_cpu_those_that_overlap_share_its_threads():
+    record = step(generate=5.0, train=4.0)
+    config = to_dict(tiny())
+    assert (config["trainer"]["num_threads"], config["generator"]["num_threads"]) == (2, 2)
+    found = bottleneck(record, config)
+    assert found is not None
+    assert "each with half the threads" in found.sentence
+    assert found.setting == "--loop.max_policy_age 1 --trainer.num_threads 1 --generator.num_threads 1"
+    config["trainer"]["num_threads"] = 1
+    assert setting(record, config) == "--loop.max_policy_age 1"
+    on_gpus = to_dict(tiny())
+    on_gpus["generator"]["dtype"] = "bfloat16"
+    assert setting(record, on_gpus) == "--loop.max_policy_age 1"
+
+
 @pytest.mark.parametrize(
     ("more", "config"),
     [({"age/max": 1.0}, None), ({}, ASYNC), ({}, {"launch": {"share_gpus": True}})],
