@@ -223,15 +223,15 @@ class _Settings:
 
     @property
     def overlap(self) -> _Advice:
-        """How they go on at once. On the cores of one CPU each gets half the threads: with all of them
-        twice, threads wait for each other, and steps of `tiny` took three times as long as by turns."""
+        """How they go on at once. On the cores of one CPU each gets half its threads: with all of them
+        twice, threads wait for each other, and steps of `tiny` took several times as long as by turns."""
         ahead = "--loop.max_policy_age 1"
         threads = {role: self.number(f"{role}.num_threads") for role in ("trainer", "generator")}
-        if self.on_gpu or min(threads.values()) < 2:
+        halves = "".join(f" --{role}.num_threads {n // 2:.0f}" for role, n in threads.items() if n >= 2)
+        if self.on_gpu or not halves:
             return _Advice("at the same time, a step would take as long as the longer of the two", ahead)
-        halves = "".join(f" --{role}.num_threads {number // 2:.0f}" for role, number in threads.items())
         return _Advice(
-            "at the same time, each with half the threads, they use the cores better", ahead + halves
+            "at the same time, each with half its threads, they use the cores better", ahead + halves
         )
 
     @property

@@ -1,8 +1,9 @@
 """The sides of the benchmark of observability: what they observe, and what is made of their times."""
 
+import numpy as np
 import pytest
 
-from benchmarks.observability import figures, order
+from benchmarks.observability import figures, interval, order
 from benchmarks.observability_actors import SIDES, Switch
 from rl.observability.activity import Activity
 from rl.observability.process_state import read_state
@@ -62,3 +63,8 @@ def test_overheads_are_of_steps_of_the_same_round():
     assert found["interval"]["timeline"] == pytest.approx((0.005, 0.5))
     slow = figures(times | {"all": [1.04, 2.08, 1.04]})
     assert slow["met"] == {"timeline": True, "all": False}
+
+
+def test_interval_is_that_of_the_ranks_around_the_median():
+    # Of 101 values: 1.96 standard deviations of a binomial, sqrt(101) / 2, to both sides of the 51st.
+    assert interval(np.arange(1.0, 102.0)) == pytest.approx((41.2, 60.8), abs=0.9)

@@ -56,9 +56,11 @@ def test_on_one_cpu_those_that_overlap_share_its_threads():
     assert (config["trainer"]["num_threads"], config["generator"]["num_threads"]) == (2, 2)
     found = bottleneck(record, config)
     assert found is not None
-    assert "each with half the threads" in found.sentence
+    assert "each with half its threads" in found.sentence
     assert found.setting == "--loop.max_policy_age 1 --trainer.num_threads 1 --generator.num_threads 1"
     config["trainer"]["num_threads"] = 1
+    assert setting(record, config) == "--loop.max_policy_age 1 --generator.num_threads 1"
+    config["generator"]["num_threads"] = 1
     assert setting(record, config) == "--loop.max_policy_age 1"
     on_gpus = to_dict(tiny())
     on_gpus["generator"]["dtype"] = "bfloat16"

@@ -113,7 +113,7 @@ def _event(event: Mapping[str, Any], start_s: float) -> dict[str, Any]:
 def _steps(spans: Iterable[Span], start_s: float) -> Iterable[tuple[int, float, float]]:
     for span in spans:
         if span.role == "controller" and (found := _STEP.fullmatch(span.name)):
-            yield int(found[1]), span.start_s - start_s, span.end_s - span.start_s
+            yield int(found[1]), span.start_s - start_s, span.duration_s
 
 
 _ROLES = ("controller", "trainer", "generator", "reward")
@@ -164,7 +164,7 @@ def _blocks(spans: Iterable[Span], *, gap_s: float, until_s: float, crowded: Col
             or (span.end_s <= until_s and _is_one(last, span, gap_s))
         ):
             last.end_s = max(last.end_s, span.end_s)
-            last.busy_s += span.end_s - span.start_s
+            last.busy_s += span.duration_s
             last.num += 1
             last.version = span.version if span.version is not None else last.version
         else:
@@ -175,7 +175,7 @@ def _blocks(spans: Iterable[Span], *, gap_s: float, until_s: float, crowded: Col
 
 def _is_one(last: _Block, span: Span, gap_s: float) -> bool:
     """Whether nobody could tell them apart, where the gap is what a screen shows."""
-    is_small = span.end_s - span.start_s < gap_s and (last.num > 1 or last.end_s - last.start_s < gap_s)
+    is_small = span.duration_s < gap_s and (last.num > 1 or last.end_s - last.start_s < gap_s)
     return is_small and span.start_s - last.end_s <= gap_s
 
 
@@ -186,7 +186,7 @@ def _block(span: Span) -> _Block:
         end_s=span.end_s,
         version=span.version,
         error=span.error,
-        busy_s=span.end_s - span.start_s,
+        busy_s=span.duration_s,
     )
 
 
