@@ -3,9 +3,10 @@
 # make bench BENCH=train_step runs one benchmark alone, ARGS then being any of its options.
 # PYTHON names the Python that .venv is made from (3.11 or 3.12).
 
-PYTHON ?= $(shell command -v python3 || command -v python3.12 || command -v python3.11 || echo python3)
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && exit; done; echo python3)
 ARGS ?=
-BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step tinker_overhead observability
+BENCH ?= grpo_vs_trl async_overlap time_to_reward weight_sync generator_step batch_invariant train_step observability
 SETUP := $(PYTHON) tools/setup_env.py
 RUN := .venv/bin/python
 FAST := not medium and not slow and not browser
@@ -18,7 +19,7 @@ SHARED := -n $(WORKERS)
 NO_INPUT := < /dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sum-digits reverse-text alphabet-sort doctor report curves tinker-cookbook chaos soak test test-fast test-slow test-long test-report lint format types check bench golden hooks clean clean-venv
+.PHONY: help setup sum-digits reverse-text alphabet-sort doctor report curves tinker-cookbook chaos test test-fast test-slow test-long test-report lint format types check bench golden hooks clean constraints docs clean-venv
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -72,7 +73,7 @@ test-report: ## the report in a headless browser, which is installed where there
 	$(RUN) -m pytest -m browser $(ARGS) tests/reporting $(NO_INPUT)
 
 chaos: setup ## kill a process in each phase of a short run: recovered or not, how fast, numbers equal or not, in a table
-	$(RUN) -m tools.chaos.main $(ARGS) $(NO_INPUT)
+	$(RUN) -m tools.chaos $(ARGS) $(NO_INPUT)
 
 lint: setup ## ruff: rules and format
 	$(RUN) -m ruff check .
@@ -93,10 +94,6 @@ bench: setup ## speed: whole steps beside TRL, sync and async, time to a reward,
 golden: setup ## losses of ten steps of the tiny config, renewed for this machine: old and new side by side
 	$(RUN) -m tests.training.golden
 
-soak: ## 50 shortened runs one after another, each checked for how it ended and what it left; the last line is JSON
-	@$(SETUP)
-	$(RUN) -m tools.soak.main $(ARGS) $(NO_INPUT)
-
 hooks: ## git hooks: lint and types before a commit, fast tests before a push
 	@$(SETUP) test trl tasks tinker sinks hooks
 	$(RUN) -m pre_commit install --hook-type pre-commit --hook-type pre-push
@@ -104,6 +101,12 @@ hooks: ## git hooks: lint and types before a commit, fast tests before a push
 clean: ## caches and build leftovers; runs in outputs/ and .venv stay
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .venv.lock build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+docs: setup ## docs/options.md, from the config classes
+	$(RUN) -m tools.options
+
+constraints: setup ## the versions that the set-up installs, resolved anew into tools/constraints-*.txt
+	.venv/bin/python -m tools.resolve_constraints
 
 clean-venv: ## the environments; the next target makes them anew
 	rm -rf .venv .venv.lock .venv-cookbook .venv-cookbook.lock

@@ -1,26 +1,24 @@
-"""The protocols of `rl.protocols`, implemented by calls to actors."""
+"""Implementations of `rl.protocols` by calls to actors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from itertools import chain
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from actors.calls import ActorCallError, ActorGroup, ActorLostError, Group
-from actors.pool import GeneratorPool
-from actors.replaceable import Replaceable
-from actors.sync_check import SyncCheck, give_up
+from actors.calls import ActorCallError, ActorGroup, ActorLostError, Group, all_or_cancel
+from actors.parity import ParityCheck, give_up
+from actors.recovery import GeneratorPool, Role
 from losses.types import Loss
-from rl.errors import RunError
+from rl.models.lora import LoRA
 from rl.training.checkpoint_files import DamagedCheckpointError
 from rl.training.config import Dtype
+from rl.training.models import RUN
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -33,18 +31,15 @@ from rl.types import (
     ServeResult,
     TrainingSample,
 )
+from rl.utils.errors import RunError
 from rl.weights.store import WeightStore
+from rl.weights.types import VersionNotFoundError
 
 logger = logging.getLogger(__name__)
 
-MAX_SCORED_AT_ONCE = 256
-"""Rollouts that one reward process is asked for and has not scored: more than it calls functions at once."""
-PARTS_AT_ONCE = 4
-"""They are asked for in parts, so that there is work while the last rollouts of a part are scored."""
 
-
-class ActorLearner:
-    """A `Learner` over the ranks of a `PolicyTrainer`."""
+class TrainerClient:
+    """A `Trainer` over the ranks of a `PolicyTrainer`."""
 
     def __init__(self, trainer: Group) -> None:
         self.trainer = trainer
@@ -55,30 +50,33 @@ class ActorLearner:
         *,
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
+        model_id: str = RUN,
     ) -> ForwardBackwardResult:
-        return await self._rank0("forward_backward", samples, loss, return_logprobs, limit="train_s")
+        return await self._train("forward_backward", samples, loss, return_logprobs, **_model(model_id))
 
     async def forward(
-        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
+        self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
     ) -> ForwardBackwardResult:
-        """What `forward_backward` with logprobs would return; the gradient stays as it is."""
-        return await self._rank0("forward", samples, loss, limit="train_s")
+        """Return what `forward_backward` with logprobs would; the gradient stays as it is."""
+        return await self._train("forward", samples, loss, **_model(model_id))
 
-    async def drop_gradient(self) -> None:
-        """Forget what was accumulated since the last step."""
-        await self._rank0("drop_gradient", limit="train_s")
+    async def drop_gradient(self, *, model_id: str = RUN) -> None:
+        """Discard the gradient accumulated since the last step."""
+        await self._train("drop_gradient", **_model(model_id))
 
     async def optim_step(
-        self, params: OptimParams | None = None, *, allow_empty: bool = False
+        self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
     ) -> OptimStepResult:
-        """As `Learner.optim_step`; `allow_empty`: with nothing accumulated the gradient is zero."""
-        return await self._rank0("optim_step", params, allow_empty, limit="train_s")
+        """See `Trainer.optim_step`; with `allow_empty` the gradient is zero if nothing was accumulated."""
+        return await self._train("optim_step", params, allow_empty, **_model(model_id))
 
-    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._rank0("compute_logprobs", samples, limit="train_s")
+    async def compute_logprobs(
+        self, samples: Sequence[TrainingSample], *, model_id: str = RUN
+    ) -> list[np.ndarray]:
+        return await self._train("compute_logprobs", samples, **_model(model_id))
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._rank0("compute_reference_logprobs", samples, limit="train_s")
+        return await self._train("compute_reference_logprobs", samples)
 
     async def save_checkpoint(
         self,
@@ -89,45 +87,71 @@ class ActorLearner:
         wait: bool = True,
         attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        await self._rank0(
-            "save_checkpoint", folder, position, model_only, wait, attachments, limit="checkpoint_s"
-        )
+        await self._checkpoint("save_checkpoint", folder, position, model_only, wait, attachments)
+
+    async def finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written in the background."""
+        await self._checkpoint("finish_saving")
 
     async def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
     ) -> int:
-        """As `Learner.load_checkpoint`; `exclude` None takes `checkpoint.exclude_from_loading`.
+        """See `Trainer.load_checkpoint`; `exclude` None takes `checkpoint.exclude_from_loading`.
 
         Raises:
             DamagedCheckpointError: names the file; the trainer is as it was.
         """
         try:
-            return await self._rank0("load_checkpoint", folder, model_only, exclude, limit="checkpoint_s")
+            version: int = await self._checkpoint("load_checkpoint", folder, model_only, exclude)
         except ActorCallError as error:
             remote = getattr(error.__cause__, "exception", None)
             if isinstance(remote, DamagedCheckpointError):
                 raise remote from error
             raise
+        return version
 
     async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
-        """Write the weights as a Hugging Face folder, in `checkpoint.export_dtype` when None."""
-        await self._rank0("export_hf", folder, dtype, limit="checkpoint_s")
+        """Write the weights as a Hugging Face folder; `dtype` None takes `checkpoint.export_dtype`."""
+        await self._checkpoint("export_hf", folder, dtype)
 
     async def save_adapter(self, folder: str) -> None:
         """Write LoRA's adapters as a folder that PEFT opens."""
-        await self._rank0("save_adapter", folder, limit="checkpoint_s")
+        await self._checkpoint("save_adapter", folder)
 
-    async def _rank0(self, endpoint: str, *args: Any, limit: str) -> Any:
-        return (await self.trainer.call(endpoint, *args, limit=limit))[0]
+    # Models by id
+
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+        await self.trainer.call("create_model", model_id, lora, limit_s=self.trainer.timeouts.setup_s)
+
+    async def delete_model(self, model_id: str) -> None:
+        await self._train("delete_model", model_id)
+
+    async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+        await self._checkpoint("save_model", model_id, folder, optimizer)
+
+    async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
+        await self._checkpoint("load_model", model_id, folder, optimizer)
+
+    async def _train(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        limit_s = self.trainer.timeouts.train_s
+        return (await self.trainer.call(endpoint, *args, limit_s=limit_s, **kwargs))[0]
+
+    async def _checkpoint(self, endpoint: str, *args: Any) -> Any:
+        return (await self.trainer.call(endpoint, *args, limit_s=self.trainer.timeouts.checkpoint_s))[0]
 
 
-class ActorSampler:
-    """A `ResumableSampler` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
+def _model(model_id: str) -> dict[str, str]:
+    """Return the argument that names a model; a run's trainer may be a class without it."""
+    return {} if model_id == RUN else {"model_id": model_id}
+
+
+class GeneratorClient:
+    """A `ResumableGenerator` over one `VLLMGenerator`; rank 0 of its tensor-parallel ranks answers."""
 
     def __init__(self, generator: Group) -> None:
         self.generator = generator
         self._running: set[str] = set()
-        self._endings: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def generate(
         self,
@@ -137,39 +161,41 @@ class ActorSampler:
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """As `ResumableSampler.generate`; a generator has one place for all sessions."""
+        """See `ResumableGenerator.generate`; `session` makes no difference to a single generator."""
         call_id = uuid.uuid4().hex
         self._running.add(call_id)
         try:
+            limit_s = self.generator.timeouts.generate_s
             answers = await self.generator.call(
-                "generate", list(prompts), sampling, call_id, begun, limit="generate_s"
+                "generate", list(prompts), sampling, call_id, begun, limit_s=limit_s
             )
         except asyncio.CancelledError:
-            # Nobody waits for this either: what it cannot end goes on for nobody, until it is done.
+            # In the background: requests that cannot be aborted run to their end unobserved.
             ending = asyncio.create_task(self._end(call_id))
-            self._endings.add(ending)
-            ending.add_done_callback(self._endings.discard)
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
             raise
         finally:
             self._running.discard(call_id)
         return answers[0]
 
     async def abort(self) -> int:
-        """As `ResumableSampler.abort`; a call that still waits for its turn (`actors.turns`) runs then."""
-        call_ids = sorted(self._running)
-        if not call_ids:
-            return 0
-        return (await self.generator.call("abort", call_ids, limit="close_s"))[0]
+        """See `ResumableGenerator.abort`; a call that still waits for a shared device is not aborted."""
+        return await self._abort(sorted(self._running)) if self._running else 0
 
     async def _end(self, call_id: str) -> None:
         try:
-            await self.generator.call("abort", [call_id], limit="close_s")
+            await self._abort([call_id])
         except RunError as error:
             logger.debug("a cancelled call to %s was not ended: %s", self.generator.name, error)
 
+    async def _abort(self, call_ids: Sequence[str]) -> int:
+        limit_s = self.generator.timeouts.close_s
+        return (await self.generator.call("abort", call_ids, limit_s=limit_s))[0]
+
 
 class ActorPublisher:
-    """A `WeightPublisher`: trainer ranks push, every generator pulls and is checked."""
+    """A `Publisher`: trainer ranks push, every generator pulls and is checked."""
 
     def __init__(
         self,
@@ -177,27 +203,38 @@ class ActorPublisher:
         trainer: Group,
         generators: Sequence[Group],
         store: WeightStore,
-        check: SyncCheck,
+        check: ParityCheck,
         pool: GeneratorPool | None = None,
+        keeps: bool = False,
     ) -> None:
-        """`pool` has the generators where they are replaced; None: a lost one is an error."""
+        """
+        Args:
+            pool: holds the generators if lost ones are replaced; None: a lost generator is an error.
+            keeps: keep every version until `forget`; False: `serve` drops older ones.
+        """
         self.trainer = trainer
         self.generators = generators
         self.store = store
         self.check = check
         self.pool = pool
+        self._keeps = keeps
 
-    async def push(self) -> int:
-        # Both are sent here and now, so that they come before whatever the trainer is asked for next. For
-        # the canary's logprobs `serve` waits: generators pull meanwhile.
-        push = asyncio.ensure_future(self.trainer.call("push_model_state_dict", limit="sync_s"))
+    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
+        """Push the weights of the run, or those of a model by id under the version given."""
+        # Both calls are sent here and now, before anything else that the trainer is asked for. `serve` awaits
+        # the logprobs, while the generators pull.
+        timeouts = self.trainer.timeouts
+        named = _model(model_id) | ({} if version is None else {"version": version})
+        call = self.trainer.call("push_model_state_dict", limit_s=timeouts.sync_s, **named)
+        push = asyncio.ensure_future(call)
         expected = None
-        if self.check.canary is not None:
-            answer = self.trainer.call("compute_logprobs", [self.check.canary.sample], limit="train_s")
+        if self.check.text is not None:
+            answer = self.trainer.call("compute_logprobs", [self.check.text.sample], limit_s=timeouts.train_s)
             expected = asyncio.ensure_future(answer)
         try:
             pushes = await push
-            version: int = pushes[0].policy_version
+            version = pushes[0].policy_version
+            assert version is not None, "a trainer's weights have a version"
             await self._while_trainer_lives(self.store.announce(version), f"announcing version {version}")
         except BaseException:
             if expected is not None:
@@ -210,56 +247,41 @@ class ActorPublisher:
         if self.pool is not None:
             served = await self.pool.serve(policy_version)
         else:
-            served = await self.check.pull(policy_version, generators=self.generators)
-        await self._while_trainer_lives(self.store.prune(), "pruning of old versions")
+            served, lost = await self.check.pull(policy_version, generators=self.generators)
+            if lost:
+                raise lost[0]
+        if not self._keeps:
+            await self._while_trainer_lives(self.store.prune(), "pruning of old versions")
         return served
 
+    async def forget(self, version: int) -> None:
+        """Drop a version that is kept; without effect on one that was not pushed."""
+        self.check.drop(version)
+        with suppress(VersionNotFoundError):
+            await self.store.delete(version)
+
     async def _while_trainer_lives(self, answer: Awaitable[Any], what: str) -> None:
-        """Of the store, which the trainer's processes have."""
-        await (answer if self.pool is None else self.pool.trainer.while_alive(answer, what))
+        """Wait for the store, which lives in the trainer's processes."""
+        await (answer if self.pool is None else self.pool.trainer.group.while_alive(answer, what))
 
 
-class ScoringRoom:
-    """Lets in so many rollouts at once, in the order in which they come; more than that go in alone."""
+class RewardClient:
+    """A `Rewarder` over the processes of a `RewardActor`; calls overlap.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._num_in = 0
-        self._turn = asyncio.Lock()
-        self._left = asyncio.Event()
-
-    @asynccontextmanager
-    async def of(self, num_rollouts: int) -> AsyncIterator[None]:
-        async with self._turn:
-            while self._num_in and self._num_in + num_rollouts > self.limit:
-                self._left.clear()
-                await self._left.wait()
-            self._num_in += num_rollouts
-        try:
-            yield
-        finally:
-            self._num_in -= num_rollouts
-            self._left.set()
-
-
-class ActorScorer:
-    """A `Scorer` over the processes of a `RewardActor`; calls overlap.
-
-    Each process is asked for its share alone, so that a slow one holds up nobody who does not wait for it.
-    It is asked for a few rollouts at a time, and has few to do at any time, however many an evaluation has.
-    Past `timeouts.score_s`, and what the reward functions of these few may take, the run stops.
+    Each process is sent its share alone, so that a slow one delays only the calls that need it. The run stops if
+    an answer takes longer than `timeouts.score_s` and the time limits of the reward functions together.
 
     Args:
-        num_procs: of the actor's mesh.
-        keep_groups: whether the rollouts of a problem go to one process, as functions of a group need it.
-            Without such functions to divide them is more even (`Rubric.has_group_functions`).
-        longest_s: of a number of rollouts, what their reward functions may take in one process
-            (`rl.rollouts.scoring.longest_s`). None: `timeouts.score_s` is for these too.
+        num_procs: processes of the actor's mesh.
+        keep_groups: send the rollouts of a problem to one process, as functions of a group need it; without
+            such functions divided groups balance better (`Rubric.has_group_functions`).
+        longest_s: longest time that the reward functions of a number of rollouts may take in one process
+            (`rl.rollouts.rewards.longest_s`). None: `timeouts.score_s` includes them.
     """
 
     def __init__(
         self,
-        reward: ActorGroup | Replaceable,
+        reward: ActorGroup | Role[ActorGroup],
         *,
         num_procs: int,
         keep_groups: bool = True,
@@ -267,63 +289,43 @@ class ActorScorer:
     ) -> None:
         self.keep_groups = keep_groups
         self._longest_s = longest_s
-        self._reward = reward if isinstance(reward, Replaceable) else Replaceable(reward)
+        self._reward = reward if isinstance(reward, Role) else Role(reward)
         self._num_asked = [0] * num_procs
         """Rollouts that each process has yet to score."""
-        self._room = ScoringRoom(MAX_SCORED_AT_ONCE * num_procs)
-        self._most_of_part = MAX_SCORED_AT_ONCE * num_procs // PARTS_AT_ONCE
 
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
-        parts = _parts(groups, most=self._most_of_part)
-        if len(parts) == 1:
-            return await self._score(parts[0], alone=alone)
-        asking = [asyncio.ensure_future(self._score(part, alone=alone)) for part in parts]
-        try:
-            return list(chain.from_iterable(await asyncio.gather(*asking)))
-        finally:
-            for task in asking:
-                task.cancel()
-
-    async def _score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool) -> list[list[Score]]:
-        async with self._room.of(sum(map(len, groups))):
-            return await self._score_now(groups, alone=alone)
-
-    async def _score_now(self, groups: Sequence[Sequence[Rollout]], *, alone: bool) -> list[list[Score]]:
         shares = self._divide([len(group) for group in groups])
-        asking = []
-        for rank, share in shares.items():
-            asked = [[groups[number][i] for i in members] for number, members in share.items()]
-            task = asyncio.create_task(self._ask(rank, asked, alone=alone))
-            task.add_done_callback(partial(self._answered, rank, sum(map(len, asked))))
-            asking.append(task)
-        scores: list[list[Score | None]] = [[None] * len(group) for group in groups]
-        for share, (answers,) in zip(shares.values(), await asyncio.gather(*asking), strict=True):
-            for (number, members), answer in zip(share.items(), answers, strict=True):
-                for i, score in zip(members, answer, strict=True):
-                    scores[number][i] = score
-        complete = [[score for score in group if score is not None] for group in scores]
-        assert list(map(len, complete)) == list(map(len, groups)), "a rollout was asked of nobody"
-        return complete
+        asked = {
+            rank: [[groups[number][i] for i in members] for number, members in share.items()]
+            for rank, share in shares.items()
+        }
+        try:
+            answers = await all_or_cancel(self._ask(rank, asked[rank], alone=alone) for rank in shares)
+        finally:
+            for rank, sent in asked.items():
+                self._num_asked[rank] -= sum(map(len, sent))
+        scores: dict[tuple[int, int], Score] = {}
+        for share, (answer,) in zip(shares.values(), answers, strict=True):
+            for (number, members), given in zip(share.items(), answer, strict=True):
+                scores |= {(number, i): score for i, score in zip(members, given, strict=True)}
+        return [[scores[number, i] for i in range(len(group))] for number, group in enumerate(groups)]
 
     async def _ask(self, rank: int, asked: list[list[Rollout]], *, alone: bool) -> list[Any]:
-        """The rank's answer; it is asked once more where its processes, or others of the role, are lost."""
+        """Return the rank's answer; ask again after a restart if a process of the role is lost."""
         while True:
-            group = await self._reward.group()
-            # It has these, and before them what it was asked for and has not answered.
-            more_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
+            with _naming_problems(asked):
+                group = await self._reward.current()
+            # The process first scores what it was sent before, so all of its rollouts count.
+            work_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
             try:
                 return await group.at_rank(rank).call(
-                    "score", asked, self.keep_groups, alone, limit="score_s", more_s=more_s
+                    "score", asked, self.keep_groups, alone, limit_s=group.timeouts.score_s + work_s
                 )
             except ActorLostError as error:
-                with _naming_problems(asked):
-                    await self._reward.replace(group, error)
-
-    def _answered(self, rank: int, num_rollouts: int, task: asyncio.Task[Any]) -> None:
-        self._num_asked[rank] -= num_rollouts
+                self._reward.lose(group, error)
 
     def _divide(self, sizes: Sequence[int]) -> dict[int, _Share]:
-        """Each group, or each rollout, to the process that has the fewest rollouts to score."""
+        """Assign each group, or each rollout, to the process with the fewest rollouts to score."""
         shares: dict[int, _Share] = {}
         for number, size in enumerate(sizes):
             members = list(range(size))
@@ -336,7 +338,7 @@ class ActorScorer:
 
 @contextmanager
 def _naming_problems(groups: Sequence[Sequence[Rollout]]) -> Iterator[None]:
-    """The error after which nobody scores any more says what was being scored."""
+    """Add the problems that were being scored to an error that ends all scoring."""
     try:
         yield
     except ActorLostError:
@@ -347,14 +349,37 @@ def _naming_problems(groups: Sequence[Sequence[Rollout]]) -> Iterator[None]:
 
 
 _Share = dict[int, list[int]]
-"""Rollouts of one process: their places in their groups, by the group's number."""
+"""Rollouts of one process: their indices within their groups, by the group's number."""
 
 
-def _parts(groups: Sequence[Sequence[Rollout]], *, most: int) -> list[list[Sequence[Rollout]]]:
-    """Consecutive groups with as many rollouts together; a group is in one part, however long it is."""
-    parts: list[list[Sequence[Rollout]]] = [[]]
-    for group in groups:
-        if parts[-1] and sum(map(len, parts[-1])) + len(group) > most:
-            parts.append([])
-        parts[-1].append(group)
-    return parts
+class ActorRandomStates:
+    """Random states of generators and reward processes, `rl.utils.processes.RandomStates` of actors.
+
+    A rank's name is `<group>-<rank>`. A group that does not answer is a warning, no reason to stop.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+
+    async def random_states(self) -> dict[str, bytes]:
+        answers = await asyncio.gather(*(self._ask(group, "random_states") for group in self.groups))
+        return {
+            f"{group.name}-{rank}": states
+            for group, ranks in zip(self.groups, answers, strict=True)
+            for rank, states in enumerate(ranks)
+        }
+
+    async def restore_random_states(self, states: Mapping[str, bytes]) -> None:
+        named: dict[str, dict[int, bytes]] = {}
+        for name, state in states.items():
+            group_name, _, rank = name.rpartition("-")
+            named.setdefault(group_name, {})[int(rank)] = state
+        groups = [group for group in self.groups if group.name in named]
+        await asyncio.gather(*(self._ask(g, "restore_random_states", named[g.name]) for g in groups))
+
+    async def _ask(self, group: Group, endpoint: str, *args: Any) -> list[Any]:
+        try:
+            return await group.call(endpoint, *args, limit_s=group.timeouts.close_s)
+        except RunError as error:
+            logger.warning("%s of %s failed: %s", endpoint, group.name, error)
+            return []

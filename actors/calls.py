@@ -1,64 +1,51 @@
-"""Calling actors: every wait has a deadline, and its error says who was asked for what."""
+"""Calls to actors: every wait has a deadline, and errors name the actor and the endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from actors.diagnosis import Watched, exceeded_a_deadline, place_of, told_by_role
-from actors.processes import ProcessId, is_alive
-from rl.errors import RunError
-from rl.observability.activity import doing
+from actors.compat import SupervisionError
+from actors.hang_report import describe_role, is_caused_by_timeout, mesh_index
+from actors.members import RoleProcesses
+from rl.observability.spans import span
+from rl.utils.errors import RunError
+from rl.utils.processes import ProcessId, is_alive
+
+if TYPE_CHECKING:
+    from actors.config import Timeouts
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.5
-"""How often a waiting call looks whether the processes that it waits for live."""
+"""Interval at which a waiting call checks that the processes it waits for are alive."""
 REPORT_GRACE_S = 3.0
-"""For Monarch to say of what a process died; on a busy machine that takes it up to 30 s."""
+"""Time for Monarch to report the cause of a process's death; on a busy machine it needs up to 30 s."""
 PEER_GRACE_S = 1.0
-"""For a process to be gone whose peers have already told that they lost it: the kernel closes its
-connections first."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Timeouts:
-    """Longest waits for an actor, in seconds; past one the run stops with an error."""
-
-    setup_s: float = 600.0
-    """Importing, loading the model, starting the engine."""
-    generate_s: float = 1800.0
-    """All completions of a step or of an evaluation."""
-    train_s: float = 1800.0
-    """One forward_backward, forward, optim_step or compute_logprobs."""
-    score_s: float = 600.0
-    """Scoring what a reward process is asked for, beyond the time that reward.time_limit_s gives to the
-    reward functions of these rollouts and of those that it was asked for before."""
-    sync_s: float = 600.0
-    """A push of the weights by all trainer ranks, or a pull by all of a generator's; where running
-    completions are finished first (generator.on_update 'drain'), after generate_s for these."""
-    checkpoint_s: float = 1800.0
-    """Saving or loading a checkpoint."""
-    close_s: float = 20.0
-    """An actor's clean end; its process is killed afterwards either way."""
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} is not positive")
+"""Time until a process is seen dead whose peers have already lost it: the kernel closes its connections
+first."""
+OPTION_OF_ENDPOINT = {
+    **dict.fromkeys(("setup", "measure_machine", "create_model"), "setup_s"),
+    "generate": "generate_s",
+    "score": "score_s",
+    **dict.fromkeys(("push_model_state_dict", "pull_model_state_dict", "use_store"), "sync_s"),
+    **dict.fromkeys(("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter"), "checkpoint_s"),
+    **dict.fromkeys(("save_model", "load_model", "finish_saving"), "checkpoint_s"),
+    **dict.fromkeys(("close", "abort", "random_states", "restore_random_states"), "close_s"),
+}
+"""Field of `timeouts` that an error of an endpoint names; `train_s` for all others."""
 
 
 class ActorTimeoutError(RunError, TimeoutError):
     """No answer from an actor within its deadline."""
 
     role = ""
-    """Whose answer it was, where that is known."""
+    """Role that gave no answer, if known."""
 
 
 class ActorCallError(RunError):
@@ -66,17 +53,17 @@ class ActorCallError(RunError):
 
 
 class ActorLostError(ActorCallError):
-    """A process of the group is dead, or what runs in it cannot go on: the group has to be started again."""
+    """A process of the group is dead, or its actor cannot go on: the group must be restarted."""
 
     def __init__(self, message: str, *, role: str, ranks: Sequence[int] = ()) -> None:
-        """`ranks` are those that are known to be lost."""
+        """`ranks` are the ranks known to be lost."""
         super().__init__(message)
         self.role = role
         self.ranks = tuple(ranks)
 
 
 class Group(Protocol):
-    """Actors of one name that are called together: an `ActorGroup`, or one that waits for its turn."""
+    """Actors of one role that are called together."""
 
     @property
     def name(self) -> str: ...
@@ -84,71 +71,66 @@ class Group(Protocol):
     @property
     def timeouts(self) -> Timeouts: ...
 
-    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
-        """As `ActorGroup.call`."""
+    def call(
+        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+    ) -> Coroutine[Any, Any, list[Any]]:
+        """Call `endpoint` on every rank; see `ActorGroup.call`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorGroup:
-    """An actor on each process of a mesh, with the deadlines of its calls."""
+    """The actors on a mesh, one a process, with the deadlines of their calls."""
 
     name: str
     mesh: Any
     timeouts: Timeouts
     processes: Mapping[int, ProcessId] = field(default_factory=dict)
-    """Those of this host, by rank."""
+    """Processes of this host, by rank."""
     num_ranks: int | None = None
-    """Of the whole group, where this is one rank of it."""
+    """Number of ranks of the whole group, if this is one rank of it."""
     rank: int | None = None
-    """Which one, where it is one."""
-    watched: Watched | None = None
-    """Whom an error of a deadline asks what they do."""
+    """Number of this rank, if this is one rank of a group."""
+    role: RoleProcesses | None = None
+    """Access to the processes' states and stacks for errors of deadlines."""
 
     def at_rank(self, rank: int) -> ActorGroup:
-        """The actor of one rank alone, which keeps its number in errors."""
+        """Return the actor of one rank alone; its errors name the rank."""
         own = {r: process for r, process in self.processes.items() if r == rank}
-        mesh = self.mesh.slice(**place_of(self.mesh, rank))
+        mesh = self.mesh.slice(**mesh_index(self.mesh, rank))
         return replace(self, mesh=mesh, processes=own, num_ranks=self.mesh.size(), rank=rank)
 
     def call(
-        self, endpoint: str, *args: Any, limit: str, more_s: float = 0.0, **kwargs: Any
+        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
     ) -> Coroutine[Any, Any, list[Any]]:
-        """Call `endpoint` on every rank; the answers in rank order.
+        """Call `endpoint` on every rank and return the answers in rank order.
 
-        `limit` is a field of `Timeouts`, or several, joined by " + "; `more_s` is what this call may take
-        beyond it.
+        The call is sent at once, before the result is awaited: calls reach the actors in the order in which
+        they were made.
 
-        The call is sent at once, before what is returned is awaited: calls reach the actors in this order.
+        Args:
+            limit_s: deadline of the answers.
 
         Raises:
-            ActorTimeoutError: names actor, endpoint, rank and deadline, and what each process of it does,
-                for how long and where.
+            ActorTimeoutError: names actor, endpoint, rank and deadline, and what each process is doing, for
+                how long and where.
             ActorLostError: names the rank whose process ended.
-            ActorCallError: carries the remote traceback; a `RunError` of the actor comes as itself.
+            ActorCallError: carries the remote traceback; a `RunError` of the actor is raised as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
-        return self._in_rank_order(answers, endpoint=endpoint, limit=limit, more_s=more_s)
+        return self._in_rank_order(answers, endpoint=endpoint, limit_s=limit_s)
 
-    async def _in_rank_order(
-        self, answers: Awaitable[Any], *, endpoint: str, limit: str, more_s: float
-    ) -> list[Any]:
-        values = await self._within(answers, endpoint=endpoint, limit=limit, more_s=more_s)
-        return [value for _, value in values.items()]
-
-    async def _within(self, answer: Awaitable[T], *, endpoint: str, limit: str, more_s: float) -> T:
-        limit_s: float = sum(getattr(self.timeouts, name) for name in limit.split(" + "))
+    async def _in_rank_order(self, answers: Awaitable[Any], *, endpoint: str, limit_s: float) -> list[Any]:
+        deadline = asyncio.timeout(limit_s)
         try:
-            with doing(f"waits for {self.name}.{endpoint}"):
-                return await asyncio.wait_for(self.while_alive(answer, endpoint), limit_s + more_s)
+            with span(f"waits for {self.name}.{endpoint}"):
+                async with deadline:
+                    values = await self.while_alive(answers, endpoint)
+            return [value for _, value in values.items()]
         except TimeoutError as error:
-            more = f" and the {more_s:g} s that its work may take" if more_s else ""
-            one = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
-            message = f"{self.name}.{endpoint}{one} gave no answer within timeouts.{limit}={limit_s:g}{more}"
-            late = ActorTimeoutError(message)
-            late.role = self.name
-            late.more = await self._told(message)
-            raise late from error
+            if not deadline.expired():
+                raise
+            raise await self._late(endpoint, limit_s) from error
         except ActorError as error:
             if dead := await self._lost_peers():
                 raise self._lost(dead, endpoint) from error
@@ -156,39 +138,50 @@ class ActorGroup:
                 raise error.exception from error
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
-            message = f"{self.name}.{endpoint} failed: {lost_rank(error)}"
+            message = f"{self.name}.{endpoint} failed: {describe_loss(error)}"
             lost = ActorLostError(message, role=self.name, ranks=self.dead())
             if not lost.ranks:
-                # Monarch takes a process for dead that does not answer it, such as one that is stopped.
-                lost.more = await self._told(message)
+                # Monarch also takes a process for dead that does not answer it, such as a stopped one.
+                lost.more = await self._report(message)
             raise lost from error
 
-    async def _told(self, title: str) -> str:
-        """What those do who gave no answer, as lines; all of it is written to a file under the title."""
-        if self.watched is None:
+    async def _late(self, endpoint: str, limit_s: float) -> ActorTimeoutError:
+        rank = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
+        option = OPTION_OF_ENDPOINT.get(endpoint, "train_s")
+        message = f"{self.name}.{endpoint}{rank} gave no answer within {limit_s:g} s (timeouts.{option})"
+        late = ActorTimeoutError(message)
+        late.role = self.name
+        late.more = await self._report(message)
+        return late
+
+    async def _report(self, title: str) -> str:
+        """Return lines about what the group's processes are doing; the whole report goes to a file."""
+        if self.role is None or self.role.logs is None:
             return ""
-        return await told_by_role(self.watched, None if self.rank is None else [self.rank], title=title)
+        return await describe_role(self.role, None if self.rank is None else [self.rank], title=title)
 
     def dead(self) -> list[int]:
-        """The ranks of this host whose process has ended."""
+        """Return the ranks of this host whose process has ended."""
         return [rank for rank, process in self.processes.items() if not is_alive(process)]
 
     async def seen_dead(self, within_s: float) -> list[int]:
-        """As `dead`, as soon as there is one: who misses an answer may know of it first."""
+        """Return `dead()` as soon as a rank is dead; a caller without an answer may notice a death first."""
         deadline = asyncio.get_running_loop().time() + within_s
         while not (dead := self.dead()) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(within_s / 20)
         return dead
 
     async def while_alive(self, answer: Awaitable[T], what: str, *, grace_s: float = REPORT_GRACE_S) -> T:
-        """Wait for something that cannot come from a dead process of the group, however long that takes.
+        """Wait for an answer that a dead process of the group could not give, without a deadline.
 
-        `grace_s` is what it may take to end with an error of its own.
+        Args:
+            what: name of the answer in the error's message.
+            grace_s: time for the answer to end with an error of its own after a death.
 
         Raises:
-            ActorLostError: one of this host is dead; `what` is in the message.
+            ActorLostError: a process of the group on this host is dead.
         """
-        waiting = asyncio.ensure_future(_coroutine(answer))
+        waiting = asyncio.ensure_future(answer)
         dead: list[int] = []
         try:
             while not dead:
@@ -202,7 +195,7 @@ class ActorGroup:
         raise self._lost(dead, what)
 
     async def _lost_peers(self) -> list[int]:
-        """After an error of one rank, which may be that it has lost another."""
+        """Return dead ranks after an error of one rank, which may be the loss of another rank."""
         return [] if len(self.processes) < 2 else await self.seen_dead(PEER_GRACE_S)
 
     def _lost(self, dead: Sequence[int], endpoint: str) -> ActorLostError:
@@ -212,27 +205,38 @@ class ActorGroup:
 
 
 def may_hang(role: str, *, after: BaseException) -> bool:
-    """Whether this role may give no answer any more, so that nothing of any use can be asked of it.
+    """Return whether this role may no longer answer, so that calling it would be useless.
 
-    So it is after every deadline but that of an answer of another role: ranks that wait for each other, and a
-    weight store that lives in the trainer's processes, do not say who holds them up.
+    This is assumed after every deadline except that of another role's answer: ranks that wait for each other,
+    and a weight store in the trainer's processes, do not show which process holds them up.
     """
     if isinstance(after, ActorTimeoutError) and after.role:
         return after.role == role
-    return exceeded_a_deadline(after)
+    return is_caused_by_timeout(after)
 
 
-def lost_rank(error: SupervisionError) -> str:
-    """Which rank of a role is dead, and of what, from Monarch's report."""
+def describe_loss(error: SupervisionError) -> str:
+    """Return which rank of a role is dead and why, from Monarch's report."""
     report = str(error)
-    # Where it stands on the mesh: {'procs': 1/2}, or {'hosts': 0/2, 'procs': 1/2}.
+    # The rank's coordinates on the mesh: {'procs': 1/2}, or {'hosts': 0/2, 'procs': 1/2}.
     place = re.search(r"\{(?:'hosts': (\d+)/(\d+), )?'procs': (\d+)/(\d+)\}", report)
-    who = "a rank"
+    rank = "a rank"
     if place:
         host, num_hosts, proc, num_procs = (int(number or 0) for number in place.groups())
-        who = f"rank {host * num_procs + proc} of {max(1, num_hosts) * num_procs}"
-    return f"{who} is dead: {' '.join(report.split())}"
+        rank = f"rank {host * num_procs + proc} of {max(1, num_hosts) * num_procs}"
+    return f"{rank} is dead: {' '.join(report.split())}"
 
 
-async def _coroutine(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; a remote traceback may follow it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+async def all_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines together and return their results; the first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0]  # noqa: B904  (its own cause is what callers look for)
+    return [task.result() for task in tasks]

@@ -1,124 +1,260 @@
-"""What is checked of a run before anything starts; every error names field, value and what is valid."""
+"""Checks of a run's config before anything starts; every error names the field, its value and what is valid.
+
+`config_faults` and `machine_faults` yield all that is wrong: a run raises the first, `--explain` shows every one.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from actors.fleet_config import FleetConfig
-from actors.layout_checks import named_as_options
-from actors.roles import trains_on_gpu
-from rl.models.converters.converter import ModelConverters
-from rl.models.converters.lora import LoRA
+from actors.cluster import num_gpus as num_gpus_here
+from actors.cluster import trains_on_gpu
+from actors.config import ClusterConfig, RunConfig
+from actors.placement import place_actors
+from rl.config.configurable import Configurable
+from rl.models.converter import ModelConverters
 from rl.models.hf import HFFolder
+from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
+from rl.observability.sinks import check_installed
 from rl.starting_point import StartingPoint
-from rl.training.checkpoint import model_tensors, optimizer_tensors
-from rl.training.checkpoint_config import LoadSource
+from rl.training import checks as training_checks
+from rl.training.checkpoint_config import LoadSource, check_pinned_memory
 from rl.training.checkpoint_files import ADAPTER_FOLDER, check_sizes, is_checkpoint, read_state
-from rl.training.checkpoint_match import Destination, matching_tensors
+from rl.training.checkpoint_io import model_tensors, optimizer_tensors
+from rl.training.checkpoint_match import Destination, check_tokenizer, matching_tensors, reference_folder
 from rl.training.memory import too_large
 from rl.training.optimizer import Optimizer
-from rl.training.starting_weights import reference_folder
-from rl.training.tokenizer_match import check_tokenizer
-from rl.weights.store import WeightStore
+from rl.training.schedule import check_total_steps
+from rl.weights.store import check_unused
+
+Check = Callable[[], object]
 
 
-def check_load_source(
-    source: LoadSource | None, *, fleet: FleetConfig, model_spec: ModelSpec, num_steps: int, num_gpus: int
-) -> None:
-    """What is loaded fits the model with its converters, and the optimizer, and has steps left.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    num_gpus: int
+    gpu_bytes: int | None
+    """Memory of the smallest GPU; None without GPUs."""
+    num_cores: int
+    """Cores that this process may use."""
+    memory_bytes: int
 
-    Raises:
-        ValueError: names the folder, the first tensor that does not fit with both shapes, and the difference.
-    """
-    if source is None:
-        return
-    if source.position is not None and source.position.step >= num_steps and not source.whole:
-        raise ValueError(
-            f"loop.num_steps={num_steps}: {source.path} has done {source.position.step} steps already; "
-            "give more to continue"
+    @classmethod
+    def here(cls) -> Machine:
+        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus_here())]
+        return cls(
+            num_gpus=len(sizes),
+            gpu_bytes=min(sizes, default=None),
+            num_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
+
+
+def check_config(config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False) -> None:
+    """Raise ValueError for the first fault of a config that would run with this model on this machine."""
+    faults = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
+    for fault in (*faults, *machine_faults(config, spec=spec, machine=machine)):
+        raise ValueError(fault)
+
+
+def messages(checks: Iterable[Check]) -> Iterator[str]:
+    """Yield the messages of the checks that fail."""
+    for check in checks:
+        try:
+            check()
+        except (ValueError, OSError) as error:
+            yield str(error)
+
+
+def config_faults(
+    config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
+) -> Iterator[str]:
+    """Yield what is wrong with degrees, lengths, devices and settings that depend on each other.
+
+    Args:
+        num_gpus: GPUs of this machine.
+        resumes: the run replaces the results of its earlier end.
+    """
+    trainer, loop = config.trainer, config.loop
+    on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
+
+    def of_trainer() -> Iterator[Check]:
+        yield partial(
+            training_checks.check_layout,
+            parallelism=trainer.parallelism,
+            activation_checkpoint=trainer.activation_checkpoint,
+            compile=trainer.compile,
+            world_size=trainer.num_procs,
+            device_type="cuda" if on_gpu else "cpu",
+        )
+        yield partial(trainer.check_model, spec)
+        kl_in_reward = loop.kl_reward.coef > 0 and trainer.reference.enable
+        yield partial(
+            training_checks.check_reference, trainer.reference, loss=trainer.loss, kl_in_reward=kl_in_reward
+        )
+
+    def of_run() -> Iterator[Check]:
+        yield partial(
+            check_total_steps,
+            trainer.lr_scheduler,
+            num_steps=loop.num_steps,
+            num_minibatches=loop.num_minibatches,
+        )
+        yield partial(training_checks.check_sequence_length, spec, trainer.training)
+        yield partial(check_pinned_memory, trainer.checkpoint, has_gpu=on_gpu)
+        yield partial(place_actors, config, num_gpus=num_gpus)
+        yield partial(converted_model, config, model_spec=spec, num_gpus=num_gpus)
+
+    # First what no number of processes could mend.
+    for fault in messages([partial(spec.check_layout, spec.model, trainer.parallelism)]):
+        yield f"trainer.parallelism.{fault}"
+    yield from messages(partial(_named, trainer, check) for check in of_trainer())
+    yield from _contradictions(config)
+    yield from _adapter_faults(config, resumes=resumes)
+    for fault in messages([partial(config.generator.check_model, spec.model, on_gpu=on_gpu)]):
+        yield f"generator.{fault.removeprefix('generator.')}"
+    yield from messages(of_run())
+
+
+def _named(trainer: Configurable.Config, check: Check) -> None:
+    with named_as_options(trainer):
+        check()
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    """Yield an error for each pair of settings that contradict each other."""
+    trainer, generator, loop, timeouts = config.trainer, config.generator, config.loop, config.timeouts
+    max_model_len, training = generator.max_model_len, trainer.training
+    if loop.sampling.max_tokens >= max_model_len:
+        yield (
+            f"loop.sampling.max_tokens={loop.sampling.max_tokens} leaves no room for a prompt in "
+            f"generator.max_model_len={max_model_len}"
+        )
+    for name in ("max_tokens_per_microbatch", "max_sequence_length"):
+        if (limit := getattr(training, name)) is not None and limit < max_model_len:
+            yield (
+                f"trainer.training.{name}={limit} is less than generator.max_model_len={max_model_len}: the longest "
+                "sample would not fit"
+            )
+    if loop.kl_reward.coef > 0 and not trainer.reference.enable:
+        yield (
+            f"loop.kl_reward.coef={loop.kl_reward.coef} needs the reference policy: must be 0, or "
+            "trainer.reference.enable True"
+        )
+    try:
+        loop.overlong.check(max_tokens=loop.sampling.max_tokens)
+    except ValueError as error:
+        yield f"loop.overlong.{error} (loop.sampling.max_tokens)"
+    tp, generator_tp = trainer.parallelism.tensor_parallel_degree, generator.tensor_parallel_degree
+    if config.batch_invariant and (training.param_dtype, tp) != (generator.dtype, generator_tp):
+        yield (
+            f"trainer.training.param_dtype={training.param_dtype}, generator.dtype={generator.dtype}, "
+            f"trainer.parallelism.tensor_parallel_degree={tp}, generator.tensor_parallel_degree={generator_tp}: "
+            "must be the same in trainer and generator with batch_invariant=True, to compute the same bits"
+        )
+    if config.launch.share_gpus and (loop.max_off_policy_steps or not generator.can_sleep):
+        yield (
+            f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}, "
+            f"generator.can_sleep={generator.can_sleep}: must be 0 and True, since trainer and generator take turns"
+        )
+    waits = [("weights.timeout_s", config.weights.timeout_s, "timeouts.sync_s", timeouts.sync_s)]
+    if trainer.checkpoint.saves:
+        timeout_s = trainer.checkpoint.timeout_s
+        waits.append(
+            ("trainer.checkpoint.timeout_s", timeout_s, "timeouts.checkpoint_s", timeouts.checkpoint_s)
+        )
+    for inner, inner_s, outer, outer_s in waits:
+        if inner_s > outer_s:
+            yield f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run stops: raise that too"
+
+
+def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
+    """Yield what would fail only when an adapter is loaded, or is written at the end."""
+    checkpoint = config.trainer.checkpoint
+    if has_lora(config) and checkpoint.saves and checkpoint.shared_folder is not None and not resumes:
+        adapter = checkpoint.shared_folder / ADAPTER_FOLDER
+        if adapter.exists():
+            yield (
+                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a run that "
+                "ended; move it away"
+            )
+    for number, converter in enumerate(config.trainer.converters):
+        if config.warmup and isinstance(converter, LoRA.Config) and converter.initial_adapter is not None:
+            yield (
+                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a warm-up, "
+                "which starts from weights without it: set warmup to None, and hf_assets_path to the weights "
+                "that the adapter belongs to"
+            )
+
+
+def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Iterator[str]:
+    """Yield missing packages, folders in use, and too little memory or too few cores of a machine without GPUs.
+
+    A GPU's memory is checked by each rank, which knows it, before it allocates anything.
+    """
+    yield from messages([partial(check_installed, config.sinks), partial(check_unused, config.weights)])
+    if config.launch.on_cluster or machine.num_gpus:
+        return
+    yield from messages([partial(_check_memory, config, spec=spec, memory_bytes=machine.memory_bytes)])
+    generator = config.generator
+    num_procs = generator.num_replicas * generator.tensor_parallel_degree
+    if generator.num_replicas > machine.num_cores:
+        yield (
+            f"generator.num_replicas={generator.num_replicas}: must be at most {machine.num_cores}, the cores of "
+            "this machine, which has no GPU"
+        )
+    if num_procs * generator.cpu_kv_cache_gib * 2**30 > machine.memory_bytes:
+        yield (
+            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} generator "
+            f"processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
+        )
+
+
+def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -> None:
+    """Raise ValueError if the trainer's ranks need more than all memory; with compile this is a warning."""
     trainer = fleet.trainer
-    adapter = model_spec.adapter(model_spec.model)
-    model, converters = converted_model(fleet, model_spec=model_spec, num_gpus=num_gpus)
-    if source.in_hf:
-        HFFolder(source.path).check(model, adapter, names=set(converters.plain_names))
-        return
-    tensors = model_tensors(model)
-    if not source.model_only:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        optimizer: Optimizer = trainer.optimizer.build(parameters=trained, adapter=adapter)
-        tensors |= optimizer_tensors(trained, optimizer)
-    matching_tensors(
-        source.path,
-        read_state(source.path),
-        Destination(tensors=tensors, converters=converters),
-        model_only=source.model_only,
-        exclude=() if source.whole else trainer.checkpoint.exclude_from_loading,
-    )
+    degrees = trainer.parallelism.degrees(trainer.num_procs)
+    rank = trainer.estimate_memory(spec, degrees=degrees, on_gpu=False)
+    if trainer.num_procs * rank.total > memory_bytes:
+        too_large(
+            f"{spec.name} {spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
+            f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
+            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
+            compiled=trainer.compile.enable,
+        )
 
 
-def check_reference_weights(
-    source: LoadSource | None, *, start: StartingPoint, fleet: FleetConfig, num_gpus: int
-) -> Path | None:
-    """The folder that the reference policy of a run that is continued is loaded from; None: it has none, or
-    the weights of `start`.
-
-    Raises:
-        ValueError: it is gone, does not fit the model, or it is not known which it is.
-    """
-    if not fleet.trainer.reference.enable or source is None or source.model_only:
-        return None
-    folder = reference_folder(
-        source.started_from,
-        of=source.path,
-        present=start.origin,
-        exclude=() if source.whole else fleet.trainer.checkpoint.exclude_from_loading,
-    )
-    if folder is None:
-        return None
-    model, converters = converted_model(fleet, model_spec=start.spec, num_gpus=num_gpus)
-    if is_checkpoint(folder):
-        check_sizes(folder)
-        into = Destination(tensors=model_tensors(model), converters=converters)
-        matching_tensors(folder, read_state(folder), into, model_only=True, exclude=())
-    else:
-        adapter = start.spec.adapter(start.spec.model)
-        HFFolder(folder).check(model, adapter, names=set(converters.plain_names))
-    return folder
+@contextmanager
+def named_as_options(trainer: Configurable.Config) -> Iterator[None]:
+    """Prefix errors that begin with a field of the engine, which is an option of `trainer`."""
+    try:
+        yield
+    except ValueError as error:
+        first = re.match(r"\w*", str(error))
+        assert first is not None
+        if first[0] not in {field.name for field in fields(trainer)}:
+            raise
+        raise ValueError(f"trainer.{error}") from error
 
 
-def check_same_tokenizer(source: LoadSource | None, *, start: StartingPoint, fleet: FleetConfig) -> None:
-    """What is loaded was made with the tokenizer of `start`; a Hugging Face folder notes none.
-
-    Raises:
-        ValueError: it was not; names both folders and what differs.
-    """
-    if source is None or source.in_hf:
-        return
-    saved = read_state(source.path).tokenizer
-    exclude = fleet.trainer.checkpoint.exclude_from_loading
-    check_tokenizer(
-        source.path, saved, start.tokenizer_print(), model_only=source.model_only, exclude=exclude
-    )
-
-
-def check_converters(fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int) -> None:
-    """What the trainer's converters ask of model, layout and machine, on a model without memory.
+def converted_model(
+    fleet: ClusterConfig, *, model_spec: ModelSpec, num_gpus: int
+) -> tuple[nn.Module, ModelConverters]:
+    """Return the trainer's model on the meta device, and the converters that changed it.
 
     Raises:
         ValueError: names the converter by its number, and the field.
     """
-    converted_model(fleet, model_spec=model_spec, num_gpus=num_gpus)
-
-
-def converted_model(
-    fleet: FleetConfig, *, model_spec: ModelSpec, num_gpus: int
-) -> tuple[nn.Module, ModelConverters]:
-    """The trainer's model, without memory, and what changed it."""
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
     with named_as_options(fleet.trainer):
@@ -132,91 +268,67 @@ def converted_model(
     return model, converters
 
 
-def has_lora(fleet: FleetConfig) -> bool:
-    """Whether the trainer trains adapters."""
+def has_lora(fleet: ClusterConfig) -> bool:
+    """Return whether the trainer trains adapters."""
     return any(isinstance(converter, LoRA.Config) for converter in fleet.trainer.converters)
 
 
-def check_end(fleet: FleetConfig, *, warms_up: bool, resumes: bool = False) -> None:
-    """What would only be noticed when a run starts to train, or when it ends.
+def check_source(
+    source: LoadSource | None, *, start: StartingPoint, config: RunConfig, num_gpus: int
+) -> Path | None:
+    """Check that a checkpoint fits tokenizer, model, converters and optimizer, and leaves steps to do.
 
-    `resumes`: the run replaces what an earlier end of it left.
+    Returns:
+        The folder of the reference policy's weights in a continued run; None: no policy, or the weights of `start`.
 
     Raises:
-        ValueError: names the field.
+        ValueError: names the folder and what differs, such as the first tensor that does not fit with both shapes.
     """
-    checkpoint, timeouts = fleet.trainer.checkpoint, fleet.timeouts
-    if checkpoint.saves and checkpoint.timeout_s > timeouts.checkpoint_s:
+    if source is None:
+        return None
+    exclude = config.trainer.checkpoint.exclude_from_loading
+    num_steps, position = config.loop.num_steps, source.position
+    if not source.in_hf:  # a Hugging Face folder does not record its tokenizer
+        saved = read_state(source.path).tokenizer
+        present = start.tokenizer_fingerprint()
+        check_tokenizer(source.path, saved, present, model_only=source.model_only, exclude=exclude)
+    if position is not None and position.step >= num_steps and not source.whole:
         raise ValueError(
-            f"trainer.checkpoint.timeout_s={checkpoint.timeout_s:g} is more than timeouts.checkpoint_s="
-            f"{timeouts.checkpoint_s:g}, after which the run stops: raise that too"
+            f"loop.num_steps={num_steps}: {source.path} has done {position.step} steps already; give more to continue"
         )
-    if not has_lora(fleet):
+    exclude = () if source.whole else exclude
+    _check_weights(
+        source.path, start.spec, config, model_only=source.model_only, exclude=exclude, num_gpus=num_gpus
+    )
+    if not config.trainer.reference.enable or source.model_only:
+        return None
+    folder = reference_folder(source.started_from, of=source.path, present=start.origin, exclude=exclude)
+    if folder is not None:
+        if is_checkpoint(folder):
+            check_sizes(folder)
+        _check_weights(folder, start.spec, config, model_only=True, exclude=(), num_gpus=num_gpus)
+    return folder
+
+
+def _check_weights(
+    folder: Path,
+    spec: ModelSpec,
+    config: RunConfig,
+    *,
+    model_only: bool,
+    exclude: tuple[str, ...],
+    num_gpus: int,
+) -> None:
+    """Check that a checkpoint or Hugging Face folder fits the trainer's model and, for whole ones, its optimizer."""
+    adapter = spec.adapter(spec.model)
+    model, converters = converted_model(config, model_spec=spec, num_gpus=num_gpus)
+    if not is_checkpoint(folder):
+        HFFolder(folder).check(model, adapter, names=set(converters.plain_names))
         return
-    if checkpoint.saves and checkpoint.shared_folder is not None and not resumes:
-        adapter = checkpoint.shared_folder / ADAPTER_FOLDER
-        if adapter.exists():
-            raise ValueError(
-                f"trainer.checkpoint.folder={checkpoint.folder!r}: {adapter} is there already, of a run that "
-                "ended; move it away"
-            )
-    for number, converter in enumerate(fleet.trainer.converters):
-        if warms_up and isinstance(converter, LoRA.Config) and converter.initial_adapter is not None:
-            raise ValueError(
-                f"trainer.converters.{number}.initial_adapter={converter.initial_adapter!r} with a warm-up, "
-                "which starts from weights without it: set warmup to None, and hf_assets_path to the weights "
-                "that the adapter belongs to"
-            )
-
-
-def check_memory(fleet: FleetConfig, *, model_spec: ModelSpec, memory_bytes: int) -> None:
-    """On a machine without GPUs: the trainer's ranks together against all of its memory.
-
-    A GPU's memory is checked by each rank, which knows it, before it allocates anything.
-
-    Raises:
-        ValueError: names the model, both sizes and what they are made of; with compile this is a warning.
-    """
-    trainer = fleet.trainer
-    degrees = trainer.parallelism.degrees(trainer.num_procs)
-    rank = trainer.estimate_memory(model_spec, degrees=degrees, on_gpu=False)
-    if trainer.num_procs * rank.total > memory_bytes:
-        too_large(
-            f"{model_spec.name} {model_spec.flavor} needs {trainer.num_procs * rank.total / 1e9:.0f} GB on "
-            f"{trainer.num_procs} rank{'s' if trainer.num_procs > 1 else ''} of the trainer, "
-            f"{rank.describe()}; this machine has {memory_bytes / 1e9:.0f} GB and no GPU",
-            compiled=trainer.compile.enable,
-        )
-
-
-def check_replicas(fleet: FleetConfig, *, num_cores: int, memory_bytes: int) -> None:
-    """On a machine without GPUs, whose devices are its cores: the generators against cores and memory.
-
-    Raises:
-        ValueError: names the field, and what there is.
-    """
-    generator = fleet.generator
-    num_procs = generator.num_replicas * generator.tensor_parallel_degree
-    if generator.num_replicas > num_cores:
-        raise ValueError(
-            f"generator.num_replicas={generator.num_replicas}: must be at most {num_cores}, the cores of "
-            "this machine, which has no GPU"
-        )
-    if num_procs * generator.cpu_kv_cache_gib * 2**30 > memory_bytes:
-        raise ValueError(
-            f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} generator "
-            f"processes is more than the {memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
-        )
-
-
-def check_waits(fleet: FleetConfig, *, store: WeightStore.Config) -> None:
-    """Deadlines within deadlines, of which the inner one says more.
-
-    Raises:
-        ValueError: names both fields.
-    """
-    if store.timeout_s > fleet.timeouts.sync_s:
-        raise ValueError(
-            f"weights.timeout_s={store.timeout_s:g} is more than timeouts.sync_s={fleet.timeouts.sync_s:g}, "
-            "after which the run stops: raise that too"
-        )
+    tensors = model_tensors(model)
+    if not model_only:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
+        tensors |= optimizer_tensors(trained, optimizer)
+    into = Destination(tensors=tensors, converters=converters)
+    matching_tensors(folder, read_state(folder), into, model_only=model_only, exclude=exclude)

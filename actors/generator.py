@@ -1,7 +1,6 @@
-"""The generator: endpoints over the vLLM engine, one actor a tensor-parallel rank.
+"""The generator: endpoints over the vLLM engine, one actor for each tensor-parallel rank.
 
-Extend it by subclassing: a subclass with its own `Config(VLLMGenerator.Config)` is what a run
-spawns when its root config holds one.
+Extend it by subclassing: a run spawns the class whose `Config(VLLMGenerator.Config)` its root config holds.
 """
 
 from __future__ import annotations
@@ -19,27 +18,28 @@ from torch import Tensor
 
 from actors.measured import Measured
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
-from actors.vllm.errors import GeneratorError
+from actors.vllm.requests import GeneratorError
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
-from rl.distributed.threads import use_threads
+from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
-from rl.observability.activity import doing, during
+from rl.observability.spans import span
 from rl.types import Completion, PullResult, SamplingParams
-from rl.weights.store import Transfer, WeightStore
+from rl.weights.store import WeightStore
+from rl.weights.types import Transfer
 
 T = TypeVar("T")
 
 
 class VLLMGenerator(Measured, Actor, Configurable):
-    """Every endpoint is called on all ranks with the same arguments; rank 0 answers `generate`."""
+    """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0 answers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratorEngine.Config):
-        """The engine's settings, and how many engines there are."""
+        """Settings of the engine, and the number of engines."""
 
         num_replicas: int = 1
-        """Generators, each with processes, devices and a copy of the weights of its own."""
+        """Number of generators, each with its own processes, devices and copy of the weights."""
 
         def __post_init__(self) -> None:
             GeneratorEngine.Config.__post_init__(self)
@@ -47,8 +47,8 @@ class VLLMGenerator(Measured, Actor, Configurable):
                 raise ValueError(f"generator.num_replicas={self.num_replicas}: must be at least 1")
 
     def __init__(self, *, config: Config, model_spec: ModelSpec, store: WeightStore) -> None:
-        """`model_spec` says what family the model is of; its sizes come from the served folder."""
-        use_threads(1)  # This is not the thread that computes: the engine has its own.
+        """`model_spec` gives the model's family; the sizes come from the served folder."""
+        use_threads(1)  # The engine computes in another thread.
         self.config = config
         self.model_spec = model_spec
         self.store = store
@@ -57,13 +57,13 @@ class VLLMGenerator(Measured, Actor, Configurable):
 
     @property
     def policy_version(self) -> int | None:
-        """Of the weights that are served; None where there are none."""
+        """Version of the weights that are served; None while there are none."""
         return None if self.engine is None else self.engine.policy_version
 
     @endpoint
-    @during("setup")
+    @span("setup")
     async def setup(self, hf_assets_path: str) -> None:
-        """Start the engine on a folder with config.json; under several ranks, as `World.from_env` says."""
+        """Start the engine on a folder with config.json; `World.from_env` gives the rank."""
         engine = GeneratorEngine(
             config=self.config,
             model_spec=self.model_spec,
@@ -74,7 +74,7 @@ class VLLMGenerator(Measured, Actor, Configurable):
         self.engine = engine
 
     @concurrent_endpoint
-    @during("generate")
+    @span("generate")
     async def generate(
         self,
         prompts: Sequence[np.ndarray],
@@ -82,44 +82,44 @@ class VLLMGenerator(Measured, Actor, Configurable):
         call_id: str = "",
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """Completions of each prompt, in order; calls overlap. Ranks other than 0 answer nothing.
+        """Return completions of each prompt, in order; calls overlap.
 
-        A call that its caller gives up goes on here until `abort` of its `call_id` ends it.
+        A call whose caller has gone goes on until `abort` of its `call_id` ends it.
         """
         return await self._running().generate(prompts, sampling=sampling, call_id=call_id, begun=begun)
 
     @concurrent_endpoint
-    @during("abort")
+    @span("abort")
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
-        """End the completions of these calls, of all when None, as they are: their `generate` returns.
+        """End the completions of these calls (None: all calls) as they are, so that `generate` returns.
 
-        How many there were, from rank 0; elsewhere 0.
+        Return the number of ended completions on rank 0, elsewhere 0.
         """
         return await self._running().abort(call_ids)
 
     @concurrent_endpoint
-    @during("compute_logprobs")
+    @span("compute_logprobs")
     async def compute_logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """[T] float32 nats for each sequence, entry 0 is 0; beside running requests, which go on."""
+        """Return [T] float32 nats for each sequence, entry 0 is 0; running requests go on."""
         return await self._running().compute_logprobs(sequences)
 
     @concurrent_endpoint
     async def pull_model_state_dict(self, version: int) -> PullResult:
-        """Take this version's weights from the store, in place, between two engine steps.
+        """Pull this version's weights from the store, in place, between two engine steps.
 
-        What becomes of running requests is `on_update`'s choice; under "drain" the time includes the
-        wait for them.
+        `on_update` decides what happens to running requests; under "drain" the time includes waiting for
+        them.
         """
         started = time.perf_counter()
         pull = partial(self._pull, version)
-        with doing("pull", version=version):
+        with span("pull", version=version):
             received = await self._running().update_weights(pull, version=version)
         return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received.sums)
 
     @concurrent_endpoint
-    @during("use_store")
+    @span("use_store")
     async def use_store(self, store: WeightStore) -> None:
-        """Pull from this store from now on: the one before is lost, and a pull from it fails."""
+        """Use this store from now on; the previous store is lost, and pulls from it fail."""
         before, self.store = self.store, store
         for pull in (pulling := list(self._pulling)):
             pull.cancel()
@@ -128,25 +128,25 @@ class VLLMGenerator(Measured, Actor, Configurable):
         before.forget()
 
     @concurrent_endpoint
-    @during("sleep")
+    @span("sleep")
     async def sleep(self) -> None:
-        """Give back the memory of weights and cache until `wake`, after running requests have ended."""
+        """Give back the memory of weights and cache after running requests have ended, until `wake`."""
         await self._running().sleep()
 
     @concurrent_endpoint
-    @during("wake")
+    @span("wake")
     async def wake(self) -> None:
         """Take the memory again; a version must be pulled before anything is generated."""
         await self._running().wake()
 
     @concurrent_endpoint
     async def random_states(self) -> bytes:
-        """Of the engine and of this process, for `restore_random_states`."""
+        """Return the random states of the engine and of this process."""
         return self._running().random_states()
 
     @concurrent_endpoint
     async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
-        """Set those of this rank, if they are among `states`."""
+        """Restore this rank's random states, if `states` has them."""
         if (own := states.get(current_rank().rank)) is not None:
             self._running().restore_random_states(own)
 
@@ -164,9 +164,9 @@ class VLLMGenerator(Measured, Actor, Configurable):
             self._pulling.discard(pulling)
 
     @endpoint
-    @during("close")
+    @span("close")
     async def close(self) -> None:
-        """End the engine; calls that wait fail. Idempotent."""
+        """End the engine; waiting calls fail. Idempotent."""
         if self.engine is not None:
             await self.engine.close()
 
@@ -184,6 +184,6 @@ class VLLMGenerator(Measured, Actor, Configurable):
 
 
 def generator_env(config: VLLMGenerator.Config) -> dict[str, str]:
-    """Environment of the generator's processes; vllm reads it when it is imported."""
-    # vLLM takes as many threads as this says, and one where it says nothing.
+    """Return the environment of the generator's processes, which vllm reads when it is imported."""
+    # vLLM runs on OMP_NUM_THREADS threads, or one where it is unset.
     return ENVIRONMENT | {"OMP_NUM_THREADS": str(config.num_threads)}

@@ -1,8 +1,8 @@
-"""Ends a run's hosts if its controller was killed and cannot: `python -m actors.guard RUN`.
+"""Process that ends a run's hosts if the controller was killed: `python -m actors.guard VARIABLE RUN`.
 
-Workers of ProcessJob, and jobs of a scheduler, do not end with the process that asked for them.
-The controller hands a job over on stdin, and "done" when it has ended the job itself; if stdin
-closes before that, it is gone. Monarch is imported only then.
+Workers of ProcessJob and jobs of a scheduler outlive the process that asked for them. The controller writes
+its job to the guard's stdin, and kills the guard once it has ended the job itself. If stdin closes before that,
+the controller is gone and the guard ends the job. Monarch is imported only then.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import subprocess
 import sys
 from typing import Any
 
-from actors.processes import carrying_environment, kill
+from actors.processes import carrying_environment
+from rl.utils.processes import kill
 
-DONE = b"done\n"
-GRACE_S = 10.0
 END_LIMIT_S = 120
 
 
 class Guard:
-    """The controller's end of it."""
+    """The controller's handle of its guard process."""
 
     def __init__(self, *, job: Any, run: str, run_variable: str, import_path: str) -> None:
-        """`job` is one that has been applied."""
+        """Start the process for a job that has been applied."""
         env = {key: value for key, value in os.environ.items() if key != run_variable}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "actors.guard", run_variable, run],
@@ -40,25 +39,21 @@ class Guard:
         self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """The job is ended, or the controller takes care of it."""
-        assert self._process.stdin is not None
-        try:
-            self._process.communicate(DONE, timeout=GRACE_S)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            self._process.kill()
-            self._process.wait()
+        """End the guard: the job has ended, or the controller takes care of it."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def main(run_variable: str, run: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job = sys.stdin.buffer.readline()
-    if not job or sys.stdin.buffer.readline() == DONE:
+    sys.stdin.buffer.read()  # ends when the controller does
+    if not job:
         return
-    # First what is on this machine: the kernel needs nobody else for that.
     for process in carrying_environment(run_variable, run):
         kill(process)
-    signal.alarm(END_LIMIT_S)  # ends this process: a scheduler that does not answer is not waited for
+    signal.alarm(END_LIMIT_S)  # ends this process if a scheduler does not answer
     pickle.loads(base64.b64decode(job)).kill()
 
 

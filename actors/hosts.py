@@ -1,9 +1,10 @@
-"""The hosts of a run: taken from Monarch's jobs, handed to roles by the name of their group, and ended.
+"""Hosts of a run, taken from Monarch's jobs.
 
-hosts = await start_hosts(launch, placement)
-mesh = await spawn_role("trainer", ..., host=hosts["trainer"])
+hosts = Hosts()
+meshes = await hosts.start(launch, placements)
+role = await launcher.spawn_role("trainer", ..., host=meshes["trainer"])
 ...
-await end_hosts()
+await hosts.end()
 """
 
 from __future__ import annotations
@@ -22,151 +23,149 @@ from monarch.config import configure, configured
 from monarch.job import ProcessJob
 
 from actors.calls import ActorCallError
-from actors.client import RUN, RUN_VARIABLE, quiet_client_start, quiet_jobs
+from actors.compat import quiet_client_start, quiet_jobs, simulated_host_pids
+from actors.config import LaunchConfig
 from actors.guard import Guard
-from actors.launch_config import LaunchConfig
 from actors.members import free_port, import_path
-from actors.placement import Placement
-from actors.processes import ProcessId, identify, is_alive, kill
-from rl.worker_thread import run_aside
+from actors.placement import Placements
+from actors.processes import RUN, RUN_VARIABLE
+from rl.utils.processes import ProcessId, identify, is_alive, kill
+from rl.utils.threads import run_aside
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Job:
-    what: str
-    job: Any
-    groups: Mapping[str, int]
-    """Its hosts, by the name of their group."""
-    guard: Guard | None = None
-    processes: dict[str, list[ProcessId | None]] = field(default_factory=dict)
-    """Of hosts that are simulated here, by their group; None has ended at once."""
-    replaced: set[str] = field(default_factory=set)
-    """Groups that a later job has."""
-
 
 DEATH_NOTICE = {
     "supervision_watchdog_timeout": "30s",
     "get_proc_state_max_idle": "15s",
     "get_actor_state_max_idle": "15s",
 }
-"""How long Monarch waits for a host that says nothing, before what runs there counts as dead. With its own
-2 min, 1 min and 30 s, a process that exited on a simulated host was reported after 224 s in two of three
-runs, with these after 1 to 2 s in six of six (2026-11-21, 2 cores of an AMD EPYC)."""
-
+"""Silence after which Monarch takes a host's processes for dead. With Monarch's own 2 min, 1 min and 30 s, a
+process that exited on a simulated host was reported after 224 s in two of three runs, with these after 1 to
+2 s in six of six (2026-11-21, 2 cores of an AMD EPYC)."""
 END_TIMEOUT_S = 60.0
-"""For a scheduler to end a job; what takes longer is left to the guard."""
-
+"""Time for a scheduler to end a job; afterwards the job is left to the guard."""
 MAX_NAME = 26
-"""Letters of a job's name that a later job's keeps, before its number."""
+"""Characters of a job's name that a replacement job keeps before its number."""
 
 quiet_jobs()
-_jobs: list[_Job] = []
 _numbers = count(2)
 
 
-async def start_hosts(launch: LaunchConfig, placement: Placement) -> dict[str, HostMesh]:
-    """Ask for the hosts and wait until they are there; by the name of their group.
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Job:
+    name: str
+    job: Any
+    groups: set[str]
+    """Groups of hosts that did not move to a later job."""
+    is_up: bool = False
+    guard: Guard | None = None
+    processes: dict[str, list[ProcessId | None]] = field(default_factory=dict)
+    """Processes that simulate hosts here, by group; None for a process that ended at once."""
 
-    Empty where all roles run on this machine. `end_hosts` gives them back.
-
-    Raises:
-        ValueError: no other host reaches this one.
-        ActorCallError: there are none to be had; carries what the scheduler said.
-    """
-    groups = placement.host_groups()
-    if not groups:
-        return {}
-    hostname = socket.gethostname()
-    check_reachable(launch, hostname=hostname, address=_resolve(hostname))
-    configure(**DEATH_NOTICE)
-    return await _ask_for(launch, groups, make_job(launch, placement, groups))
-
-
-def are_lost(group: str) -> bool:
-    """Whether a host of the group is dead; of hosts that are simulated on this machine."""
-    processes = _job_of(group).processes.get(group)
-    # There are none of a job that did not come up.
-    return not processes or any(process is None or not is_alive(process) for process in processes)
+    async def end(self) -> None:
+        """End the job; one that cannot be ended is left to the guard, which tries again after this process."""
+        try:
+            await run_aside(self.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001  # a scheduler's client may raise anything
+            logger.warning("could not end %s: %s: %s", self.name, type(error).__name__, error)
+        else:
+            if self.guard is not None:
+                self.guard.dismiss()
 
 
-def processes_of(group: str) -> list[ProcessId]:
-    """Those that simulate the group's hosts on this machine."""
-    return [process for process in _job_of(group).processes.get(group, ()) if process is not None]
+class Hosts:
+    """Jobs that hold the hosts of a run."""
 
+    def __init__(self) -> None:
+        self._jobs: list[_Job] = []
 
-async def renew_hosts(launch: LaunchConfig, placement: Placement, group: str) -> HostMesh:
-    """Other hosts for this group, from a job of their own; those before end with their job, if not now.
+    async def start(self, launch: LaunchConfig, placements: Placements) -> dict[str, HostMesh]:
+        """Ask for the hosts, wait for them, and return them by the name of their group.
 
-    Raises:
-        ActorCallError: there are none to be had; carries what the scheduler said.
-    """
-    before = _job_of(group)
-    for process in processes_of(group):
-        kill(process)
-    before.replaced.add(group)
-    if before.replaced == before.groups.keys():
-        _jobs.remove(before)
-        await _end(before)
-    # A name of its own: of the job before there may be something left.
-    named = replace(launch, job_name=f"{launch.job_name[:MAX_NAME]}x{next(_numbers)}")
-    groups = {group: placement.host_groups()[group]}
-    (renewed,) = (await _ask_for(named, groups, make_job(named, placement, groups))).values()
-    return renewed
+        The result is empty if all roles run on this machine. `end` gives the hosts back.
 
+        Raises:
+            ValueError: other hosts cannot reach this one.
+            ActorCallError: no hosts are available; carries the scheduler's message.
+        """
+        groups = placements.host_groups()
+        if not groups:
+            return {}
+        check_reachable(launch, hostname=socket.gethostname())
+        configure(**DEATH_NOTICE)
+        return await self._ask_for(launch, placements, groups)
 
-def _job_of(group: str) -> _Job:
-    return next(state for state in _jobs if group in state.groups and group not in state.replaced)
+    def are_lost(self, group: str) -> bool:
+        """Return whether a host of the group, simulated on this machine, is known to be dead."""
+        job = self._job_of(group)
+        processes = job.processes.get(group, ())
+        return not job.is_up or any(process is None or not is_alive(process) for process in processes)
 
+    def processes_of(self, group: str) -> list[ProcessId]:
+        """Return the processes that simulate the group's hosts on this machine."""
+        return [process for process in self._job_of(group).processes.get(group, ()) if process is not None]
 
-async def _ask_for(launch: LaunchConfig, groups: Mapping[str, int], job: Any) -> dict[str, HostMesh]:
-    state = _Job(what=f"{launch.hosts} job {launch.job_name!r}", job=job, groups=groups)
-    _jobs.append(state)
-    logger.info("asking for %d hosts: %s", sum(groups.values()), state.what)
-    try:
-        async with asyncio.timeout(launch.start_timeout_s):
-            await _applied(state.job)
-            if isinstance(job, ProcessJob):
-                hosts_of = {group: [f"{group}_{i}" for i in range(num)] for group, num in groups.items()}
-                state.processes = {
-                    group: [identify(job._host_to_pid[host].pid) for host in names]
-                    for group, names in hosts_of.items()
-                }
-            state.guard = Guard(job=state.job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
-            # In a thread: a queue may take hours, in which Ctrl-C has to be heard.
-            await run_aside(state.job._prepare_client_gateway, name="hosts")
-        if launch.on_cluster and launch.controller_address is not None:
-            configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
-        with quiet_client_start():
-            found = state.job.state(cached_path=None)
-    except TimeoutError as error:
-        raise ActorCallError(
-            f"no hosts from {state.what} within launch.start_timeout_s={launch.start_timeout_s:g}"
-            + (f": {error}" if str(error) else "")
-        ) from error
-    except Exception as error:  # a scheduler's client raises whatever it likes
-        raise ActorCallError(f"no hosts from {state.what}: {type(error).__name__}: {error}") from error
-    return {group: getattr(found, name) for group, name in _mesh_names(launch, groups).items()}
+    async def renew(self, launch: LaunchConfig, placements: Placements, group: str) -> HostMesh:
+        """Replace the group's hosts by those of a new job; the old hosts end with their job at the latest.
 
+        Raises:
+            ActorCallError: no hosts are available; carries the scheduler's message.
+        """
+        before = self._job_of(group)
+        for process in self.processes_of(group):
+            kill(process)
+        before.groups.remove(group)
+        if not before.groups:
+            self._jobs.remove(before)
+            await before.end()
+        # The old job may still hold its name.
+        named = replace(launch, job_name=f"{launch.job_name[:MAX_NAME]}x{next(_numbers)}")
+        groups = {group: placements.host_groups()[group]}
+        return (await self._ask_for(named, placements, groups))[group]
 
-async def end_hosts() -> None:
-    """End every job of this process; idempotent.
+    async def end(self) -> None:
+        """End every job; idempotent."""
+        while self._jobs:
+            await self._jobs.pop().end()
 
-    What fails is logged, and left to the guard, which tries once more when this process ends.
-    """
-    while _jobs:
-        await _end(_jobs.pop())
+    def _job_of(self, group: str) -> _Job:
+        return next(job for job in self._jobs if group in job.groups)
 
-
-async def _end(state: _Job) -> None:
-    try:
-        await run_aside(state.job.kill, name="hosts", limit_s=END_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001  # a scheduler's client raises whatever it likes
-        logger.warning("could not end %s: %s: %s", state.what, type(error).__name__, error)
-        return
-    if state.guard is not None:
-        state.guard.dismiss()
+    async def _ask_for(
+        self, launch: LaunchConfig, placements: Placements, groups: Mapping[str, int]
+    ) -> dict[str, HostMesh]:
+        job = make_job(launch, placements, groups)
+        asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}", job=job, groups=set(groups))
+        self._jobs.append(asked)
+        logger.info("asking for %d hosts: %s", sum(groups.values()), asked.name)
+        try:
+            async with asyncio.timeout(launch.start_timeout_s):
+                await _applied(job)
+                if isinstance(job, ProcessJob):
+                    asked.processes = {
+                        group: [identify(pid) for pid in simulated_host_pids(job, group, num_hosts)]
+                        for group, num_hosts in groups.items()
+                    }
+                asked.guard = Guard(job=job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
+                # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
+                await run_aside(job._prepare_client_gateway, name="hosts")
+            if launch.on_cluster and launch.controller_address is not None:
+                configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
+            with quiet_client_start():
+                found = job.state(cached_path=None)
+            asked.is_up = True
+        except TimeoutError as error:
+            raise ActorCallError(
+                f"no hosts from {asked.name} within launch.start_timeout_s={launch.start_timeout_s:g}"
+                + (f": {error}" if str(error) else "")
+            ) from error
+        except Exception as error:  # a scheduler's client may raise anything
+            raise ActorCallError(f"no hosts from {asked.name}: {type(error).__name__}: {error}") from error
+        on_kubernetes = launch.hosts == "kubernetes"
+        names = {
+            group: _kubernetes().mesh_name(launch, group) if on_kubernetes else group for group in groups
+        }
+        return {group: getattr(found, name) for group, name in names.items()}
 
 
 async def _applied(job: Any) -> None:
@@ -174,17 +173,16 @@ async def _applied(job: Any) -> None:
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:
-        # Only what is there can be ended.
+        # Only a job that exists can be ended.
         await asyncio.wait({applying}, timeout=END_TIMEOUT_S)
         raise
 
 
-def make_job(launch: LaunchConfig, placement: Placement, groups: Mapping[str, int] | None = None) -> Any:
-    """Monarch's job for these groups of hosts, for all when None; not yet applied."""
-    groups = placement.host_groups() if groups is None else groups
+def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, int]) -> Any:
+    """Return Monarch's job for these groups of hosts; it is not yet applied."""
     if launch.hosts == "process":
         return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
-    gpus_of = gpus_of_groups(launch, placement)
+    gpus_of = gpus_of_groups(launch, placements)
     if launch.hosts == "slurm":
         from actors.jobs import slurm
 
@@ -192,58 +190,46 @@ def make_job(launch: LaunchConfig, placement: Placement, groups: Mapping[str, in
     return _kubernetes().make_job(launch, groups, gpus_of=gpus_of)
 
 
-def describe(launch: LaunchConfig, placement: Placement) -> str:
-    """Which process goes where, as comments, and what would be submitted."""
-    lines = [f"# {place.describe()}" for place in placement.all]
-    groups, gpus_of = placement.host_groups(), gpus_of_groups(launch, placement)
-    with configured():  # to make a job changes the process's transport
+def describe(launch: LaunchConfig, placements: Placements) -> str:
+    """Return the placement of the processes, as comments, and what would be submitted."""
+    lines = [f"# {placement.describe()}" for placement in placements.all]
+    groups, gpus_of = placements.host_groups(), gpus_of_groups(launch, placements)
+    with configured():  # making a job changes the process's transport
         if launch.hosts == "slurm":
             from actors.jobs import slurm
 
-            lines = ["#!/bin/bash", *lines]
             script = slurm.script(launch, groups, gpus_per_host=max(gpus_of.values()))
-            lines.append(script.removeprefix("#!/bin/bash\n"))
+            lines = ["#!/bin/bash", *lines, script.removeprefix("#!/bin/bash\n")]
         elif launch.hosts == "kubernetes":
             lines.append(_kubernetes().manifests(launch, groups, gpus_of=gpus_of))
     return "\n".join(lines)
 
 
-def gpus_of_groups(launch: LaunchConfig, placement: Placement) -> dict[str, int]:
-    """Devices to ask for on each host of a group."""
-    needed = {group: placement.gpus_of(group) for group in placement.host_groups()}
+def gpus_of_groups(launch: LaunchConfig, placements: Placements) -> dict[str, int]:
+    """Return the devices to ask for on each host of a group."""
+    needed = {group: placements.gpus_of(group) for group in placements.host_groups()}
     if launch.gpus_per_host is None:
         return needed
     return {group: launch.gpus_per_host if num else 0 for group, num in needed.items()}
 
 
-def check_reachable(launch: LaunchConfig, *, hostname: str, address: str | None) -> None:
-    """Of a cluster's hosts: whether they reach this one, whose name resolves to `address`.
+def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
+    """Check that a cluster's hosts can reach this one by its name.
 
     Raises:
         ValueError: names the field.
     """
     if not launch.on_cluster or launch.controller_address is not None:
         return
-    if address is None or address.startswith("127."):
-        raise ValueError(
-            f"launch.controller_address=None: this host's name {hostname!r} resolves to "
-            f"{address or 'nothing'}, where hosts of {launch.hosts} cannot reach it: give the address at "
-            "which they can"
-        )
-
-
-def _resolve(hostname: str) -> str | None:
     try:
-        return socket.gethostbyname(hostname)
+        address = socket.gethostbyname(hostname)
     except OSError:
-        return None
-
-
-def _mesh_names(launch: LaunchConfig, groups: Mapping[str, int]) -> dict[str, str]:
-    """What Monarch calls each group."""
-    if launch.hosts != "kubernetes":
-        return {group: group for group in groups}
-    return {group: _kubernetes().mesh_name(launch, group) for group in groups}
+        address = "nothing"
+    if address == "nothing" or address.startswith("127."):
+        raise ValueError(
+            f"launch.controller_address=None: this host's name {hostname!r} resolves to {address}, where hosts "
+            f"of {launch.hosts} cannot reach it: give the address at which they can"
+        )
 
 
 def _kubernetes() -> ModuleType:

@@ -1,14 +1,15 @@
-"""Where the processes of a run come from, and where they end.
+"""Processes of a run: their start and their end.
 
-    mesh = await spawn_role("trainer", num_procs=2, threads=1)
-    await setup_process_group_env(mesh)
-    trainer = mesh.spawn("trainer", PolicyTrainer, ...)
-    ...
-    await stop(mesh)
+    async with supervised():
+        launcher = Launcher()
+        role = await launcher.spawn_role("trainer", num_procs=2, threads=1)
+        await setup_process_group_env(role)
+        trainer = role.mesh.spawn("trainer", PolicyTrainer, ...)
+        ...
 
-An entry hands its coroutine to `run`, which stops every role that is left, whether the
-coroutine returned, raised, or was ended by Ctrl-C or SIGTERM. If the controller itself is
-killed, the kernel kills the actor processes (Monarch sets their parent-death signal).
+`supervised` stops every role that is left, whether the code returned, raised, or was ended by Ctrl-C or SIGTERM.
+If the controller itself is killed, the kernel kills the actor processes (Monarch sets their parent-death
+signal).
 """
 
 from __future__ import annotations
@@ -19,37 +20,40 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any, TypeVar
 
-from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import HostMesh, MeshFailure, ProcMesh, this_host
+from monarch.actor import HostMesh, MeshFailure, default_bootstrap_cmd, this_host
 
-from actors import hosts
-from actors.background import end_background
-from actors.calls import ActorCallError, ActorTimeoutError, lost_rank
-from actors.client import RUN, RUN_VARIABLE, quiet_client_start, settle_monarch
-from actors.ctrl_c import asking_at_ctrl_c
-from actors.diagnosis import Watched, tell_what_run_does
-from actors.launch_config import LaunchConfig
-from actors.members import MEMBER_NAME, Member, import_torch, process_env, process_group_envs
-from actors.placement import Placement
+from actors.calls import ActorCallError, ActorTimeoutError, describe_loss
+from actors.compat import SupervisionError, quiet_client_start, settle_monarch
+from actors.config import LaunchConfig
+from actors.hang_report import add_hang_report
+from actors.hosts import Hosts
+from actors.members import (
+    MEMBER_NAME,
+    LogSettings,
+    Member,
+    RoleProcesses,
+    import_torch,
+    process_env,
+    process_group_envs,
+)
+from actors.placement import Placements
 from actors.processes import (
-    ProcessId,
+    RUN,
+    RUN_VARIABLE,
     carrying_environment,
-    identify,
-    is_alive,
-    kill,
     mapped_shared_memory,
     remove_unmapped,
-    until_gone,
+    wait_until_gone,
     with_descendants,
 )
-from rl.observability.span_file import TimelineConfig
-from rl.stop_request import StopAskedError, StopRequest
+from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.utils.processes import identify, is_alive, kill
 
 logger = logging.getLogger(__name__)
 
@@ -58,109 +62,207 @@ T = TypeVar("T")
 SPAWN_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 KILL_GRACE_S = 60.0
-"""For the kernel to end a killed process, which first frees its memory: a large one takes its time."""
+"""Time for the kernel to end a killed process; it first frees the process's memory."""
 LOST_STOP_TIMEOUT_S = 5.0
-"""For Monarch to take note that a role has ended whose processes were killed."""
+"""Time for Monarch to notice the end of a role whose processes were killed."""
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+MAX_SIGNALS = 3
+"""Signals after which the event loop is taken for blocked, and interrupted where it is."""
+
+_active: list[Launcher] = []
+"""Launchers of this process that were not stopped: one in a run."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Role:
-    name: str
-    mesh: ProcMesh
-    members: Any
-    """Actor mesh of `Member`."""
-    hostnames: list[str] = field(default_factory=list)
-    """Of its processes, by rank."""
-    local_processes: dict[int, ProcessId] = field(default_factory=dict)
-    """Those on this host, by rank."""
-    watched: Watched | None = None
-    """As soon as it has its logs."""
+def is_running() -> bool:
+    """Return whether this process has a launcher that was not stopped."""
+    return bool(_active)
 
 
-_roles: list[_Role] = []
-_num_stopping = 0
+async def stop_all() -> None:
+    """Stop everything that the launchers of this process have started."""
+    for launcher in _active:
+        await launcher.stop_all()
 
 
-async def start_hosts(launch: LaunchConfig, placement: Placement) -> dict[str, HostMesh]:
-    """The hosts of a run, by the name of their group; called before any role is spawned.
+class Launcher:
+    """Owner of everything that a run has started: roles, hosts and background tasks."""
 
-    Raises:
-        ActorCallError: there are none to be had; carries what the scheduler said.
-    """
-    settle_monarch(_on_fault)
-    return await hosts.start_hosts(launch, placement)
+    def __init__(self) -> None:
+        self.roles: list[RoleProcesses] = []
+        self.hosts = Hosts()
+        self._background: set[asyncio.Task[None]] = set()
+        self._num_stopping = 0
+
+    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> dict[str, HostMesh]:
+        """Start the hosts of a run and return them by the name of their group; call it before `spawn_role`.
+
+        Raises:
+            ActorCallError: no hosts are available; carries the scheduler's message.
+        """
+        self._activate()
+        return await self.hosts.start(config, placements)
+
+    async def spawn_role(
+        self,
+        role: str,
+        *,
+        num_procs: int,
+        env: Mapping[str, str] | None = None,
+        threads: int = 1,
+        gpus: Sequence[int] | None = None,
+        host: HostMesh | None = None,
+        python: str | None = None,
+        logs: LogSettings | None = None,
+        timeout_s: float = SPAWN_TIMEOUT_S,
+    ) -> RoleProcesses:
+        """Start the processes of one role and wait until all of them answer.
+
+        Args:
+            role: names the mesh, and is `RELAY_ROLE` in the environment of its processes.
+            num_procs: processes per host.
+            env: variables on top of this process's environment.
+            threads: compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one
+                machine slow each other down.
+            gpus: devices of the role, visible to all its processes; a process takes the one at
+                its LOCAL_RANK. None leaves visibility as it is.
+            host: one or more hosts; this machine when None.
+            python: path of the Python on the host; this process's when None.
+            logs: destination of the processes' log records, states and spans.
+
+        Raises:
+            ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
+            ActorTimeoutError: names the role and the number of processes.
+            ActorCallError: a process did not come up; names the role.
+        """
+        if num_procs < 1 or threads < 1 or (gpus is not None and len(gpus) < num_procs):
+            raise ValueError(
+                f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1, and "
+                f"gpus={gpus} must be at least num_procs devices, or None"
+            )
+        self._activate()
+        with quiet_client_start():
+            host = host or this_host()
+        command = default_bootstrap_cmd().with_env(process_env(role, threads, gpus) | dict(env or {}))
+        command.program = python or sys.executable
+        command.args = ["-m", "actors.process_main"]
+        mesh = host.spawn_procs(
+            per_host={"procs": num_procs}, name=role, bootstrap=import_torch, bootstrap_command=command
+        )
+        started = RoleProcesses(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
+        self.roles.append(started)
+        async with deadline(timeout_s, f"starting role {role!r} ({num_procs} processes a host)"):
+            infos = await started.members.set_up.call(role, logs)
+        started.logs = None if logs is None else logs.folder
+        for info in sorted((info for _, info in infos.items()), key=lambda info: info.rank):
+            started.hostnames.append(info.hostname)
+            process = identify(info.pid) if info.hostname == socket.gethostname() else None
+            if process is not None:
+                started.local[info.rank] = process
+        return started
+
+    async def stop(self, role: RoleProcesses, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End every process of the role, their children and their shared memory; idempotent.
+
+        Processes on this host that are left after `timeout_s` are killed.
+
+        Raises:
+            RunError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
+        """
+        if role in self.roles:
+            await self._end(role, timeout_s=timeout_s)
+
+    async def stop_lost(self, name: str) -> None:
+        """Kill what is left on this host of a role that has lost a process, then `stop` it; idempotent."""
+        for role in [role for role in self.roles if role.name == name]:
+            await self._end(role, timeout_s=LOST_STOP_TIMEOUT_S, kills=True)
+
+    async def _end(self, role: RoleProcesses, *, timeout_s: float, kills: bool = False) -> None:
+        tree = with_descendants(filter(is_alive, role.local.values()))
+        shm_files = mapped_shared_memory(process.pid for process in tree)
+        self._num_stopping += 1
+        try:
+            if kills:
+                for process in tree:
+                    kill(process)
+                role.remove_state_files()
+            # A role that never came up raises here whatever its start raised, even BaseExceptions: `gather`
+            # makes that a value, and the rest of the role is killed.
+            (answer,) = await asyncio.gather(_ask_to_stop(role, timeout_s), return_exceptions=True)
+            if isinstance(answer, BaseException):
+                level = logging.DEBUG if kills else logging.WARNING
+                logger.log(level, "role %s did not stop when asked: %s", role.name, answer)
+        finally:
+            # Runs also when cancelled: only the kernel is waited for below.
+            for process in tree:
+                kill(process)
+            self._num_stopping -= 1
+            if role in self.roles:
+                self.roles.remove(role)
+        await wait_until_gone(tree, role=f"role {role.name!r}", grace_s=KILL_GRACE_S)
+        for file in remove_unmapped(shm_files):
+            logger.debug("removed shared memory %s that role %s left", file, role.name)
+
+    async def stop_all(self) -> None:
+        """Stop every role that is left at once, then the hosts and every stray process of this run.
+
+        Strays are children of a process that died earlier, or of a role that never came up. Background tasks
+        end first, as they would restart what is stopped here.
+        """
+        await self.end_background(timeout_s=STOP_TIMEOUT_S)
+        results = await asyncio.gather(*map(self.stop, list(self.roles)), return_exceptions=True)
+        await self.hosts.end()
+        if self in _active:
+            _active.remove(self)
+        strays = carrying_environment(RUN_VARIABLE, RUN)
+        for process in strays:
+            kill(process)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        await wait_until_gone(strays, role="any role", grace_s=KILL_GRACE_S)
+
+    def in_background(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run a coroutine in this event loop until it returns or `stop_all` cancels it."""
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._end_of_background)
+        return task
+
+    def _end_of_background(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("%s ended: %s", task.get_name(), error)
+
+    async def end_background(self, *, timeout_s: float) -> None:
+        """Cancel all background tasks and wait until they have ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._background:  # a task that ends may have started another one
+                    for task in self._background:
+                        task.cancel()
+                    await asyncio.wait(set(self._background))
+        for task in self._background:
+            logger.warning("%s did not end within %g s", task.get_name(), timeout_s)
+
+    def _activate(self) -> None:
+        settle_monarch(self._on_fault)
+        if self not in _active:
+            _active.append(self)
+
+    def _on_fault(self, failure: MeshFailure) -> None:
+        # The end of a process also fails Monarch's own helpers in it, which no caller waits for.
+        is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
+        # The caller that waits for an actor decides what its failure means for the run.
+        level = logging.DEBUG if is_helper or self._num_stopping or not self.roles else logging.INFO
+        logger.log(level, "actor failure: %s", failure.report())
 
 
-async def spawn_role(
-    role: str,
-    *,
-    num_procs: int,
-    env: Mapping[str, str] | None = None,
-    threads: int = 1,
-    gpus: Sequence[int] | None = None,
-    host: HostMesh | None = None,
-    python: str | None = None,
-    timeout_s: float = SPAWN_TIMEOUT_S,
-) -> ProcMesh:
-    """Start the processes of one role and wait until all of them answer.
-
-    Args:
-        role: names the mesh, and is `RELAY_ROLE` in the environment of its processes.
-        num_procs: processes per host.
-        env: on top of this process's environment.
-        threads: compute threads of each process (`OMP_NUM_THREADS`); uncapped, two roles on one
-            machine slow each other down.
-        gpus: the devices of the role, visible to all its processes; a process takes the one at
-            its LOCAL_RANK. None leaves visibility as it is.
-        host: one or more hosts; this machine when None.
-        python: path of the Python there; this process's when None.
-
-    Raises:
-        ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
-        ActorTimeoutError: names the role and how many processes were awaited.
-        ActorCallError: a process did not come up; names the role.
-    """
-    if num_procs < 1 or threads < 1:
-        raise ValueError(f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1")
-    if gpus is not None and len(gpus) < num_procs:
-        raise ValueError(f"role {role!r}: gpus={list(gpus)} are fewer than num_procs={num_procs}")
-    settle_monarch(_on_fault)
-    with quiet_client_start():
-        host = host or this_host()
-    settled = process_env(role, threads, gpus) | dict(env or {})
-    command = BootstrapCommand(python or sys.executable, None, ["-m", "actors.process_main"], settled)
-    mesh = host.spawn_procs(
-        per_host={"procs": num_procs}, name=role, bootstrap=import_torch, bootstrap_command=command
-    )
-    state = _Role(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
-    _roles.append(state)
-    infos = await _within(
-        timeout_s, state.members.info.call(), f"starting role {role!r} ({num_procs} processes a host)"
-    )
-    by_rank = sorted((info for _, info in infos.items()), key=lambda info: info.rank)
-    state.hostnames = [info.hostname for info in by_rank]
-    local = ((info.rank, identify(info.pid)) for info in by_rank if info.hostname == socket.gethostname())
-    state.local_processes = {rank: process for rank, process in local if process is not None}
-    return mesh
+async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
+    async with deadline(timeout_s, f"stopping role {role.name!r}"):
+        await role.mesh.stop()
 
 
-def role_processes(role: str) -> list[ProcessId]:
-    """The processes on this host of the role with this name."""
-    return [p for state in _roles if state.name == role for p in state.local_processes.values()]
-
-
-def local_processes(mesh: ProcMesh) -> Mapping[int, ProcessId]:
-    """The role's processes on this host, by rank."""
-    return dict(_role_of(mesh).local_processes)
-
-
-def watched(mesh: ProcMesh) -> Watched | None:
-    """The role's processes, to be asked what they do; None before `setup_logs`."""
-    return _role_of(mesh).watched
-
-
-async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
+async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
     """Give every process of the role what `torch.distributed.init_process_group` reads.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT: the loopback
@@ -168,229 +270,79 @@ async def setup_process_group_env(mesh: ProcMesh, *, timeout_s: float = SPAWN_TI
 
     Raises:
         ActorTimeoutError: names the role.
-        ActorCallError: a process of it is dead; names the role.
+        ActorCallError: a process of the role is dead; names the role.
     """
-    role = _role_of(mesh)
-    hostnames = role.hostnames
-    first = role.members.slice(**dict.fromkeys(mesh._labels, 0))
-    address, port = await _within(
-        timeout_s,
-        first.listen_address.call_one(len(set(hostnames)) == 1),
-        f"finding a free port for role {role.name!r}",
-    )
-    envs = process_group_envs(hostnames, address=address, port=port)
-    await _within(
-        timeout_s, role.members.set_env.call(envs), f"setting the process group of role {role.name!r}"
-    )
+    first = role.members.slice(**dict.fromkeys(role.mesh._labels, 0))
+    async with deadline(timeout_s, f"setting the process group of role {role.name!r}"):
+        address, port = await first.listen_address.call_one(len(set(role.hostnames)) == 1)
+        await role.members.set_env.call(process_group_envs(role.hostnames, address=address, port=port))
 
 
-async def setup_logs(
-    mesh: ProcMesh, *, folder: Path, console_level: str, timeline: TimelineConfig | None = None,
-    timeout_s: float = SPAWN_TIMEOUT_S,
-) -> None:  # fmt: skip
-    """Log records of every process of the role go to `folder/<role>-<rank>.log`, and from
-    `console_level` up to the console; what it does to the folders of `actors.watching.be_watched`.
+@asynccontextmanager
+async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[None]:
+    """Stop every launcher's roles at the end of the block, however it ends; SIGTERM and Ctrl-C cancel it.
+
+    While a loop listens to `stop`, the first signal is passed to it and only the next one cancels.
 
     Raises:
-        ActorTimeoutError: names the role.
-        ActorCallError: a process of it is dead; names the role.
-    """
-    role = _role_of(mesh)
-    settled = role.members.set_up_logs.call(role.name, folder, console_level, timeline)
-    await _within(timeout_s, settled, f"setting up the logs of role {role.name!r}")
-    role.watched = Watched(role=role.name, num_ranks=len(role.hostnames), logs=folder, members=role.members)
-
-
-async def import_modules(
-    mesh: ProcMesh, modules: Sequence[str], *, timeout_s: float = SPAWN_TIMEOUT_S
-) -> None:
-    """Every process of the role imports these, before an actor is spawned that needs them.
-
-    It is quicker than when an actor does it: see `rl.interpreter`.
-
-    Raises:
-        ActorTimeoutError: names the role.
-        ActorCallError: a process of it is dead; names the role.
-    """
-    role = _role_of(mesh)
-    imported = role.members.import_modules.call(modules)
-    await _within(timeout_s, imported, f"importing {', '.join(modules)} in role {role.name!r}")
-
-
-async def move(
-    mesh: ProcMesh, role: str, *, gpus: Sequence[int] | None = None, timeout_s: float = SPAWN_TIMEOUT_S
-) -> None:
-    """Make the processes of a role, in which there are no actors yet, those of another one.
-
-    Args:
-        gpus: as of `spawn_role`; no device may be in use there yet.
-
-    Raises:
-        ActorTimeoutError: names the role.
-        ActorCallError: a process of it is dead; names the role.
-    """
-    state = _role_of(mesh)
-    env = {"RELAY_ROLE": role}
-    if gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    envs = [env] * len(state.hostnames)
-    await _within(timeout_s, state.members.set_env.call(envs), f"making {state.name!r} role {role!r}")
-    state.name = role
-
-
-async def check_answers(role: str, *, timeout_s: float) -> None:
-    """Whether every process of the role lives, on whatever host.
-
-    Raises:
-        ActorTimeoutError: names the role.
-        ActorCallError: a process of it is dead; names the role.
-    """
-    for state in [state for state in _roles if state.name == role]:
-        await _within(timeout_s, state.members.info.call(), f"asking role {role!r} whether it lives")
-
-
-def is_running() -> bool:
-    """Whether this process has roles that were not stopped."""
-    return bool(_roles)
-
-
-async def stop(mesh: ProcMesh, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """End every process of the role, what they started, and their shared memory; idempotent.
-
-    Asks first; what is left on this host after `timeout_s` is killed.
-
-    Raises:
-        RunError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
-    """
-    for role in [role for role in _roles if role.mesh is mesh]:
-        await _end(role, timeout_s=timeout_s, first="ask")
-
-
-async def stop_lost(role: str) -> None:
-    """As `stop`, of a role that has lost a process, by its name: kills what is left of it on this host first.
-
-    Idempotent; also of one that did not come up.
-    """
-    for state in [state for state in _roles if state.name == role]:
-        await _end(state, timeout_s=LOST_STOP_TIMEOUT_S, first="kill")
-
-
-async def _end(role: _Role, *, timeout_s: float, first: Literal["ask", "kill"]) -> None:
-    global _num_stopping
-    tree = with_descendants(filter(is_alive, role.local_processes.values()))
-    shm_files = mapped_shared_memory(process.pid for process in tree)
-    _num_stopping += 1
-    try:
-        if first == "kill":
-            for process in tree:
-                kill(process)
-            if role.watched is not None:
-                role.watched.forget()
-        await _ask_to_stop(role, timeout_s, level=logging.WARNING if first == "ask" else logging.DEBUG)
-    finally:
-        # Also when cancelled: nothing below waits for anybody but the kernel.
-        for process in tree:
-            kill(process)
-        _num_stopping -= 1
-        if role in _roles:
-            _roles.remove(role)
-    await until_gone(tree, of=f"role {role.name!r}", grace_s=KILL_GRACE_S)
-    for file in remove_unmapped(shm_files):
-        logger.debug("removed shared memory %s that role %s left", file, role.name)
-
-
-async def stop_all(*, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """`stop` for every role that is left, at once, and the end of the hosts and of every process left behind.
-
-    Those may be children of a process that had died before, or a role that never came up. First of all
-    what runs in the background ends: it would start again what is stopped here.
-    """
-    await end_background(timeout_s=timeout_s)
-    results = await asyncio.gather(
-        *(stop(role.mesh, timeout_s=timeout_s) for role in list(_roles)), return_exceptions=True
-    )
-    await hosts.end_hosts()
-    strays = carrying_environment(RUN_VARIABLE, RUN)
-    for process in strays:
-        kill(process)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    await until_gone(strays, of="any role", grace_s=KILL_GRACE_S)
-
-
-def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
-    """Run a controller's coroutine; afterwards no process of its roles is left.
-
-    Ctrl-C and SIGTERM cancel the coroutine, so that its `finally` blocks run. Where a loop hears `stop`, the
-    first of them is a request to that, and only the next one cancels.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C. A further one ends the clean-up as well.
+        KeyboardInterrupt: the loop stopped after Ctrl-C.
         SystemExit: 143 after SIGTERM.
     """
-    terminated = False
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    received: list[int] = []
 
-    async def supervised() -> T:
-        task = asyncio.current_task()
-        assert task is not None
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if stop is not None and stop.ask():
+            return
+        if len(received) > MAX_SIGNALS:
+            raise KeyboardInterrupt
+        loop.call_soon_threadsafe(task.cancel)
 
-        def on_sigterm() -> None:
-            nonlocal terminated
-            terminated = True
-            if stop is None or not stop.ask():
-                task.cancel()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if before[signal.SIGINT] is signal.SIG_IGN:  # in a shell's background job
+        del before[signal.SIGINT]
+    if threading.current_thread() is not threading.main_thread():
+        before.clear()
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
         try:
-            with contextlib.nullcontext() if stop is None else asking_at_ctrl_c(stop):
-                return await main
+            yield
         except Exception as error:
-            await tell_what_run_does(error, [role.watched for role in _roles if role.watched])
+            await add_hang_report(error, [r for launcher in _active for r in launcher.roles if r.logs])
             raise
         finally:
             await stop_all()
-
-    try:
-        return asyncio.run(supervised())
-    except (asyncio.CancelledError, StopAskedError) as error:
-        if terminated:
+    except (asyncio.CancelledError, StopRequestedError) as error:
+        if signal.SIGTERM in received:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
-        if isinstance(error, StopAskedError):
+        if received or isinstance(error, StopRequestedError):
             raise KeyboardInterrupt from None
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _role_of(mesh: ProcMesh) -> _Role:
-    if (role := next((role for role in _roles if role.mesh is mesh), None)) is None:
-        raise ValueError(f"mesh {mesh} is not a running role of spawn_role")
-    return role
+def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
+    """Run a controller's coroutine under `supervised`."""
+
+    async def body() -> T:
+        async with supervised(stop=stop):
+            return await main
+
+    return asyncio.run(body())
 
 
-async def _within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
-    async def wait() -> T:
-        return await awaitable
-
+@asynccontextmanager
+async def deadline(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Limit the block to `timeout_s`, and name what was waited for in its errors."""
     try:
-        return await asyncio.wait_for(wait(), deadline_s)
+        async with asyncio.timeout(timeout_s):
+            yield
     except TimeoutError as error:
-        raise ActorTimeoutError(f"{what}: no answer within {deadline_s:g} s") from error
+        raise ActorTimeoutError(f"{what}: no answer within {timeout_s:g} s") from error
     except SupervisionError as error:
-        raise ActorCallError(f"{what}: {lost_rank(error)}") from error
-
-
-async def _ask_to_stop(role: _Role, timeout_s: float, *, level: int) -> None:
-    asked = _within(timeout_s, role.mesh.stop(), f"stopping role {role.name!r}")
-    # What comes of it is a value here: a role that never came up raises once more what its start
-    # raised, whatever that was, and the caller kills what is left of any role.
-    answers = await asyncio.gather(asked, return_exceptions=True)
-    if isinstance(answers[0], BaseException):
-        logger.log(level, "role %s did not stop when asked: %s", role.name, answers[0])
-
-
-def _on_fault(failure: MeshFailure) -> None:
-    # Each process that ends fails these as well, beside the actors that somebody asked for.
-    is_helper = failure.mesh_name.startswith(("setup-", "logger-", f"{MEMBER_NAME}-"))
-    # Who waits for one of them says what becomes of the run.
-    level = logging.DEBUG if is_helper or _num_stopping or not _roles else logging.INFO
-    logger.log(level, "actor failure: %s", failure.report())
+        raise ActorCallError(f"{what}: {describe_loss(error)}") from error

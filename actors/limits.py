@@ -1,96 +1,76 @@
-"""What a run's machines can do, asked of its actors before the first step."""
+"""Limits of a run's machines, measured by its actors before the first step."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import fields
 
 import torch
 
 from actors.calls import ActorCallError, Group
 from actors.checks import converted_model
-from actors.fleet import Fleet
-from actors.roles import num_gpus
-from actors.run_config import RunConfig
-from rl.machine_limits import MachineLimits, Workload
-from rl.models.qwen3.model import Qwen3
+from actors.cluster import Cluster, num_gpus
+from actors.config import RunConfig
 from rl.models.spec import ModelSpec
-from rl.observability.limit_sink import RunLimits
-from rl.training.model_work import model_work
+from rl.observability.limits import RunLimits
+from rl.observability.machine_limits import MachineLimits, Workload
 
 logger = logging.getLogger(__name__)
 
 
-async def run_limits(config: RunConfig, fleet: Fleet, *, spec: ModelSpec) -> RunLimits | None:
-    """What the run's steps are compared with; None where that is switched off, or nobody can say.
+async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) -> RunLimits | None:
+    """Measure the machines of each role in turn; return None if that is disabled or fails.
 
-    One role after the other, while nothing else runs. What fails is logged: a run needs none of it.
+    A failure is logged, since a run does not need the limits.
     """
-    model = spec.model
-    if not (config.limits.enable and isinstance(model, Qwen3.Config)):
+    if not config.limits.enable:
         return None
-    trainer, generator = config.trainer, config.generator
-    converted, _ = converted_model(config.fleet, model_spec=spec, num_gpus=num_gpus())
-    trained = model_work(model, converted=converted)
-    sampled = model_work(model)
-    itemsize = _itemsize(generator.dtype)
-    cache = config.limits.cache
+    trainer, generator, loop = config.trainer, config.generator, config.loop
+    converted, _ = converted_model(config, model_spec=spec, num_gpus=num_gpus())
+    trained, sampled = spec.work(spec.model, converted=converted), spec.work(spec.model)
+    itemsize = int(getattr(torch, generator.dtype).itemsize)
+    # On shared devices the trainer measures for both.
+    of_generator = cluster.trainer if config.launch.share_gpus else cluster.generators[0]
+    tp = generator.tensor_parallel_degree
+    asked = (
+        (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
+        (of_generator, generator.dtype, sampled.parameters // tp),
+    )
     try:
-        of_trainer = await _ask(
-            fleet.trainer,
-            Workload(
-                dtype=trainer.training.param_dtype,
-                num_bytes=trained.parameters * itemsize // trainer.num_procs,
-            ),
-            cache,
-        )
-        of_generator = await _ask(
-            # Who shares a device with the trainer would have to take it from it.
-            fleet.trainer if config.launch.share_gpus else fleet.generators[0],
-            Workload(
-                dtype=generator.dtype,
-                num_bytes=sampled.parameters * itemsize // generator.tensor_parallel_degree,
-            ),
-            cache,
-        )
+        found = [
+            await _ask(group, Workload(dtype=dtype, num_bytes=number * itemsize), config.limits.cache)
+            for group, dtype, number in asked
+        ]
     except ActorCallError as error:
-        logger.warning("what the machine can do is not known, so steps have no limit/: %s", error)
+        logger.warning("the machine was not measured, so steps have no limit/ metrics: %s", error)
         return None
-    num_running = config.loop.num_prompts * config.loop.num_samples * (1 + config.loop.max_policy_age)
+    num_running = loop.groups_per_batch * loop.group_size * (1 + loop.max_off_policy_steps)
+    on_cluster = config.launch.on_cluster
     return RunLimits(
-        trainer=of_trainer,
-        num_trainer_ranks=_at_once(trainer.num_procs, trainer.num_threads, config.launch.on_cluster),
-        generator=of_generator,
-        num_generator_ranks=_at_once(
-            generator.num_replicas * generator.tensor_parallel_degree,
-            generator.num_threads,
-            config.launch.on_cluster,
-        ),
+        trainer=found[0],
+        num_trainer_ranks=_at_once(trainer.num_procs, trainer.num_threads, on_cluster),
+        generator=found[1],
+        num_generator_ranks=_at_once(generator.num_replicas * tp, generator.num_threads, on_cluster),
         num_replicas=generator.num_replicas,
         shares_devices=config.launch.share_gpus,
         trained=trained,
         sampled=sampled,
         itemsize=itemsize,
-        num_samples=config.loop.num_samples,
+        num_samples=loop.group_size,
         most_running=max(1, min(generator.max_num_seqs, num_running // generator.num_replicas)),
-        waits_for_the_longest=config.loop.max_policy_age == 0,
+        waits_for_the_longest=loop.max_off_policy_steps == 0,
     )
 
 
 async def _ask(group: Group, workload: Workload, cache: str) -> MachineLimits:
-    limits: MachineLimits = (await group.call("measure_machine", workload, cache, limit="setup_s"))[0]
-    said = ", ".join(f"{f.name} {getattr(limits, f.name)}" for f in fields(limits))
-    logger.info("%s: %s", group.name, said)
+    limits: MachineLimits
+    limits, *_ = await group.call("measure_machine", workload, cache, limit_s=group.timeouts.setup_s)
+    logger.info("%s: %s", group.name, limits)
     return limits
 
 
 def _at_once(num_ranks: int, num_threads: int, on_cluster: bool) -> float:
-    """Ranks that compute at the same time: those of this machine, where it has no GPU, share its cores."""
+    """Return how many ranks compute at the same time; without GPUs, ranks of one machine share its cores."""
     if on_cluster or num_gpus():
         return num_ranks
     return min(num_ranks, max(1.0, len(os.sched_getaffinity(0)) / num_threads))
-
-
-def _itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)

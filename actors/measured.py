@@ -1,4 +1,4 @@
-"""Actors that say what their device can do."""
+"""Measurement of an actor's device."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import TypeVar
 from monarch.actor import concurrent_endpoint, current_rank
 
 from rl.distributed.process_group import World
-from rl.machine_limits import MachineLimits, Workload, machine_limits
-from rl.observability.activity import during
+from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
+from rl.observability.spans import span
 
 T = TypeVar("T")
 
 
 class Measured:
-    """Beside `Actor` among the bases of one that computes in a thread of its own."""
+    """Mixin of actors that compute in their own thread."""
 
     async def _where_it_computes(self, function: Callable[[], T]) -> T:
-        """Its result, called in that thread, when nothing else runs there."""
+        """Run the function in the computing thread while nothing else runs there."""
         raise NotImplementedError(f"{type(self).__qualname__} has no _where_it_computes()")
 
     @concurrent_endpoint
-    @during("measure")
+    @span("measure")
     async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
-        """Of rank 0's device; the others answer nothing, as they may share its cores."""
+        """Measure the device of rank 0; other ranks return None, since they may share its cores."""
         if current_rank().rank:
             return None
         device = World.from_env().default_device()

@@ -1,7 +1,8 @@
-"""What launch puts into every process of a role: an actor that settles its environment."""
+"""Processes of a role, and the actor that launch puts into each of them to set up its environment."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import os
@@ -9,62 +10,69 @@ import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
-from actors.client import RUN, RUN_VARIABLE
-from actors.watching import FAULT_VARIABLE, be_watched
-from rl.interpreter import without_collections
-from rl.observability.activity import STATE_FOLDER
+from actors.processes import RUN, RUN_VARIABLE
+from actors.recording import record_process
 from rl.observability.logs import setup_logging
-from rl.observability.process_state import read_state
-from rl.observability.span_file import TimelineConfig
-from rl.observability.stacks import ask
+from rl.observability.span_reader import read_state
+from rl.observability.spans import STATE_FOLDER, TimelineConfig
+from rl.observability.stacks import request_stacks
+from rl.utils.processes import ProcessId, without_collections
 from rl.weights.monarch_env import SETTINGS
 
 MEMBER_NAME = "relay_member"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessInfo:
-    """One process of a role, as it describes itself."""
+class LogSettings:
+    """Log records and spans of the actors."""
 
+    folder: Path
+    console_level: str
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessInfo:
     rank: int
     pid: int
     hostname: str
 
 
 class Member(Actor):
-    """Sits in every process of a role and settles its environment."""
+    """Per-process helper actor of launch."""
 
     @endpoint
-    async def info(self) -> ProcessInfo:
-        return ProcessInfo(rank=current_rank().rank, pid=os.getpid(), hostname=socket.gethostname())
+    async def set_up(self, role: str, logs: LogSettings | None) -> ProcessInfo:
+        rank = current_rank().rank
+        if logs is not None:
+            setup_logging(role, rank=rank, folder=logs.folder, console_level=logs.console_level)
+            record_process(logs.folder, role=role, rank=rank, timeline=logs.timeline)
+            self._state = logs.folder / STATE_FOLDER / f"{role}-{rank}.json"
+        return ProcessInfo(rank=rank, pid=os.getpid(), hostname=socket.gethostname())
+
+    @endpoint
+    async def check(self) -> None:
+        """Answer, which shows that the process is alive."""
 
     @endpoint
     async def listen_address(self, one_host: bool) -> tuple[str, int]:
-        """Where this process can be reached by its group: an address and a free port."""
+        """Return an address and a free port at which the role's processes reach this one."""
         return "127.0.0.1" if one_host else outward_address(), free_port()
-
-    @endpoint
-    async def set_up_logs(
-        self, role: str, folder: Path, console_level: str, timeline: TimelineConfig | None
-    ) -> None:
-        rank = current_rank().rank
-        setup_logging(role, rank=rank, folder=folder, console_level=console_level)
-        be_watched(folder, role=role, rank=rank, timeline=timeline)
-        self._state = folder / STATE_FOLDER / f"{role}-{rank}.json"
 
     @concurrent_endpoint
     async def stacks(self) -> str:
-        """Of this process, for who is on another host; after `set_up_logs`."""
-        return await ask(read_state(self._state), self._state.parent)
+        """Return this process's stacks to a caller on another host; there must be logs."""
+        return await request_stacks(read_state(self._state), self._state.parent.parent)
 
     @endpoint
     async def import_modules(self, modules: Sequence[str]) -> None:
-        # What fails here fails again where it is used, and is told there.
+        # A failing import fails again, with its message, in the actor that needs the module.
         with without_collections(), contextlib.suppress(Exception):
             for module in modules:
                 importlib.import_module(module)
@@ -74,8 +82,31 @@ class Member(Actor):
         os.environ.update(env_of_rank[current_rank().rank])
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class RoleProcesses:
+    """The processes of one role."""
+
+    name: str
+    mesh: ProcMesh
+    members: Any
+    """Actor mesh of `Member`."""
+    logs: Path | None = None
+    """Folder of the logs, with the processes' states and stacks; None if the processes have none."""
+    hostnames: list[str] = field(default_factory=list)
+    """Host of each process, by rank."""
+    local: dict[int, ProcessId] = field(default_factory=dict)
+    """Processes on this host, by rank."""
+    reports: dict[tuple[int, ...], tuple[float, asyncio.Future[str]]] = field(default_factory=dict)
+    """Latest report of a hang and its time, by ranks."""
+
+    def remove_state_files(self) -> None:
+        """Remove the state files of processes that were killed, so that they do not count as dead."""
+        for file in () if self.logs is None else (self.logs / STATE_FOLDER).glob(f"{self.name}-*"):
+            file.unlink(missing_ok=True)
+
+
 def process_group_envs(hostnames: Sequence[str], *, address: str, port: int) -> list[dict[str, str]]:
-    """What `torch.distributed.init_process_group` reads, for each rank; `hostnames` by rank."""
+    """Return, for each rank, the variables of `torch.distributed.init_process_group`; `hostnames` by rank."""
     return [
         {
             "RANK": str(rank),
@@ -90,10 +121,10 @@ def process_group_envs(hostnames: Sequence[str], *, address: str, port: int) -> 
 
 
 def outward_address() -> str:
-    """This host's address for other hosts.
+    """Return this host's address for other hosts.
 
-    Its name may resolve to the loopback address (Debian's /etc/hosts); then it is the address from
-    which a packet to elsewhere would leave.
+    The hostname may resolve to the loopback address (Debian's /etc/hosts); then the result is the address
+    from which a packet to another network would leave.
     """
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
@@ -106,9 +137,9 @@ def outward_address() -> str:
 
 
 def free_port() -> int:
-    """A port that nothing on this host listens on, below the range that the system hands out.
+    """Return an unused port of this host, below the range that the system assigns.
 
-    Ports of that range may be taken by any outgoing connection between this call and the use.
+    An outgoing connection could take a port of that range between this call and the use.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
@@ -118,34 +149,32 @@ def free_port() -> int:
 
 
 def import_torch() -> None:
-    """Once, before there are actors: Monarch unpickles on several threads, which race to import it.
+    """Import torch before there are actors: Monarch unpickles on several threads, which would race.
 
-    Not in `process_main`: Monarch gives up on a process that is not up within 30 s, and on a busy
-    machine or a network file system this import alone may take that long.
+    This does not belong into `process_main`: Monarch gives up on a process that is not up within 30 s, and on
+    a busy machine or a network file system the import alone may take that long.
     """
     with without_collections():
         import torch  # noqa: F401
 
 
 def process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str, str]:
-    """What a role's processes get on whatever host, on top of that host's own environment."""
+    """Return the variables that a role's processes get on top of their host's environment."""
     env = {
         "RELAY_ROLE": role,
         RUN_VARIABLE: RUN,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": import_path(),
     }
-    # Of this process, which `rl.weights.monarch_env` has set: hosts elsewhere have none of it.
+    # `rl.weights.monarch_env` has set these in this process only; other hosts lack them.
     env |= {name: os.environ[name] for name in SETTINGS}
-    if FAULT_VARIABLE in os.environ:
-        env[FAULT_VARIABLE] = os.environ[FAULT_VARIABLE]
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env
 
 
 def import_path() -> str:
-    """What the controller can import, its actors can: also modules beside a user's script."""
+    """Return a PYTHONPATH with which actors can import what the controller can, also a user's modules."""
     paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
     outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
     return os.pathsep.join(outside)

@@ -1,37 +1,27 @@
-"""What a run is going to be: everything that can be checked before anything starts or is written."""
+"""Plan of a run: everything that can be checked before anything starts or is written."""
 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from actors.canary import LogprobCanary, make_canary
-from actors.checks import (
-    check_converters,
-    check_end,
-    check_load_source,
-    check_memory,
-    check_reference_weights,
-    check_replicas,
-    check_same_tokenizer,
-    check_waits,
-)
-from actors.layout_checks import check_layout
-from actors.roles import num_gpus
-from actors.run_config import STARTING_POINTS, RunConfig
-from actors.task_checks import check_demonstrations, check_sample_limit, check_task
+from actors.checks import Machine, check_config, check_source
+from actors.cluster import num_gpus
+from actors.config import STARTING_POINTS, RunConfig
+from actors.parity import ParityText, make_parity_text
+from actors.task_checks import check_task
 from actors.trainer import PolicyTrainer
-from rl.config.serialize import code_name, to_dict
+from rl.config.json import code_name, to_dict
 from rl.config.tree import input_paths
-from rl.models.spec import ModelSpec
-from rl.observability.sinks.config import check_sinks
-from rl.rollouts.demonstrations import demonstrated_now
-from rl.rollouts.renderer import TemplateRenderer, make_renderer
-from rl.rollouts.tried_environments import TriedEnvironments
+from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import RunFolder
+from rl.observability.sinks import check_sinks
+from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.renderer import Renderer, make_renderer
+from rl.rollouts.samples import demonstrated_now
 from rl.starting_point import (
     NUM_KEYED_DEMONSTRATIONS,
     StartingPoint,
@@ -40,31 +30,30 @@ from rl.starting_point import (
     warmed_up_model,
 )
 from rl.tasks.task import Task
-from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source
+from rl.training.checkpoint_config import LoadSource, find_load_source, initial_source, own_checkpoint
+from rl.training.checkpoint_files import Skip, saved_steps
 from rl.training.experts import ExpertBalance
-from rl.training.own_checkpoint import own_checkpoint
-from rl.types import Prompt
-from rl.weights.files import check_unused
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run needs to start, checked."""
+    """Checked parts from which a run starts."""
 
     start: StartingPoint
     source: LoadSource | None
-    """What the trainer loads instead of the starting point's weights."""
+    """Checkpoint that the trainer loads instead of the starting point's weights."""
     resumed: LoadSource | None
-    """What it loads instead of both, of a run that goes on: the run's own latest checkpoint."""
+    """Latest checkpoint of a resumed run, which replaces both."""
     reference: Path | None
-    """What the trainer loads into the reference policy, where that is not the starting point."""
+    """Folder of the reference policy's weights if these are not the starting point's."""
     task: Task
     environments: TriedEnvironments
-    """Of the task, as they were tried; its threads are the run's."""
-    renderer: TemplateRenderer
-    canary: LogprobCanary | None
+    """Environments of the task, tried before the run; the run uses their thread."""
+    renderer: Renderer
+    parity: ParityText | None
+    """Text of the logprob comparison."""
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Files and folders that the run reads, by the field that they come from."""
@@ -72,45 +61,30 @@ class Plan:
         return paths | ({} if self.reference is None else {"trainer.reference": self.reference})
 
 
-def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
+def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     """Check all that can be checked without starting or writing anything.
 
     Checkpoints that turn out to be damaged are set aside where the run can go on from another one.
 
     Args:
-        resumes: folder of the checkpoints of a run that goes on; None: it is a new one.
+        resumes: folder of a run that goes on; None: it is a new one.
     """
     check_sinks(config.sinks)
     task: Task = config.task.build()
     environments = tried_environments(config, task=task)
-    resumed = None
-    if resumes is not None and config.trainer.checkpoint.saves:
-        resumed = own_checkpoint(resumes, num_steps=config.loop.num_steps)
+    resumed = None if resumes is None else find_resumed(config, resumes)
     source = asked_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
-    check_same_tokenizer(resumed or source, start=start, fleet=config.fleet)
-    check_load_source(
-        resumed or source,
-        fleet=config.fleet,
-        model_spec=start.spec,
-        num_steps=config.loop.num_steps,
-        num_gpus=num_gpus(),
-    )
-    check_layout(config.fleet, model_spec=start.spec, loop=config.loop, num_gpus=num_gpus())
-    check_converters(config.fleet, model_spec=start.spec, num_gpus=num_gpus())
-    reference = check_reference_weights(
-        resumed or source, start=start, fleet=config.fleet, num_gpus=num_gpus()
-    )
-    check_end(config.fleet, warms_up=config.warmup is not None, resumes=resumes is not None)
-    check_waits(config.fleet, store=config.weights)
-    check_unused(config.weights)
-    if not config.launch.on_cluster and num_gpus() == 0:
-        _check_machine(config, model_spec=start.spec)
+    reference = check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
+    check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
     tokenizer, stop_ids = start.tokenizer()
     renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
-    first_prompt = _first_prompt(
-        config,
-        task=task,
+    first_prompt = check_task(
+        task,
+        loop=config.loop,
+        max_model_len=config.generator.max_model_len,
+        time_limit_s=config.reward.time_limit_s,
+        seed=config.seed,
         environments=environments,
         renderer=renderer,
         warms_up=start.warmed_up is not None,
@@ -123,8 +97,8 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
         task=task,
         environments=environments,
         renderer=renderer,
-        canary=make_canary(
-            config.canary,
+        parity=make_parity_text(
+            config.parity,
             prompt=first_prompt,
             renderer=renderer,
             dtypes=(config.generator.dtype, config.trainer.training.param_dtype),
@@ -134,17 +108,34 @@ def make_plan(config: RunConfig, *, resumes: Path | None = None) -> Plan:
     )
 
 
-def _check_machine(config: RunConfig, *, model_spec: ModelSpec) -> None:
-    """Memory and cores of this one, which has no GPU."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    check_memory(config.fleet, model_spec=model_spec, memory_bytes=memory_bytes)
-    num_cores = len(os.sched_getaffinity(0))
-    check_replicas(config.fleet, num_cores=num_cores, memory_bytes=memory_bytes)
+def find_resumed(config: RunConfig, folder: RunFolder, *, skip: Skip | None = None) -> LoadSource | None:
+    """Return the latest checkpoint of a run that goes on, or None.
+
+    Args:
+        skip: called for each damaged checkpoint; None sets them aside.
+
+    Raises:
+        ValueError: the run is finished and has no steps left, or no checkpoint, so that its results would be lost.
+    """
+    num_steps, resumed = config.loop.num_steps, None
+    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    done = max([0, *(int(record["step"]) for record in records), *saved_steps(folder.checkpoints)])
+    if folder.is_finished and done >= num_steps:
+        raise ValueError(
+            f"{folder.path} holds a finished run of {done} steps: raise loop.num_steps={num_steps} to go on with it"
+        )
+    if config.trainer.checkpoint.saves:
+        resumed = own_checkpoint(folder.checkpoints, num_steps=num_steps, skip=skip)
+    if folder.is_finished and (resumed is None or resumed.position is None):
+        raise ValueError(f"{folder.path} holds a finished run and no checkpoint that it could go on from")
+    return resumed
 
 
 def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool) -> LoadSource | None:
-    """What the config says that the run starts from; `resumed` is its own latest checkpoint, `repairs` as
-    `find_load_source`."""
+    """Return the checkpoint that the config starts from, or None.
+
+    `resumed` is the run's own latest checkpoint; `repairs` is that of `find_load_source`.
+    """
     checkpoint = config.trainer.checkpoint
     if resumed is None:
         return find_load_source(checkpoint, repairs=repairs)
@@ -156,50 +147,8 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
         return resumed
 
 
-def _first_prompt(
-    config: RunConfig,
-    *,
-    task: Task,
-    environments: TriedEnvironments,
-    renderer: TemplateRenderer,
-    warms_up: bool,
-) -> Prompt:
-    """Of a task that passes all checks."""
-    loop, max_model_len = config.loop, config.generator.max_model_len
-    max_new = loop.sampling.max_tokens
-    prompt = check_task(
-        task,
-        environments=environments,
-        renderer=renderer,
-        max_prompt_tokens=min(max_model_len, loop.episode.max_tokens or max_model_len) - max_new,
-        seed=config.seed,
-        time_limit_s=config.reward.time_limit_s,
-        drops_long_prompts=loop.long_prompts == "drop",
-        max_turns=loop.episode.max_turns,
-        num_samples=loop.num_samples,
-        evaluates=loop.eval_every > 0,
-        rewards_may_fail=loop.max_failed_rewards > 0,
-    )
-    check_sample_limit(
-        loop,
-        task.train_problems(seed=config.seed),
-        environments=environments,
-        renderer=renderer,
-        max_model_len=max_model_len,
-    )
-    if warms_up:
-        check_demonstrations(
-            task.warmup_problems(seed=config.seed),
-            environments=environments,
-            renderer=renderer,
-            max_tokens=max_new,
-            max_model_len=max_model_len,
-        )
-    return prompt
-
-
 def tried_environments(config: RunConfig, *, task: Task) -> TriedEnvironments:
-    """With the run's limit of a step."""
+    """Return environments with the time limits of the run."""
     return TriedEnvironments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
 
 
@@ -210,9 +159,9 @@ def starting_point(
     source: LoadSource | None,
     environments: TriedEnvironments | None = None,
 ) -> StartingPoint:
-    """Where the run's weights come from, and the model with its kernels; nothing is written yet.
+    """Return the origin of the run's weights and the model with its kernels; nothing is written yet.
 
-    `environments` are those in which demonstrations are played; None makes some.
+    `environments` play the demonstrations; None creates new ones.
     """
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     if config.hf_assets_path is not None:
@@ -238,9 +187,9 @@ def starting_point(
 
 
 def warmup_arithmetic(trainer: PolicyTrainer.Config, *, batch_invariant: bool = False) -> dict[str, Any]:
-    """What of the trainer shapes the steps of the warm-up, whose own settings bring the rest.
+    """Return the trainer settings that change the warm-up, as part of the key of its result.
 
-    Of a subclass nobody here knows what its fields do, so all that it adds are part of it.
+    The effect of a subclass's fields is unknown, so all of them are included.
     """
     training = trainer.training
     arithmetic: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What an actor process runs: the few things to settle before Monarch starts its threads.
+"""Entry of an actor process: set-up that must precede Monarch's threads.
 
 Started by `actors.launch` as `python -m actors.process_main`.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import signal
 
-from rl.interpreter import leave
 from rl.observability.stacks import catch_signal
+from rl.utils.compat import exit_process
 
 
 def main() -> None:
@@ -19,15 +19,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     catch_signal()
 
-    from monarch._src.actor import config
-    from monarch._src.actor.bootstrap_main import invoke_main
+    from actors.compat import run_actor_process
 
-    config.prefix_python_logs_with_actor = False  # our lines name role and rank
     try:
-        invoke_main()
+        run_actor_process()
     except SystemExit as end:
         # Its actors have ended. With vllm loaded the interpreter's own end would take 2 s.
-        leave(end.code if isinstance(end.code, int) else 1)
+        exit_process(end.code if isinstance(end.code, int) else 1)
 
 
 if __name__ == "__main__":

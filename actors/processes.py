@@ -1,106 +1,81 @@
-"""Processes and shared memory of this machine, as the kernel lists them (Linux)."""
+"""Processes and shared memory that a run has on this machine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rl.errors import RunError
-from rl.process_id import ProcessId, identify, is_alive, kill
+import psutil
 
-__all__ = [
-    "ProcessId",
-    "carrying_environment",
-    "identify",
-    "is_alive",
-    "kill",
-    "mapped_shared_memory",
-    "remove_unmapped",
-    "until_gone",
-    "with_descendants",
-]
+from rl.utils.errors import RunError
+from rl.utils.processes import ProcessId, identify, is_alive
 
 SHARED_MEMORY = Path("/dev/shm")
+RUN = uuid.uuid4().hex[:8]
+"""Id that every process started by this controller carries in its environment."""
+RUN_VARIABLE = "RELAY_RUN"
 
 
-async def until_gone(processes: Sequence[ProcessId], *, of: str, grace_s: float) -> None:
+async def wait_until_gone(processes: Sequence[ProcessId], *, role: str, grace_s: float) -> None:
     """Wait for processes that were killed.
 
     Raises:
-        RunError: one outlived SIGKILL for so long (stuck in the kernel); names `of` and the pids.
+        RunError: a process outlived SIGKILL for `grace_s` (stuck in the kernel); names the role and the pids.
     """
     deadline = time.monotonic() + grace_s
     while left := [process for process in processes if is_alive(process)]:
         if time.monotonic() > deadline:
-            raise RunError(f"{of}: processes {[p.pid for p in left]} outlived SIGKILL for {grace_s:g} s")
+            raise RunError(f"{role}: processes {[p.pid for p in left]} outlived SIGKILL for {grace_s:g} s")
         await asyncio.sleep(0.02)
 
 
 def with_descendants(roots: Iterable[ProcessId]) -> list[ProcessId]:
-    """The processes, their children, and so on."""
+    """Return the processes, their children, and so on."""
     found: dict[ProcessId, None] = {}
-    pending = list(roots)
-    while pending:
-        process = pending.pop()
-        if process not in found:
-            found[process] = None
-            pending += [c for pid in _child_pids(process.pid) if (c := identify(pid)) is not None]
+    for root in roots:
+        found[root] = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(root.pid).children(recursive=True):
+                if (process := identify(child.pid)) is not None:
+                    found[process] = None
     return list(found)
 
 
 def carrying_environment(name: str, value: str) -> list[ProcessId]:
-    """The living processes that were started with this environment variable."""
-    wanted = f"{name}={value}".encode()
+    """Return the living processes that were started with this environment variable."""
     found: list[ProcessId] = []
-    for pid in all_pids():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if wanted in environment and (process := identify(pid)) is not None:
-            found.append(process)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value and (living := identify(process.pid)) is not None:
+                found.append(living)
     return found
 
 
-def all_pids() -> list[int]:
-    """Of every process there is."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _child_pids(pid: int) -> list[int]:
-    # A child belongs to the thread that started it.
-    pids: list[int] = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            pids += map(int, (task / "children").read_text().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    return pids
-
-
 def mapped_shared_memory(pids: Iterable[int]) -> set[Path]:
-    """Files in /dev/shm that any of the processes has mapped, still there or not."""
+    """Return the files in /dev/shm that any of the processes has mapped, including deleted ones.
+
+    psutil's `memory_maps` reads smaps, which takes the kernel seconds for a large process; maps is instant.
+    """
     files: set[Path] = set()
     for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        for line in maps.splitlines():
-            _, separator, name = line.partition(f"{SHARED_MEMORY}/")
-            if separator:
-                files.add(SHARED_MEMORY / name.removesuffix(" (deleted)"))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, separator, name = line.partition(f"{SHARED_MEMORY}/")
+                if separator:
+                    files.add(SHARED_MEMORY / name.removesuffix(" (deleted)"))
     return files
 
 
 def remove_unmapped(files: Iterable[Path]) -> list[Path]:
-    """Delete those of the shared-memory files that no living process has mapped; returns them."""
+    """Delete and return the shared-memory files that no living process has mapped."""
     candidates = {file for file in files if file.exists()}
     if not candidates:
         return []
-    orphans = sorted(candidates - mapped_shared_memory(all_pids()))
+    orphans = sorted(candidates - mapped_shared_memory(psutil.pids()))
     for file in orphans:
         file.unlink(missing_ok=True)
     return orphans

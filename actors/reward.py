@@ -1,4 +1,4 @@
-"""The reward actor: endpoints over a scoring worker, on a mesh of its own."""
+"""Reward actor: endpoints over a reward process, on a mesh of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from rl.config.configurable import Configurable
-from rl.errors import RunError
-from rl.observability.activity import during
-from rl.random_states import process_states, restore_process_states
+from rl.observability.spans import span
+from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
-from rl.rollouts.scoring import ScoringWorker
 from rl.types import Rollout, Score
+from rl.utils.errors import RunError
+from rl.utils.processes import process_states, restore_process_states
 
 MAX_TIME_LIMIT_S = 86_400.0
 
@@ -26,12 +26,14 @@ class RewardActor(Actor, Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         time_limit_s: float = 10.0
-        """Longest time that the sync reward functions of one rollout may take together, and each async one;
-        then its score has failed. A function of a group has it for each rollout."""
+        """Longest time in seconds for all sync reward functions of one rollout together, and for each async
+        one; a score that takes longer has failed. A function of a group has it for each rollout."""
         num_procs: int = 1
-        """Processes that score; rollouts go to the one that has the fewest to score."""
+        """Number of reward processes; a rollout goes to the one with the fewest rollouts. 0: no actors, the
+        rewards are computed by a process of the controller."""
         max_concurrency: int = MAX_CONCURRENCY
-        """Async reward functions under way at once in each process; the wait for a place is not timed."""
+        """Number of async reward functions that run at once in each process; the wait for one to finish is not
+        part of the time limit."""
 
         def __post_init__(self) -> None:
             if not 0 < self.time_limit_s <= MAX_TIME_LIMIT_S:
@@ -39,52 +41,56 @@ class RewardActor(Actor, Configurable):
                     f"time_limit_s={self.time_limit_s}: must be above 0 and at most {MAX_TIME_LIMIT_S:g} "
                     "(a day): a reward function that never returns must end"
                 )
-            if self.num_procs < 1:
-                raise ValueError(f"num_procs={self.num_procs} is less than 1")
+            if self.num_procs < 0:
+                raise ValueError(f"num_procs={self.num_procs}: must be at least 0")
             if self.max_concurrency < 1:
                 raise ValueError(f"max_concurrency={self.max_concurrency} is less than 1")
 
     def __init__(self, *, config: Config, rubric: Rubric) -> None:
-        self._worker = ScoringWorker(
+        self._process = RewardProcess(
             rubric=rubric, time_limit_s=config.time_limit_s, max_concurrency=config.max_concurrency
         )
 
     @endpoint
-    @during("setup")
+    @span("setup")
     async def setup(self) -> None:
-        """Start the worker, so that the first score does not wait for it."""
-        await self._worker.start()
-        logger.info("ready: at most %g s a rollout", self._worker.time_limit_s)
-        if comparing := self._worker.rubric.comparing:
+        """Start the process in advance of the first score."""
+        await self._process.start()
+        logger.info("ready: at most %g s a rollout", self._process.time_limit_s)
+        if comparing := self._process.rubric.comparing:
             logger.info(
-                "scores of greedy replies are without %s: there is nothing to compare one with",
+                "scores of greedy replies omit %s, which compare the rollouts of a group",
                 ", ".join(comparing),
             )
 
     @concurrent_endpoint
-    @during("score")
+    @span("score")
     async def score(self, groups: Sequence[Sequence[Rollout]], whole: bool, alone: bool) -> list[list[Score]]:
-        """A score for each rollout, in order; calls overlap. `whole`: all rollouts of a problem are here;
-        `alone`: they are not to be compared."""
-        if not whole and self._worker.rubric.has_group_functions:
+        """Return a score for each rollout, in order; calls overlap.
+
+        Args:
+            whole: each group has all rollouts of its problem.
+            alone: rollouts are scored without a comparison.
+        """
+        if not whole and self._process.rubric.has_group_functions:
             raise RunError("the rubric has functions of a group, and groups were divided: keep them together")
-        return await self._worker.score(groups, alone=alone)
+        return await self._process.score(groups, alone=alone)
 
     @concurrent_endpoint
     async def random_states(self) -> bytes:
-        """Of this process and of the one that calls reward functions, for `restore_random_states`."""
-        return pickle.dumps((process_states(), await self._worker.random_states()))
+        """Return the states of this process and of the one that calls reward functions."""
+        return pickle.dumps((process_states(), await self._process.random_states()))
 
     @concurrent_endpoint
     async def restore_random_states(self, states: Mapping[int, bytes]) -> None:
-        """Set those of this rank, if they are among `states`."""
+        """Restore the states of this rank, if `states` has them."""
         if (own := states.get(current_rank().rank)) is not None:
             of_actor, of_functions = pickle.loads(own)
             restore_process_states(of_actor)
             if of_functions is not None:
-                await self._worker.restore_random_states(of_functions)
+                await self._process.restore_random_states(of_functions)
 
     @endpoint
-    @during("close")
+    @span("close")
     async def close(self) -> None:
-        await self._worker.close()
+        await self._process.close()

@@ -1,73 +1,50 @@
-"""One sampler out of several generators: which of them a prompt goes to."""
+"""Router of prompts to the generators of a run."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.calls import ActorLostError
-from rl.protocols import ResumableSampler
+from actors.calls import ActorLostError, all_or_cancel
+from rl.protocols import ResumableGenerator
 from rl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from actors.config import Strategy
+    from actors.recovery import GeneratorPool
 
 logger = logging.getLogger(__name__)
 
-Strategy = Literal["least_loaded", "round_robin", "sticky"]
 MAX_SESSIONS = 65_536
-"""Sessions that are remembered; the one not used for longest is forgotten first."""
-
-
-class Pool(Protocol):
-    """Of replicas that may be lost and replaced: a `GeneratorPool`."""
-
-    def up(self) -> Sequence[int]:
-        """Who can be asked now, by their numbers; raises RunError where that is over."""
-        ...
-
-    async def one_up(self) -> None:
-        """Until there is one."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Call:
-    """One call of `generate`."""
-
-    prompts: Sequence[np.ndarray]
-    sampling: SamplingParams
-    session: str | None
-    begun: Sequence[Sequence[Completion]] | None
-    groups: dict[int, list[Completion]] = field(default_factory=dict)
-    """What was answered, by the prompt's place."""
+"""Number of remembered sessions; the least recently used one is forgotten first."""
 
 
 class Router:
-    """A `ResumableSampler` over replicas.
+    """A `ResumableGenerator` over replicas.
 
     Prompts of one call are spread over the replicas; equal prompts of a call stay together, so that their
-    samples have seeds of their own. The completions do not depend on the way that was chosen, also where they
-    go on with what another replica began, or are drawn anew because one was lost.
+    samples get different seeds. The completions do not depend on the choice of the replica, even if one
+    replica continues what another began, or draws again what a lost one had not finished.
     """
 
     def __init__(
         self,
-        replicas: Sequence[ResumableSampler],
+        replicas: Sequence[ResumableGenerator],
         *,
         strategy: Strategy = "least_loaded",
-        pool: Pool | None = None,
+        pool: GeneratorPool | None = None,
     ) -> None:
         """
         Args:
-            pool: knows which of the replicas can be asked. What one has not answered when it is lost, others
-                are asked for. None: all can always be asked, and a lost one is an error.
-            strategy: least_loaded: where the fewest samples are under way; round_robin: in turn; sticky:
-                calls of one session where its first one went, which has their keys and values, others as
-                least_loaded.
+            strategy: least_loaded: the replica with the fewest samples under way; round_robin: in turn;
+                sticky: all calls of one session go to the same replica, which has their keys and values,
+                and calls without a session to the least loaded one.
+            pool: knows which replicas can be called; prompts of a lost replica go to another one. None: all
+                replicas can always be called, and a lost one is an error.
         """
         self.replicas = list(replicas)
         self.strategy = strategy
@@ -85,50 +62,51 @@ class Router:
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """As `ResumableSampler.generate`."""
+        """See `ResumableGenerator.generate`."""
         if begun is not None and len(begun) != len(prompts):
             raise ValueError(f"begun has completions of {len(begun)} prompts, there are {len(prompts)}")
-        call = _Call(prompts=prompts, sampling=sampling, session=session, begun=begun)
-        await self._spread(range(len(prompts)), call)
-        return [call.groups[place] for place in range(len(prompts))]
+        groups: dict[int, list[Completion]] = {}
 
-    async def _spread(self, prompts: Iterable[int], call: _Call) -> None:
-        """Ask for these prompts of the call, by their places in it, those that are up."""
-        if self._pool is not None:
-            await self._pool.one_up()
-        places: dict[int, list[int]] = {}
-        replica_of_prompt: dict[bytes, int] = {}
-        for place in prompts:
-            key = np.asarray(call.prompts[place], dtype=np.int32).tobytes()
-            if key not in replica_of_prompt:
-                replica_of_prompt[key] = self._choose(call.session)
-            replica = replica_of_prompt[key]
-            self.num_running[replica] += call.sampling.num_samples
-            places.setdefault(replica, []).append(place)
-        await _all(self._ask(replica, of_replica, call) for replica, of_replica in places.items())
+        async def spread(places: Iterable[int]) -> None:
+            """Send these prompts of the call, given by index, to the replicas that are up."""
+            if self._pool is not None:
+                await self._pool.wait_until_one_is_up()
+            places_of: dict[int, list[int]] = {}
+            replica_of_prompt: dict[bytes, int] = {}
+            for place in places:
+                key = np.asarray(prompts[place], dtype=np.int32).tobytes()
+                if key not in replica_of_prompt:
+                    replica_of_prompt[key] = self._choose(session)
+                replica = replica_of_prompt[key]
+                self.num_running[replica] += sampling.num_samples
+                places_of.setdefault(replica, []).append(place)
+            await all_or_cancel(ask(replica, places) for replica, places in places_of.items())
 
-    async def _ask(self, replica: int, places: Sequence[int], call: _Call) -> None:
-        try:
-            answers = await self.replicas[replica].generate(
-                [call.prompts[place] for place in places],
-                sampling=call.sampling,
-                session=call.session,
-                begun=None if call.begun is None else [call.begun[place] for place in places],
-            )
-        except ActorLostError as error:
-            if self._pool is None:
-                raise
-            logger.info("%d prompts go to another generator: %s", len(places), error)
-        else:
-            call.groups.update(zip(places, answers, strict=True))
-            return
-        finally:
-            self.num_running[replica] -= call.sampling.num_samples * len(places)
-        await self._spread(places, call)
+        async def ask(replica: int, places: Sequence[int]) -> None:
+            try:
+                answers = await self.replicas[replica].generate(
+                    [prompts[place] for place in places],
+                    sampling=sampling,
+                    session=session,
+                    begun=None if begun is None else [begun[place] for place in places],
+                )
+            except ActorLostError as error:
+                if self._pool is None:
+                    raise
+                logger.info("%d prompts go to another generator: %s", len(places), error)
+            else:
+                groups.update(zip(places, answers, strict=True))
+                return
+            finally:
+                self.num_running[replica] -= sampling.num_samples * len(places)
+            await spread(places)
+
+        await spread(range(len(prompts)))
+        return [groups[place] for place in range(len(prompts))]
 
     async def abort(self) -> int:
-        """As `ResumableSampler.abort`, on every replica; prompts of one that is lost are asked for anew."""
-        return sum(await asyncio.gather(*(self._abort(replica) for replica in self._up())))
+        """Abort on every replica; see `ResumableGenerator.abort`. Prompts of a lost replica are sent again."""
+        return sum(await all_or_cancel(self._abort(replica) for replica in self._up()))
 
     async def _abort(self, replica: int) -> int:
         try:
@@ -139,7 +117,7 @@ class Router:
             return 0
 
     def _up(self) -> Sequence[int]:
-        """Those that can be asked, by their numbers."""
+        """Return the numbers of the replicas that can be called."""
         return range(len(self.replicas)) if self._pool is None else self._pool.up()
 
     def _choose(self, session: str | None) -> int:
@@ -157,13 +135,3 @@ class Router:
         if len(self._replica_of_session) > MAX_SESSIONS:
             self._replica_of_session.popitem(last=False)
         return replica
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all; if one fails, or the caller is cancelled, the others are cancelled."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -1,23 +1,24 @@
-"""What is checked of a run's task before anything starts; every error names the problem."""
+"""Checks of a run's task before anything starts; every error names the problem."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from rl.clock import run_now
-from rl.loop import Loop
-from rl.rollouts.demonstrations import UnfitDemonstrationError, demonstrated, demonstrated_rollout
+from rl.loop.config import LoopConfig
+from rl.rollouts.environment import TriedEnvironments
 from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
+from rl.rollouts.rewards import score_within
 from rl.rollouts.rubric import Rubric
-from rl.rollouts.scoring_limit import score_group_within
-from rl.rollouts.tried_environments import TriedEnvironments
+from rl.rollouts.samples import UnfitDemonstrationError, demonstrated, demonstrated_rollout
 from rl.tasks.task import Task
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
+from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
 
@@ -28,88 +29,77 @@ NUM_PROBED_PROBLEMS = 64
 def check_task(
     task: Task,
     *,
+    loop: LoopConfig,
+    max_model_len: int,
+    time_limit_s: float,
+    seed: int,
     environments: TriedEnvironments,
     renderer: Renderer,
-    max_prompt_tokens: int,
-    seed: int,
-    time_limit_s: float,
-    drops_long_prompts: bool = False,
-    max_turns: int | None = None,
-    num_samples: int = 2,
-    rewards_may_fail: bool = False,
-    evaluates: bool = True,
+    warms_up: bool = False,
 ) -> Prompt:
-    """Prompts that fit the context, environments that work, and a rubric that gives finite numbers, on a few
-    problems; returns the prompt of the first evaluation problem, or of the first of training where there is
-    none.
+    """Try a few problems: prompts must fit, environments must work, and the rubric must give finite numbers.
 
-    Args:
-        environments: of the task.
-        drops_long_prompts: a training problem whose prompt is too long is left out later, and no error.
-        max_turns: that an episode may have (loop.episode.max_turns); None is without limit.
-        num_samples: of a group, which is what functions of a group are given.
-        rewards_may_fail: a rubric that fails, or an environment that breaks after it has opened, is only
-            warned of.
-        evaluates: whether there will be evaluations, which need problems.
+    With `loop.max_failed_rewards` above 0, a rubric that fails, or an environment that breaks after it has opened,
+    is only a warning.
+
+    Returns:
+        The prompt of the first evaluation problem, or of the first training problem where there is none.
 
     Raises:
         ValueError: names the problem and what its environment did, or the reward function and what it did.
     """
-    held_out = held_out_problems(task, needed=evaluates)
+    held_out = _held_out_problems(task, needed=loop.eval_every > 0)
     problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
     goes_on = has_turns(environments, problem)
-    if max_turns != 1 and goes_on:
+    if loop.episode.max_turns != 1 and goes_on:
         renderer.check_multi_turn()
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
     openings = _openings(environments, probed)
-    must_fit = len(held_out) if drops_long_prompts else len(probed)
-    check_prompts(probed, openings, must_fit=must_fit, renderer=renderer, max_tokens=max_prompt_tokens)
+    may_drop = loop.long_prompts == "drop"
+    max_prompt_tokens = (
+        min(max_model_len, loop.episode.max_tokens or max_model_len) - loop.sampling.max_tokens
+    )
+    for place, (asked, messages) in enumerate(zip(probed, openings, strict=True)):
+        # A training problem with a long prompt is left out later, but its prompt must render.
+        with suppress(PromptTooLongError) if may_drop and place >= len(held_out) else nullcontext():
+            render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
     prompt = render_prompt(problem, openings[0], renderer=renderer, max_tokens=max_prompt_tokens)
-    example = _example(prompt, environments, renderer=renderer, may_fail=rewards_may_fail)
-    rubric: Rubric = task.rubric(seed=seed)
-    failure = _rubric_failure(
-        rubric,
-        example or _one_turn(prompt, openings[0]),
-        num_samples=num_samples,
+    _check_rubric(
+        task.rubric(seed=seed),
+        _example(prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0),
+        one_turn=_one_turn(prompt, openings[0]),
+        goes_on=goes_on,
+        loop=loop,
         time_limit_s=time_limit_s,
     )
-    if failure is None:
-        return prompt
-    # A judge may not be up yet; an episode of one turn may not be what the functions are made for.
-    is_sure = not rubric.has_async_functions and (example is not None or not goes_on)
-    if is_sure and not rewards_may_fail:
-        raise ValueError(f"the task's rubric fails: {failure}")
-    logger.warning("the task's rubric fails when it is tried: %s", failure)
+    _check_sample_limit(loop, openings[len(held_out) :], renderer=renderer, max_model_len=max_model_len)
+    if warms_up:
+        check_demonstrations(
+            task.warmup_problems(seed=seed),
+            environments=environments,
+            renderer=renderer,
+            max_tokens=loop.sampling.max_tokens,
+            max_model_len=max_model_len,
+        )
     return prompt
 
 
-def check_prompts(
-    problems: Sequence[Problem],
-    openings: Sequence[Sequence[Message]],
-    *,
-    must_fit: int,
-    renderer: Renderer,
-    max_tokens: int,
+def _check_sample_limit(
+    loop: LoopConfig, openings: Iterable[tuple[Message, ...]], *, renderer: Renderer, max_model_len: int
 ) -> None:
-    """The first `must_fit` leave room for a reply, and the others are left out later if they do not.
-
-    Raises:
-        ValueError: names the problem.
-    """
-    for place, (problem, messages) in enumerate(zip(problems, openings, strict=True)):
-        try:
-            render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
-        except PromptTooLongError:
-            if place < must_fit:
-                raise
+    """Raise ValueError for a limit that every sample would meet, or none."""
+    shortest = min(len(renderer.opening(messages)) for messages in openings)
+    limit = loop.max_sample_tokens
+    if limit is not None and not shortest < limit < max_model_len:
+        raise ValueError(
+            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
+            f"{shortest} tokens, to {max_model_len - 1}, as generator.max_model_len={max_model_len} is a limit "
+            "already; or None"
+        )
 
 
-def held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
-    """Of all evaluation sets.
-
-    Raises:
-        ValueError: some are `needed`, and there are none.
-    """
+def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
+    """Return the problems of all evaluation sets; raise ValueError if problems are `needed` and there are none."""
     sets = task.eval_sets()
     for name, problems in sets.items():
         if needed and not problems:
@@ -122,14 +112,36 @@ def held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
     return [problem for problems in sets.values() for problem in problems]
 
 
+def _check_rubric(
+    rubric: Rubric,
+    example: Rollout | None,
+    *,
+    one_turn: Rollout,
+    goes_on: bool,
+    loop: LoopConfig,
+    time_limit_s: float,
+) -> None:
+    """Score an example, or an episode of one turn without one; raise ValueError or warn if that fails."""
+    failure = _rubric_failure(
+        rubric, example or one_turn, num_samples=loop.group_size, time_limit_s=time_limit_s
+    )
+    if failure is None:
+        return
+    # A judge may not be up yet; an episode of one turn may not be what the functions are made for.
+    is_sure = not rubric.has_async_functions and (example is not None or not goes_on)
+    if is_sure and not loop.max_failed_rewards:
+        raise ValueError(f"the task's rubric fails: {failure}")
+    logger.warning("the task's rubric fails when it is tried: %s", failure)
+
+
 def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_limit_s: float) -> str | None:
-    """The first, of a group of the example, and of its likes that end with no words and with others."""
+    """Return the first failure of a group of the example, ended as it is, with no words or with other words."""
     *before, last = example.turns
     for text in (last.text, "", "?"):
         attempt = replace(example, turns=(*before, replace(last, text=text)))
         size = num_samples if rubric.has_group_functions else 1
         group = [replace(attempt, sample=sample) for sample in range(size)]
-        for score in score_group_within(rubric, group, time_limit_s):
+        for score in score_within(rubric, group, time_limit_s=time_limit_s):
             if score.failure is not None:
                 return score.failure
     return None
@@ -138,8 +150,10 @@ def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_
 def _example(
     prompt: Prompt, environments: TriedEnvironments, *, renderer: Renderer, may_fail: bool
 ) -> Rollout | None:
-    """The problem's demonstration, played against its environment; None where there is none, or it does not
-    go with the environment, which is an error only of a run that warms up on it (`check_demonstrations`)."""
+    """Return the problem's demonstration, played against its environment; None where there is none that fits.
+
+    A demonstration that does not fit is an error only of a run that warms up on it (`check_demonstrations`).
+    """
     problem = prompt.problem
     if not problem.demonstrations:
         return None
@@ -154,41 +168,16 @@ def _example(
 
 
 def has_turns(environments: TriedEnvironments, problem: Problem) -> bool:
-    """Whether an episode of the problem may go on after the first reply; raises ValueError as
-    `TriedEnvironments.opened` does."""
+    """Return whether an episode of the problem may continue after the first reply.
+
+    Raises ValueError as `TriedEnvironments.opened` does.
+    """
 
     async def goes_on() -> bool:
         async with environments.opened(problem) as environment:
             return not environment.single_turn
 
     return run_now(goes_on())
-
-
-def check_sample_limit(
-    loop: Loop.Config,
-    problems: Iterable[Problem],
-    *,
-    environments: TriedEnvironments,
-    renderer: Renderer,
-    max_model_len: int,
-) -> None:
-    """A limit that some sample of the first training problems can meet, and some sample can miss.
-
-    Raises:
-        ValueError: names the field, and what is valid.
-    """
-    limit = loop.max_sample_tokens
-    if limit is None:
-        return
-    openings = _openings(environments, islice(problems, NUM_PROBED_PROBLEMS))
-    shortest = min(len(renderer.opening(messages)) for messages in openings)
-    longest = max_model_len
-    if not shortest < limit < longest:
-        raise ValueError(
-            f"loop.max_sample_tokens={limit}: must be from {shortest + 1}, as the shortest prompt has "
-            f"{shortest} tokens, to {longest - 1}, as generator.max_model_len={longest} is a limit already; "
-            "or None"
-        )
 
 
 def check_demonstrations(
@@ -199,10 +188,9 @@ def check_demonstrations(
     max_tokens: int,
     max_model_len: int,
 ) -> None:
-    """Demonstrations, of the first problems of a warm-up, whose every reply a model could give.
+    """Raise ValueError for a demonstration of a warm-up's first problems that no model could give.
 
-    Raises:
-        ValueError: names the problem, and both lengths or what its environment did.
+    The message names the problem, and both lengths or what its environment did.
     """
     for problem in islice(problems, NUM_PROBED_PROBLEMS):
         longest = max((len(renderer.reply(text)) for text in problem.demonstrations), default=0)
@@ -220,7 +208,7 @@ def check_demonstrations(
 
 
 def _openings(environments: TriedEnvironments, problems: Iterable[Problem]) -> list[tuple[Message, ...]]:
-    """What a model is first told of each."""
+    """Return the opening messages of each problem."""
 
     async def opened() -> list[tuple[Message, ...]]:
         openings = []
@@ -233,7 +221,7 @@ def _openings(environments: TriedEnvironments, problems: Iterable[Problem]) -> l
 
 
 def _one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:
-    """The reference answer as a reply."""
+    """Return an episode with the reference answer as its only reply."""
     completion = Completion(
         token_ids=np.zeros(1, dtype=np.int32),
         logprobs=np.zeros(1, dtype=np.float32),

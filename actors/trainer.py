@@ -29,11 +29,13 @@ from actors.measured import Measured
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
-from rl.distributed.threads import use_threads
+from rl.distributed.runtime import use_threads
+from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
-from rl.observability.activity import doing, during
+from rl.observability.spans import span
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
+from rl.training.models import RUN, TrainedModels
 from rl.training.sleep import TrainerSleep, check_this_device
 from rl.types import (
     ForwardBackwardResult,
@@ -43,9 +45,9 @@ from rl.types import (
     PushResult,
     TrainingSample,
 )
-from rl.weights.errors import WeightTimeoutError
-from rl.weights.store import Transfer, WeightStore
-from rl.worker_thread import WorkerThread
+from rl.utils.threads import WorkerThread
+from rl.weights.store import WeightStore
+from rl.weights.types import WeightTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +76,15 @@ class PushGate:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until no push is going on.
+        """Wait until no push is under way.
 
         Raises:
-            WeightTimeoutError: that takes longer than a push may.
+            WeightTimeoutError: the push takes longer than its deadline.
         """
         with self._changed:
             if self._num_pushes == 0:
                 return
-            with doing("waits for a push"):
+            with span("waits for a push"):
                 ended = self._changed.wait_for(
                     lambda: self._num_pushes == 0, timeout=self._timeout_s + self._margin_s
                 )
@@ -109,29 +111,43 @@ class PolicyTrainer(Measured, Actor, Configurable):
                 )
 
     def __init__(
-        self, *, config: Config, model_spec: ModelSpec, store: WeightStore, failure_folder: str
+        self,
+        *,
+        config: Config,
+        model_spec: ModelSpec,
+        store: WeightStore,
+        failure_folder: str | None = None,
+        models: bool = False,
     ) -> None:
-        """`failure_folder` receives the batch on which a loss was not finite."""
+        """
+        Args:
+            failure_folder: receives the batch on which a loss was not finite.
+            models: have models by id, none at the start; False: the one model of a run.
+        """
         use_threads(1)  # This is not the thread that computes.
         self.config = config
         self.model_spec = model_spec
         self.store = store
         self.failure_folder = failure_folder
+        self._has_models = models
         self._thread = WorkerThread("training-engine")
         self._gate = PushGate(timeout_s=store.config.timeout_s)
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         """Join the process group, build the model in its layout and load the folder's weights."""
-        if self.model_spec.batch_invariant and torch.cuda.is_available():
-            from actors.vllm.invariant_gpu import use_vllms_kernels
-
-            use_vllms_kernels()
+        self._use_invariant_kernels()
         return TrainingEngine(
             config=self.config,
             model_spec=self.model_spec,
             hf_assets_path=hf_assets_path,
             failure_folder=self.failure_folder,
         )
+
+    def _use_invariant_kernels(self) -> None:
+        if self.model_spec.batch_invariant and torch.cuda.is_available():
+            from actors.vllm.compat import use_vllms_kernels
+
+            use_vllms_kernels()
 
     @property
     def engine(self) -> TrainingEngine:
@@ -140,71 +156,79 @@ class PolicyTrainer(Measured, Actor, Configurable):
             raise RuntimeError("the trainer is asleep: call wake first")
         return self._turns.engine
 
+    def _engine(self, model_id: str) -> TrainingEngine:
+        return self.engine if model_id == RUN else self._models[model_id]
+
     @property
     def policy_version(self) -> int | None:
-        """Of the weights; None before `setup`."""
+        """Policy version of the weights; None before `setup`."""
         turns: TrainerSleep | None = getattr(self, "_turns", None)
         return None if turns is None else turns.engine.policy_version
 
     @endpoint
-    @during("setup")
+    @span("setup")
     async def setup(self, hf_assets_path: str) -> None:
         """Make the engine from a Hugging Face folder."""
         await self._compute(self._setup, hf_assets_path)
 
     @concurrent_endpoint
-    @during("forward_backward")
+    @span("forward_backward")
     async def forward_backward(
         self,
         samples: Sequence[TrainingSample],
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
+        model_id: str = RUN,
     ) -> ForwardBackwardResult:
         """Logprobs are in the answer of rank 0."""
         rank = current_rank().rank
-        add = partial(self.engine.forward_backward, loss=loss, return_logprobs=return_logprobs)
+        add = partial(self._engine(model_id).forward_backward, loss=loss, return_logprobs=return_logprobs)
         return _told_by(rank, await self._compute(add, samples))
 
     @concurrent_endpoint
-    @during("forward")
+    @span("forward")
     async def forward(
-        self, samples: Sequence[TrainingSample], loss: Loss | None = None
+        self, samples: Sequence[TrainingSample], loss: Loss | None = None, model_id: str = RUN
     ) -> ForwardBackwardResult:
-        """What `forward_backward` with logprobs would answer; the gradient stays as it is."""
+        """Return what `forward_backward` with logprobs would return, without changing the gradient."""
         rank = current_rank().rank
-        return _told_by(rank, await self._compute(partial(self.engine.forward, loss=loss), samples))
+        forward = partial(self._engine(model_id).forward, loss=loss)
+        return _told_by(rank, await self._compute(forward, samples))
 
     @concurrent_endpoint
-    @during("drop_gradient")
-    async def drop_gradient(self) -> None:
+    @span("drop_gradient")
+    async def drop_gradient(self, model_id: str = RUN) -> None:
         """Forget what was accumulated since the last step."""
-        await self._compute(self.engine.drop_gradient)
+        await self._compute(self._engine(model_id).drop_gradient)
 
     @concurrent_endpoint
-    @during("optim_step")
+    @span("optim_step")
     async def optim_step(
-        self, params: OptimParams | None = None, allow_empty: bool = False
+        self, params: OptimParams | None = None, allow_empty: bool = False, model_id: str = RUN
     ) -> OptimStepResult:
-        return await self._change_weights(partial(self.engine.optim_step, allow_empty=allow_empty), params)
+        step = partial(self._engine(model_id).optim_step, allow_empty=allow_empty)
+        return await self._change_weights(step, params)
 
     @concurrent_endpoint
-    @during("compute_logprobs")
-    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+    @span("compute_logprobs")
+    async def compute_logprobs(
+        self, samples: Sequence[TrainingSample], model_id: str = RUN
+    ) -> list[np.ndarray]:
         """Rank 0 answers; the others take part and answer nothing."""
         rank = current_rank().rank
-        logprobs = await self._compute(self.engine.compute_logprobs, samples)
+        logprobs = await self._compute(self._engine(model_id).compute_logprobs, samples)
         return logprobs if rank == 0 else []
 
     @concurrent_endpoint
-    @during("compute_reference_logprobs")
+    @span("compute_reference_logprobs")
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """As `compute_logprobs`, of the frozen reference policy."""
+        """Return logprobs as `compute_logprobs` does, under the frozen reference policy."""
         rank = current_rank().rank
         logprobs = await self._compute(self.engine.compute_reference_logprobs, samples)
         return logprobs if rank == 0 else []
 
     @concurrent_endpoint
-    @during("save")
+    @span("save")
     async def save_checkpoint(
         self,
         folder: str,
@@ -223,13 +247,13 @@ class PolicyTrainer(Measured, Actor, Configurable):
         await self._compute(save, folder)
 
     @concurrent_endpoint
-    @during("finish_saving")
+    @span("finish_saving")
     async def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
         await self._compute(self.engine.checkpointer.wait)
 
     @concurrent_endpoint
-    @during("load")
+    @span("load")
     async def load_checkpoint(
         self, folder: str, model_only: bool = False, exclude: Sequence[str] | None = None
     ) -> int:
@@ -237,42 +261,62 @@ class PolicyTrainer(Measured, Actor, Configurable):
         return await self._change_weights(load, folder)
 
     @concurrent_endpoint
-    @during("export")
+    @span("export")
     async def export_hf(self, folder: str, dtype: Dtype | None = None) -> None:
         await self._compute(partial(self.engine.export_hf, dtype=dtype), folder)
 
     @concurrent_endpoint
-    @during("export")
+    @span("export")
     async def save_adapter(self, folder: str) -> None:
         await self._compute(self.engine.save_adapter, folder)
 
     @concurrent_endpoint
-    @during("push")
-    async def push_model_state_dict(self) -> PushResult:
-        """Put this rank's shards into the store under the current version; not yet announced.
+    @span("push")
+    async def push_model_state_dict(self, model_id: str = RUN, version: int | None = None) -> PushResult:
+        """Put this rank's shards into the store under the current or the given version; not yet announced.
 
         The engine computes on meanwhile. Calls that change weights, made later, wait.
         """
         started = time.perf_counter()
-        if self.store.is_collective:
-            version, sent = await self._compute(_push_here, self.engine, self.store)
-        else:
-            version, state_dict, buffer_names = await self._compute(self._begin_push)
-            try:
-                sent = await self.store.push(
-                    version=version, state_dict=state_dict, buffer_names=buffer_names
-                )
-            finally:
-                self._gate.end()
+        engine = self._engine(model_id)
+        number, state_dict, buffer_names = await self._compute(self._begin_push, engine, version)
+        try:
+            sent = await self.store.push(version=number, state_dict=state_dict, buffer_names=buffer_names)
+        finally:
+            self._gate.end()
         return PushResult(
-            policy_version=version,
+            policy_version=number,
             num_bytes=sent.num_bytes,
             time_s=time.perf_counter() - started,
             sums=sent.sums,
         )
 
+    # Models by id
+
     @concurrent_endpoint
-    @during("check_sharing")
+    @span("create_model")
+    async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
+        await self._compute(self._models.create, model_id, lora)
+
+    @concurrent_endpoint
+    @span("delete_model")
+    async def delete_model(self, model_id: str) -> None:
+        await self._change_weights(self._models.delete, model_id)
+
+    @concurrent_endpoint
+    @span("save")
+    async def save_model(self, model_id: str, folder: str, optimizer: bool) -> None:
+        await self._compute(partial(self._models.save, optimizer=optimizer), model_id, folder)
+
+    @concurrent_endpoint
+    @span("load")
+    async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
+        await self._change_weights(partial(self._models.load, optimizer=optimizer), model_id, folder)
+
+    # Devices that several roles share
+
+    @concurrent_endpoint
+    @span("check_sharing")
     async def check_sharing(self, generator_fraction: float) -> None:
         """Before `setup`, where generators have the same GPU by turns: whether there is memory for both.
 
@@ -288,7 +332,7 @@ class PolicyTrainer(Measured, Actor, Configurable):
         await self._compute(check, self.config, self.model_spec)
 
     @concurrent_endpoint
-    @during("sleep")
+    @span("sleep")
     async def sleep(self) -> int:
         """Leave the device to somebody else; until `wake`, every other endpoint but `close` raises.
 
@@ -301,15 +345,15 @@ class PolicyTrainer(Measured, Actor, Configurable):
         return await self._change_weights(self._turns.sleep)
 
     @concurrent_endpoint
-    @during("wake")
+    @span("wake")
     async def wake(self) -> int:
         """Come back, bit for bit; returns the bytes that this rank moved."""
         return await self._compute(self._turns.wake)
 
     @concurrent_endpoint
-    @during("close")
+    @span("close")
     async def close(self) -> None:
-        await self._compute(self._turns.engine.close)
+        await self._compute(self._models.close if self._has_models else self._turns.engine.close)
 
     async def __cleanup__(self, exc: Exception | None) -> None:
         # A thread that is still computing when the interpreter ends would abort the process.
@@ -317,7 +361,7 @@ class PolicyTrainer(Measured, Actor, Configurable):
             logger.warning("the engine's thread was still busy %g s after the end", STOP_TIMEOUT_S)
 
     async def _compute(self, function: Callable[..., T], *args: object) -> T:
-        """In the engine's thread, after all that was asked for before."""
+        """Run a function in the engine's thread, after all earlier calls."""
         return await self._thread.run(function, *args)
 
     _where_it_computes = _compute
@@ -331,25 +375,31 @@ class PolicyTrainer(Measured, Actor, Configurable):
         return await self._compute(change)
 
     def _setup(self, hf_assets_path: str) -> None:
+        num_ranks = World.from_env().size
+        if num_ranks != self.config.num_procs:
+            raise ValueError(
+                f"trainer.num_procs={self.config.num_procs}, but this actor runs on {num_ranks} processes: spawn "
+                "it on a mesh of num_procs processes after setup_process_group_env, or change num_procs"
+            )
         use_threads(self.config.num_threads)
+        if self._has_models:
+            self._use_invariant_kernels()
+            self._models = TrainedModels(self.config, spec=self.model_spec, hf_assets_path=hf_assets_path)
+            return
         self._turns = TrainerSleep(self.make_engine(hf_assets_path))
         num_bytes = sum(t.nbytes for t in self.engine.model_state_dict().values())
         logger.info("ready: %s %s, %.3g GB", self.model_spec.name, self.model_spec.flavor, num_bytes / 1e9)
 
-    def _begin_push(self) -> tuple[int, dict[str, Tensor], set[str]]:
+    def _begin_push(
+        self, engine: TrainingEngine, version: int | None
+    ) -> tuple[int, dict[str, Tensor], set[str]]:
         """The weights as they are between two calls of the engine; collective where they are merged."""
-        state_dict = self.engine.model_state_dict()
+        state_dict = engine.model_state_dict()
         self._gate.begin()
-        return self.engine.policy_version, state_dict, self.engine.buffer_names()
+        number = engine.policy_version if version is None else version
+        return number, state_dict, engine.buffer_names()
 
 
 def _told_by(rank: int, result: ForwardBackwardResult) -> ForwardBackwardResult:
     """All ranks have the same; one of them sends the logprobs."""
     return result if rank == 0 else replace(result, logprobs=None)
-
-
-def _push_here(engine: TrainingEngine, store: WeightStore) -> tuple[int, Transfer]:
-    """In the engine's thread, which computes nothing meanwhile."""
-    version, state_dict = engine.policy_version, engine.model_state_dict()
-    push = store.push(version=version, state_dict=state_dict, buffer_names=engine.buffer_names())
-    return version, asyncio.run(push)

@@ -1,12 +1,12 @@
-"""What is learnt on a CPU: reverse-text and alphabet-sort, each with the control whose reward is noise.
+"""Learning curves on a CPU: reverse-text and alphabet-sort, each with a control whose reward is noise.
 
     python -m benchmarks.curves [--quick] [--seeds 0 1] [--dump_folder outputs/curves]
 
-Whole runs, warm-up included, one after the other: `tiny` of each task for each seed, and `tiny_noise` for the
-first, or with `--controls` for each. All are evaluated greedily on held-out problems. The rewards of a
-control are coins, so what must stay flat is its share of right answers, `correct`. The last line of the
-output is a JSON object with both of each evaluation.
-The exit status is 1 where a reward rose by less than 0.2, or `correct` of a control moved by more than 0.05.
+Whole runs with warm-up, one after another: `tiny` of each task for each seed, and `tiny_noise` for the first seed
+(`--controls`: for each). All runs are evaluated greedily on held-out problems. The rewards of a control are coin
+tosses, so its share of right answers, `correct`, must stay flat. The last line is a JSON object with all
+evaluations. The exit status is 1 if a reward rose by less than 0.2 or a control's `correct` moved by more than
+0.05.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.processes import whole_run
 TASKS = ("reverse_text", "alphabet_sort")
 RUN_TIMEOUT_S = 900.0
 MIN_RISE = 0.2
-"""Of the evaluated reward, in a run that learns."""
+"""Smallest rise of the evaluation reward in a run that learns."""
 MAX_DRIFT = 0.05
-"""Of the share of right answers, either way, in a control."""
+"""Largest change of the share of right answers in a control."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def runs(seeds: Sequence[int], *, controls: bool) -> list[tuple[str, int]]:
-    """Config and seed of each run of a task; `controls`: one for every seed."""
+    """Return config and seed of each run of a task; with `controls`, a control for every seed."""
     return [
         *(("tiny", seed) for seed in seeds),
         *(("tiny_noise", seed) for seed in (seeds if controls else seeds[:1])),
@@ -64,7 +64,7 @@ def runs(seeds: Sequence[int], *, controls: bool) -> list[tuple[str, int]]:
 
 
 def shortfalls(curves: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each run did that it should not; empty where all learnt and no control did."""
+    """Return a line for each run that did not learn and for each control that did."""
     missed = []
     for made in curves:
         run = f"{made['task']}, {made['config']}, seed {made['seed']}"
@@ -91,10 +91,10 @@ def _measured(folder: Path, *, task: str, config: str, seed: int) -> dict[str, A
 
 
 def curve(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The evaluations of a run, in order, and what the share of right answers and the reward rose by.
+    """Return the evaluations of a run in order, and the rise of the share of right answers and of the reward.
 
     Raises:
-        ValueError: there is none before the first step, or none after it.
+        ValueError: an evaluation before or after the first step is missing.
     """
     evaluations = [r for r in records if "eval/correct" in r]
     if len(evaluations) < 2 or evaluations[0]["step"]:
@@ -112,7 +112,7 @@ def curve(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def table(curves: Sequence[Mapping[str, Any]]) -> str:
-    """A line a run: first and last share of right answers and reward."""
+    """Return a table with the first and last share of right answers and reward of each run."""
     lines = ["| task | config | seed | steps | correct | reward | seconds |", "|---|---|---|---|---|---|---|"]
     for made in curves:
         ends = [f"{made[name][0]:.3f} -> {made[name][-1]:.3f}" for name in ("correct", "reward")]

@@ -1,21 +1,20 @@
-"""What a step of the generator costs, by part: 128 running requests of the tiny model in float32.
+"""Cost of a generator step by part: 128 running requests of the tiny model in float32.
 
     python -m benchmarks.generator_step [--quick]
 
-16 prompts x 8 samples go through the engine as they do in training, with 16 and with 64 new tokens.
-`ms_per_step` and `tokens_per_s` are of the whole call on the clock, the best of the repeats: other
-processes only ever add to it. The parts are CPU time of the thread that steps the engine (on one
-thread, as here, that is the model's too), without what the parts inside them take:
+16 prompts x 8 samples go through the engine as in training, with 16 and with 64 new tokens. `ms_per_step` and
+`tokens_per_s` are wall-clock figures of the whole call, the best of the repeats, because other processes only add
+time. The parts are CPU time of the thread that steps the engine, exclusive of nested parts:
 
     model      forward and output head
     prepare    the model runner: inputs from the batch's state, and the state's update
-    sample     logprobs and draws
-    schedule   what runs in this step, and its cache blocks
+    sample     logprobs and sampling
+    schedule   the scheduler
     output     vLLM's results, and ours from them
     hand over  the rest of the process: event loop, completions
 
-`score_ms` is the time of `compute_logprobs` of one sequence of 32 tokens, alone and beside 128
-running requests; there it waits for the step that is being made. The last line is a JSON object.
+`score_ms` is the time of `compute_logprobs` of one sequence of 32 tokens, alone and beside 128 running requests.
+The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from actors.vllm.engine import GeneratorEngine
+from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.starting_point import write_random_model
 from rl.types import SamplingParams
 
 NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH, SCORED_LENGTH = 16, 8, 40, 32
@@ -43,7 +42,7 @@ PARTS = ("model", "prepare", "sample", "schedule", "output")
 
 
 class PartClock:
-    """CPU seconds of the calling thread by part, each without the parts called within it."""
+    """CPU seconds of the calling thread by part, exclusive of nested parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -55,7 +54,7 @@ class PartClock:
         self.calls.clear()
 
     def watch(self, owner: Any, method: str, part: str) -> None:
-        """From now on calls of this object's method count for the part."""
+        """Count all further calls of this method of `owner` as the part."""
         function: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:

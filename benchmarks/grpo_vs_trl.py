@@ -1,12 +1,11 @@
-"""Samples per second of whole GRPO steps: this system, synchronous and not, against TRL's GRPOTrainer.
+"""Samples per second of whole GRPO steps: relay, synchronous and asynchronous, against TRL's GRPOTrainer.
 
     python -m benchmarks.grpo_vs_trl [--quick]
 
-Both start from the same seeded weights, see the same prompts, draw 16 prompts x 8 samples a
-step with the same token limit, and train on all of them in float32 on the same number of
-threads; asynchronous, trainer and generator have half of them each. Each measurement is a process of
-its own; the sides take turns. A step is everything: generation, reward, training and, here, the weights'
-way to the generator. The last line is a JSON object.
+All sides start from the same seeded weights, see the same prompts, sample 16 prompts x 8 completions a step with
+the same token limit, and train on all of them in float32 on the same number of threads (asynchronous: half of them
+for each of trainer and generator). Each measurement is a separate process, alternating between sides. A step
+includes generation, reward, training and, in relay, publishing the weights. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import in_process_of_its_own
+from benchmarks.processes import medians_of_sides, tiny_assets, tiny_run
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
 NUM_WARMUP_STEPS = 3
-"""Not measured: the first steps allocate and compile."""
+"""Steps at the start that are not measured: they allocate and compile."""
 
 
 def main() -> None:
@@ -35,53 +34,37 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     steps, repeats = (4, 1) if args.quick else (12, 3)
-    figures = compare(args.tokens, steps=steps, repeats=repeats, threads=args.threads)
-    print(json.dumps(figures))
-
-
-def compare(token_limits: list[int], *, steps: int, repeats: int, threads: int) -> dict[str, Any]:
-    """Medians over repeats of each repeat's mean step, for each token limit."""
+    sides = {name: {"side": name} for name in SIDES}
     with tempfile.TemporaryDirectory() as folder:
-        assets = _make_assets(Path(folder) / "model")
-        by_limit = {}
-        for tokens in token_limits:
-            samples_per_s: dict[str, list[float]] = {name: [] for name in SIDES}
-            for repeat in range(repeats):
-                for name, run in SIDES.items():
-                    arguments = {
-                        "assets": str(assets),
-                        "tokens": tokens,
-                        "steps": steps,
-                        "num_threads": threads,
-                    }
-                    measured = in_process_of_its_own(run, threads=threads, **arguments)
-                    samples_per_s[name].append(measured["samples_per_s"])
-                    print(
-                        f"{tokens} tokens, repeat {repeat + 1}: {name} {measured['samples_per_s']:.1f} "
-                        f"samples/s, {measured['tokens_mean']:.1f} tokens a sample",
-                        flush=True,
-                    )
-            medians = {name: statistics.median(values) for name, values in samples_per_s.items()}
-            by_limit[str(tokens)] = medians
-    return {
+        assets = tiny_assets(Path(folder))
+        medians = {
+            str(tokens): medians_of_sides(
+                run, sides, repeats=repeats, threads=args.threads, assets=assets, tokens=tokens, steps=steps
+            )
+            for tokens in args.tokens
+        }
+    speeds = {
+        tokens: {side: figures["samples_per_s"] for side, figures in of.items()}
+        for tokens, of in medians.items()
+    }
+    figures = {
         "benchmark": "grpo_vs_trl",
         "prompts": NUM_PROMPTS,
         "samples": NUM_SAMPLES,
-        "threads": threads,
+        "threads": args.threads,
         "repeats": repeats,
-        "samples_per_s": by_limit,
+        "samples_per_s": speeds,
         "ratio": {
-            name: {tokens: m[name] / m["trl"] for tokens, m in by_limit.items()}
+            name: {tokens: of[name] / of["trl"] for tokens, of in speeds.items()}
             for name in ("relay", "relay_async")
         },
     }
+    print(json.dumps(figures))
 
 
-def _make_assets(folder: Path) -> Path:
-    from rl.models.qwen3 import model_registry
-    from rl.models.starting_point import write_random_model
-
-    return write_random_model(folder, spec=model_registry("tiny"), seed=0)
+def run(side: str, **arguments: Any) -> dict[str, float]:
+    """Measure one side."""
+    return SIDES[side](**arguments)
 
 
 def _summary(step_s: list[float], tokens_mean: float) -> dict[str, float]:
@@ -91,7 +74,7 @@ def _summary(step_s: list[float], tokens_mean: float) -> dict[str, float]:
 
 
 def run_relay(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
-    """The synchronous loop with all its actors."""
+    """Measure the synchronous loop with all its actors."""
     from configs.sum_digits import tiny
 
     config = tiny()
@@ -100,7 +83,7 @@ def run_relay(assets: str, tokens: int, steps: int, num_threads: int) -> dict[st
 
 
 def run_relay_async(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
-    """Generation a step ahead of training."""
+    """Measure generation one step ahead of training."""
     from configs.sum_digits import tiny_async
 
     config = tiny_async()
@@ -109,26 +92,14 @@ def run_relay_async(assets: str, tokens: int, steps: int, num_threads: int) -> d
 
 
 def _run_relay(config: Any, *, assets: str, tokens: int, steps: int) -> dict[str, float]:
-    from rl.config.registry import ResolvedRun
-    from rl.observability.metrics import read_metrics
-
-    config.hf_assets_path, config.warmup = assets, None
-    config.loop.num_steps = steps + NUM_WARMUP_STEPS
-    config.loop.num_prompts, config.loop.num_samples = NUM_PROMPTS, NUM_SAMPLES
-    config.loop.sampling.max_tokens = tokens
-    config.loop.max_empty_steps = config.loop.num_steps  # random weights are never right
-    config.loop.eval_every = 0
-    with tempfile.TemporaryDirectory() as folder:
-        config.dump_folder = folder
-        run = ResolvedRun(module="sum_digits", function="tiny", config=config)
-        path = config.build(run=run).run()
-        records = read_metrics(path / "metrics.jsonl")
+    config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
+    records = tiny_run(config, assets=assets, tokens=tokens, num_steps=steps + NUM_WARMUP_STEPS)
     tokens_mean = statistics.mean(r["completion/tokens_mean"] for r in records)
     return _summary([r["time/step_s"] for r in records], tokens_mean)
 
 
 def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
-    """TRL's trainer on the same prompts, reward and settings."""
+    """Measure TRL's trainer on the same prompts, reward and settings."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -170,7 +141,7 @@ def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str,
             model=AutoModelForCausalLM.from_pretrained(assets, dtype=torch.float32),
             processing_class=tokenizer,
             reward_funcs=reward,
-            train_dataset=_trl_prompts(tokenizer, num_prompts=num_steps * NUM_PROMPTS),
+            train_dataset=_trl_prompts(tokenizer, groups_per_batch=num_steps * NUM_PROMPTS),
             callbacks=[_trl_step_times(step_s)],
             args=settings,
         )
@@ -178,7 +149,7 @@ def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str,
     return _summary(step_s, statistics.mean(lengths))
 
 
-def _trl_prompts(tokenizer: Any, *, num_prompts: int) -> Any:
+def _trl_prompts(tokenizer: Any, *, groups_per_batch: int) -> Any:
     from datasets import Dataset
 
     from rl.rollouts.environment import SingleTurn
@@ -186,7 +157,7 @@ def _trl_prompts(tokenizer: Any, *, num_prompts: int) -> Any:
     from rl.tasks.sum_digits import SumDigits
 
     renderer = make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=(tokenizer.eos_token_id,))
-    problems = islice(SumDigits.Config(num_integers=2).build().train_problems(seed=0), num_prompts)
+    problems = islice(SumDigits.Config(num_integers=2).build().train_problems(seed=0), groups_per_batch)
     return Dataset.from_list(
         [
             {
@@ -199,7 +170,7 @@ def _trl_prompts(tokenizer: Any, *, num_prompts: int) -> Any:
 
 
 def _trl_step_times(step_s: list[float]) -> Any:
-    """A callback that appends the seconds of each step, from the end of the one before."""
+    """Return a callback that appends the seconds between the ends of consecutive steps."""
     from transformers import TrainerCallback
 
     class StepTimes(TrainerCallback):

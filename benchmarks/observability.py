@@ -1,19 +1,19 @@
-"""What it costs to be watched: steps with all observability, with the timeline alone and with none.
+"""Cost of observability: steps with everything on, with the timeline alone and with nothing.
 
     python -m benchmarks.observability [--quick] [--rounds 60] [--tokens 32]
 
-One run of the tiny config with all its actors, on a random model whose replies are mostly as long as they
-may be. Its sides take turns step by step, in an order that changes from round to round:
+One run of the tiny config with all its actors, on a random model whose replies mostly reach the token limit. The
+sides alternate step by step, in an order that changes from round to round:
 
-    off        no process says or keeps what it does; no records, no rollouts, nothing compared with limits
-    timeline   every process keeps its spans
-    all        spans, what each process does, metrics.jsonl, the console's lines, rollouts.jsonl, limits,
-               and TensorBoard, W&B (offline) and trackio
-    control    off once more: how far apart equal sides are
+    off        no spans, no records, no rollouts, no comparison with limits
+    timeline   every process records spans
+    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, limits, TensorBoard, W&B (offline) and
+               trackio
+    control    off again: the noise between equal sides
 
-A step is over when what it has to tell is written, by the threads of the sinks too. `overhead` is the median
-over the rounds of a side's time over that of `off` in the same round, less 1; `interval` is where that median
-lies at 95%, by drawing rounds again. The last line is a JSON object; `ratio` is that of all to off.
+A step ends when all of its output is written. `overhead` is the median over the rounds of a side's time over the
+time of `off` in the same round, minus 1; `interval` is its bootstrapped 95% interval. The last line is a JSON
+object; `ratio` is all over off.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from typing import Any
 import numpy as np
 
 from actors import launch
-from actors.backend import ActorLearner, ActorPublisher, ActorSampler, ActorScorer
+from actors.backend import ActorPublisher, GeneratorClient, RewardClient, TrainerClient
 from actors.calls import Group
+from actors.cluster import Cluster
 from actors.controller import Controller
-from actors.fleet import Fleet, close_fleet, start_fleet
 from actors.limits import run_limits
+from actors.members import LogSettings
+from actors.parity import ParityCheck
 from actors.plan import Plan, make_plan
-from actors.roles import LogSettings
-from actors.sync_check import SyncCheck
-from actors.watching import be_watched
+from actors.recording import record_process
 from benchmarks.observability_actors import (
     SIDES,
     ObservedGenerator,
@@ -52,31 +52,39 @@ from benchmarks.observability_actors import (
     observe,
 )
 from configs.sum_digits import tiny
-from rl.loop import Loop, Seams
-from rl.models.starting_point import write_random_model
-from rl.observability.limit_sink import LimitSink
+from rl.loop.loop import Loop
+from rl.loop.rollouts import RolloutSetup
+from rl.loop.state import StepCheckpoints
+from rl.models.hf import write_random_model
+from rl.observability.limits import LimitSink
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
-from rl.observability.sinks.config import SinksConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from rl.observability.sinks.run_sinks import RunSinks, open_sinks
-from rl.observability.spans import read_spans
-from rl.step_checkpoints import StepCheckpoints
+from rl.observability.sinks import (
+    RunSinks,
+    SinksConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandbConfig,
+    open_sinks,
+)
+from rl.observability.span_reader import read_spans
+from tests.support.clusters import start_cluster
 
 NUM_WARMUP_ROUNDS = 2
 TARGETS = {"timeline": 0.01, "all": 0.03}
-"""Overheads that are to be kept below."""
+"""Largest acceptable overhead of each side."""
 SINKS = SinksConfig(
     tensorboard=TensorBoardConfig(enable=True),
     wandb=WandbConfig(enable=True),
     trackio=TrackioConfig(enable=True),
 )
 CAUGHT_UP_S = 60.0
-"""How long sinks may take to have a step."""
+"""Longest wait for the sinks to write a step."""
 NUM_DRAWS = 10_000
 
 
 def settings(folder: Path, *, tokens: int, num_steps: int, threads: int) -> Controller.Config:
-    """The tiny config, of actors whose observation can be switched."""
+    """Return the tiny config with actors whose observation can be switched."""
     config = tiny()
     config.dump_folder = str(folder)
     config.hf_assets_path = str(write_random_model(folder / "model", spec=config.model, seed=0))
@@ -100,32 +108,33 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 class Observed:
-    """A run that is made step by step, each observed in its own way."""
+    """A run whose steps are observed in different ways."""
 
-    def __init__(self, config: Controller.Config, fleet: Fleet, plan: Plan, folder: Path) -> None:
-        self._fleet = fleet
+    def __init__(self, config: Controller.Config, fleet: Cluster, plan: Plan, folder: Path) -> None:
+        assert fleet.reward is not None
+        self._fleet, self._reward = fleet, fleet.reward
         self._folder = folder
         self._metrics = MetricsWriter(folder / "metrics.jsonl")
         self._recorder = Recorder(folder / "rollouts.jsonl", config=config.recorder)
-        learner = ActorLearner(fleet.trainer)
+        trainer = TrainerClient(fleet.trainer)
         self._loop: Loop = config.loop.build(
-            seams=Seams(
-                sampler=ActorSampler(fleet.generators[0]),
-                learner=learner,
-                publisher=ActorPublisher(
-                    trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
-                ),
-                scorer=ActorScorer(fleet.reward, num_procs=config.reward.num_procs),
+            trainer=trainer,
+            publisher=ActorPublisher(
+                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
             ),
-            renderer=plan.renderer,
-            task=plan.task,
-            max_sequence_tokens=config.generator.max_model_len,
+            rollouts=RolloutSetup(
+                generator=GeneratorClient(fleet.generators[0]),
+                rewarder=RewardClient(self._reward, num_procs=config.reward.num_procs),
+                renderer=plan.renderer,
+                task=plan.task,
+                max_sequence_tokens=config.generator.max_model_len,
+                seed=config.seed,
+                thread=plan.environments.thread,
+            ),
             sinks=(),
             checkpoints=StepCheckpoints(
-                learner=learner, config=config.trainer.checkpoint, folder=str(folder / "checkpoints")
+                trainer=trainer, config=config.trainer.checkpoint, folder=str(folder / "checkpoints")
             ),
-            seed=config.seed,
-            threads=plan.environments.threads,
         )
         self._num_steps = 0
 
@@ -144,54 +153,55 @@ class Observed:
         self._stack.enter_context(self._told.attempt())
         self._sinks = [LimitSink(limits=limits, sinks=[self._metrics, self._told])]
         await self._loop._sync.begin()
-        self._loop._progress.step_of_version[await self._loop._served_version()] = 0
+        published = await self._loop._sync.served()
+        self._loop._progress.step_of_version[published.policy_version] = 0
 
     async def step(self, side: str) -> float:
-        """Seconds of one step, with all that it writes."""
-        reward = await self._fleet.reward.group()
+        """Return the seconds of one step, including all that it writes."""
+        reward = await self._reward.current()
         groups: Sequence[Group] = (self._fleet.trainer, *self._fleet.generators, reward)
-        await asyncio.gather(*(group.call("observe", side, limit="close_s") for group in groups))
+        await asyncio.gather(*(group.call("observe", side, limit_s=600.0) for group in groups))
         observe(side)
         self._loop.sinks = self._sinks if side == "all" else ()
         self._loop.recorder = self._recorder if side == "all" else None
         self._num_steps += 1
         started = time.perf_counter()
         await self._loop._step(self._num_steps)
-        await self._loop._recording.finish()
+        await self._loop._writer.finish()
         if side == "all":
             await self._caught_up()
         return time.perf_counter() - started
 
     async def _caught_up(self) -> None:
-        """Once every sink has this step."""
+        """Wait until every sink has this step."""
         until = time.monotonic() + CAUGHT_UP_S
-        for follower in self._told.followers:
-            while (held := follower._delivery._held) is None or held.step < self._num_steps:
-                assert not follower.num_failures, f"{follower.name} takes nothing"
-                assert time.monotonic() < until, f"{follower.name} lacks step {self._num_steps}"
+        for thread in self._told.threads:
+            while not thread.is_idle:
+                assert not thread.num_lost, f"{thread.name} takes nothing"
+                assert time.monotonic() < until, f"{thread.name} lacks step {self._num_steps}"
                 await asyncio.sleep(0.0005)
 
     async def close(self) -> None:
         observe("off")
-        await self._loop._recording.close()
+        await self._loop._writer.close()
         await self._loop._producer.close()
         await self._loop._sync.close()
         self._stack.close()
         await self._told.close()
         self._metrics.close()
-        await close_fleet(self._fleet)
+        await self._fleet.close()
 
 
 async def measure(
     config: Controller.Config, plan: Plan, folder: Path, *, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each side's steps, round by round."""
+    """Return the seconds of each side's steps by round."""
     logs = folder / "logs"
-    be_watched(logs, role="controller", rank=0)
-    fleet = await start_fleet(
-        config.fleet,
+    record_process(logs, role="controller", rank=0)
+    fleet = await start_cluster(
+        config,
         store=config.weights.build(dtype=config.generator.dtype),
-        check=SyncCheck(plan.canary),
+        check=ParityCheck(plan.parity),
         model_spec=plan.start.spec,
         hf_assets_path=str(plan.start.folder),
         rubric=plan.task.rubric(seed=config.seed),
@@ -214,13 +224,13 @@ async def measure(
 
 
 def order(number: int) -> list[str]:
-    """Of a round: every side is in every place equally often, before and after every other."""
+    """Return the order of sides in a round; over all rounds every side takes every place equally often."""
     turned = [*SIDES[number % len(SIDES) :], *SIDES[: number % len(SIDES)]]
     return turned[::-1] if number // len(SIDES) % 2 else turned
 
 
 def figures(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians, and overheads by round."""
+    """Return medians and overheads by round."""
     by_round = {
         side: np.divide(of_side, times["off"]) - 1.0 for side, of_side in times.items() if side != "off"
     }
@@ -236,7 +246,7 @@ def figures(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def interval(rounds: np.ndarray) -> tuple[float, float]:
-    """Of the median of such rounds, at 95%: bootstrap, percentiles."""
+    """Return the bootstrapped 95% interval of the median over rounds."""
     drawn = np.random.default_rng(0).choice(rounds, size=(NUM_DRAWS, len(rounds)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(low), float(high)

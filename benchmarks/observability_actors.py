@@ -10,30 +10,29 @@ from monarch.actor import concurrent_endpoint
 from actors.generator import VLLMGenerator
 from actors.reward import RewardActor
 from actors.trainer import PolicyTrainer
-from rl.observability import activity
-from rl.observability.activity import Activity
+from rl.observability import spans
+from rl.observability.spans import SpanRecorder
 
 SIDES = ("off", "timeline", "all", "control")
-"""control: off once more, which tells how far apart two equal sides are."""
+"""Sides of the comparison; "control" is "off" again and shows the noise between equal sides."""
 
 
 class Nobody:
-    """Is told what begins and ends, and does nothing."""
+    """Span recorder that records nothing."""
 
     def begin(self, name: str, version: int | None) -> int:
         return 0
 
     def end(self, name: str, number: int, error: BaseException | None = None) -> None:
-        """Nothing."""
+        pass
 
 
 class Switch:
-    """Stands in the place of a process's `Activity`; what has begun ends where it began."""
+    """Span recorder that forwards to the recorder of the current side; a span ends where it began."""
 
-    def __init__(self, watched: Activity) -> None:
-        """`watched` tells what it does, and keeps spans."""
-        with_spans = Activity()
-        with_spans.keep_spans(watched._spans)
+    def __init__(self, watched: SpanRecorder) -> None:
+        """`watched` is the recorder with everything on."""
+        with_spans = SpanRecorder(log=watched.log)
         self._of: dict[str, Any] = {"all": watched, "timeline": with_spans}
         self._now: Any = watched
 
@@ -44,15 +43,15 @@ class Switch:
         return self._now, self._now.begin(name, version)
 
     def end(self, name: str, number: tuple[Any, int], error: BaseException | None = None) -> None:
-        activity, own = number
-        activity.end(name, own, error)
+        recorder, own = number
+        recorder.end(name, own, error)
 
 
 def observe(side: str) -> None:
-    """From now on this process is observed as the side asks for."""
-    if not isinstance(activity.THIS_PROCESS, Switch):
-        activity.THIS_PROCESS = Switch(activity.THIS_PROCESS)  # type: ignore[assignment]
-    switch: Any = activity.THIS_PROCESS
+    """Observe this process as the side requires from now on."""
+    if not isinstance(spans.RECORDER, Switch):
+        spans.RECORDER = Switch(spans.RECORDER)  # type: ignore[assignment]
+    switch: Any = spans.RECORDER
     switch.turn(side)
 
 

@@ -1,15 +1,13 @@
-"""How long a run is without what it has lost: `python -m benchmarks.recovery [--cases ...] [--repeats 3]`.
+"""Time to recover a lost process: `python -m benchmarks.recovery [--cases ...] [--repeats 3]`.
 
-The actors of the tiny config (a trainer and a generator of two threads each, a reward process) with a model
-that is not warmed up. A process is killed by SIGKILL when nothing is asked of it; seconds from then until
+The actors of the tiny config (a trainer and a generator of two threads each, a reward process) with a random
+model. An idle process is killed by SIGKILL; measured are the seconds until
 
-    generator, spare, generator_host    the generator serves again what it served before; `spare`: from a
-                                        process that was started before
-    reward                              a score is there
-    trainer, trainer_host               the checkpoint is loaded, and its weights are served
+    generator, generator_host    the generator serves the weights that it served before
+    reward                       a score has arrived
+    trainer, trainer_host        the checkpoint is loaded and its weights are served
 
-`_host` kills the process that simulates a host, and with it all actors there. The last line is one JSON
-object.
+`_host` kills the process that simulates a host, and with it all actors there. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -24,23 +22,21 @@ from pathlib import Path
 
 import numpy as np
 
-from actors import hosts, launch
-from actors.backend import ActorLearner, ActorPublisher, ActorScorer
-from actors.canary import LogprobCanary
-from actors.fleet import Fleet, close_fleet, start_fleet
-from actors.launch_config import LaunchConfig
-from actors.processes import kill
-from actors.revive import revive_trainer
-from actors.roles import LogSettings
-from actors.supervision import RecoveryConfig
-from actors.sync_check import SyncCheck
+from actors import launch
+from actors.backend import ActorPublisher, RewardClient, TrainerClient
+from actors.cluster import Cluster
+from actors.config import LaunchConfig, RecoveryConfig
+from actors.members import LogSettings
+from actors.parity import ParityCheck, ParityText
 from configs.sum_digits import tiny
-from rl.errors import RunError
-from rl.models.starting_point import write_random_model
+from rl.models.hf import write_random_model
 from rl.tasks.sum_digits import make_problem
 from rl.types import Completion, Prompt, Rollout, Turn
+from rl.utils.errors import RunError
+from rl.utils.processes import kill
+from tests.support.clusters import start_cluster
 
-CASES = ("generator", "spare", "reward", "trainer", "generator_host", "trainer_host")
+CASES = ("generator", "reward", "trainer", "generator_host", "trainer_host")
 LIMIT_S = 300.0
 TOKENS = np.arange(2, 18, dtype=np.int32)
 
@@ -58,12 +54,13 @@ def rollout() -> Rollout:
 
 
 class Room:
-    """The actors, and what a run does with them after a loss."""
+    """The actors of a run, and what the run does with them after a loss."""
 
-    def __init__(self, fleet: Fleet, folder: Path) -> None:
+    def __init__(self, fleet: Cluster, folder: Path) -> None:
         self.fleet = fleet
         self.checkpoint = str(folder / "checkpoint")
-        self.scorer = ActorScorer(fleet.reward, num_procs=1)
+        assert fleet.reward is not None
+        self.rewarder = RewardClient(fleet.reward, num_procs=1)
 
     async def publish(self) -> None:
         fleet = self.fleet
@@ -81,33 +78,29 @@ class Room:
         assert pool is not None
         while pool.up():
             await asyncio.sleep(0.01)
-        await pool.one_up()
+        await pool.wait_until_one_is_up()
 
     async def reward(self) -> None:
-        ((score,),) = await self.scorer.score([[rollout()]])
+        ((score,),) = await self.rewarder.score([[rollout()]])
         assert score.failure is None
 
     async def trainer(self) -> None:
-        sample = self.fleet.check.canary
+        sample = self.fleet.check.text
         assert sample is not None
         try:
-            await ActorLearner(self.fleet.trainer).compute_logprobs([sample.sample])
+            await TrainerClient(self.fleet.trainer).compute_logprobs([sample.sample])
         except RunError as error:
-            self.fleet = await revive_trainer(self.fleet, error)
-        await ActorLearner(self.fleet.trainer).load_checkpoint(self.checkpoint)
+            await self.fleet.restart_trainer(error)
+        await TrainerClient(self.fleet.trainer).load_checkpoint(self.checkpoint)
         await self.publish()
 
     def kill(self, case: str) -> None:
-        recovery = self.fleet.recovery
-        assert recovery is not None
+        launcher = self.fleet.launcher
+        role = "generator" if case.startswith("generator") else case.removesuffix("_host")
         if case.endswith("_host"):
-            victims = hosts.processes_of("trainer" if case == "trainer_host" else "generator0")
-        elif case == "trainer":
-            victims = list(recovery.trainer.processes.values())
-        elif case == "reward":
-            victims = launch.role_processes("reward")
+            victims = launcher.hosts.processes_of("generator0" if role == "generator" else role)
         else:
-            victims = launch.role_processes("generator")
+            victims = [p for at in launcher.roles if at.name == role for p in at.local.values()]
         for victim in victims:
             kill(victim)
 
@@ -115,16 +108,16 @@ class Room:
 async def measure(case: str, repeats: int, folder: Path) -> list[float]:
     config = tiny()
     fleet_config = replace(
-        config.fleet,
-        recovery=RecoveryConfig(max_restarts=repeats, pause_s=0.0, spare_generators=int(case == "spare")),
+        config,
+        recovery=RecoveryConfig(max_restarts=repeats, pause_s=0.0),
         launch=LaunchConfig(hosts="process" if case.endswith("_host") else "this"),
     )
     spec = replace(config.model, batch_invariant=True)
     assets = write_random_model(folder / "assets", spec=spec, seed=0)
-    fleet = await start_fleet(
+    fleet = await start_cluster(
         fleet_config,
         store=config.weights.build(dtype="float32"),
-        check=SyncCheck(LogprobCanary(token_ids=TOKENS, max_diff=0.0)),
+        check=ParityCheck(ParityText(token_ids=TOKENS, max_diff=0.0)),
         model_spec=spec,
         hf_assets_path=str(assets),
         rubric=config.task.build().rubric(seed=0),
@@ -132,19 +125,16 @@ async def measure(case: str, repeats: int, folder: Path) -> list[float]:
         logs=LogSettings(folder=folder / "logs", console_level="ERROR"),
     )
     room = Room(fleet, folder)
-    await ActorLearner(fleet.trainer).save_checkpoint(room.checkpoint)
+    await TrainerClient(fleet.trainer).save_checkpoint(room.checkpoint)
     await room.publish()
     recover = {"reward": room.reward, "trainer": room.trainer, "trainer_host": room.trainer}
     times_s = []
     for _ in range(repeats):
-        if case == "spare":
-            assert fleet.recovery is not None
-            await fleet.recovery.spares.ready()
         room.kill(case)
         started = time.monotonic()
         await asyncio.wait_for(recover.get(case, room.generator)(), LIMIT_S)
         times_s.append(round(time.monotonic() - started, 2))
-    await close_fleet(room.fleet)
+    await room.fleet.close()
     return times_s
 
 

@@ -2,10 +2,9 @@
 
     python -m benchmarks.time_to_reward [--quick] [--seeds 0 1 2]
 
-Whole runs of `tiny` and `tiny_async` on sum-digits, from the same warmed-up weights for a seed, evaluated
-every few steps on 512 held-out problems. Counted are the steps' seconds, all that passes from one
-step's end to the next but for evaluations. The sides take turns. The last line is a JSON object: medians over
-the seeds; `ratio` is synchronous over asynchronous.
+Whole runs of `tiny` and `tiny_async` on sum-digits, from the same warmed-up weights for each seed, evaluated every
+few steps on 512 held-out problems. The clock counts steps without evaluations; the sides alternate. The last line is
+a JSON object with medians over the seeds; `ratio` is synchronous over asynchronous.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.processes import whole_run
 
 SIDES = {"sync": "tiny", "async": "tiny_async"}
 GOAL = 0.9
-"""Share of right answers, greedily decoded."""
+"""Share of right greedy answers at which the clock stops."""
 RUN_TIMEOUT_S = 900.0
 
 
@@ -62,10 +61,10 @@ def main() -> None:
 
 
 def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, float]:
-    """Step and seconds of steps up to the first evaluation at `goal`, and the oldest token trained on.
+    """Return the first step evaluated at `goal`, the seconds of steps before it, and the largest staleness.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the goal was never reached.
     """
     seconds = age = 0.0
     for record in records:
@@ -77,7 +76,7 @@ def first_reached(records: list[dict[str, float]], *, goal: float) -> dict[str, 
 
 
 def _warmed_up(folder: Path, *, seed: int) -> str:
-    """Folder of the weights that both sides start from."""
+    """Return the folder of the weights that both sides start from."""
     name = f"start-{seed}"
     options = ("--config", "tiny", "--seed", str(seed), "--loop.num_steps", "0", "--loop.eval_every", "0")
     _run(folder, name, *options)
@@ -87,7 +86,7 @@ def _warmed_up(folder: Path, *, seed: int) -> str:
 
 
 def _run(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
-    """Its metrics, in order."""
+    """Return the metrics of a run in order."""
     return whole_run(folder, name, "--module", "sum_digits", *options, timeout_s=RUN_TIMEOUT_S)
 
 

@@ -1,23 +1,21 @@
-"""Tokens per second of whole training steps: this engine against transformers with padding.
+"""Tokens per second of whole training steps: relay's engine against transformers with padding.
 
     python -m benchmarks.train_step [--quick]
     python -m benchmarks.train_step --flavor 1.7B --compile
 
-Both train Qwen3 on the same batch of sequences of different lengths: forward, cross-entropy of
-every target token, backward, clipping and a step of fused AdamW, from the same seeded weights, in
-the same dtype, on the same number of threads, in micro-batches of at most as many tokens. Three
-sides take turns, each in a process of its own:
+All sides train Qwen3 on the same batch of sequences of different lengths: forward, cross-entropy of every target
+token, backward, clipping and a step of fused AdamW, from the same seeded weights, in the same dtype, on the same
+number of threads, with the same token limit of a micro-batch. Three sides alternate, each in its own process:
 
-    relay                this engine: sequences packed on one axis, no padding
-    transformers         Qwen3ForCausalLM (sdpa), padded to the longest of each micro-batch, sequences
-                         in the order given: what `ratio` compares with
-    transformers_sorted  the same, longest sequences first, so that little is padded: `ratio_sorted`
+    relay                sequences packed on one axis, no padding
+    transformers         Qwen3ForCausalLM (sdpa), padded to the longest sequence of each micro-batch, in the given
+                         order: the side that `ratio` compares with
+    transformers_sorted  the same, longest sequences first, so that there is little padding: `ratio_sorted`
 
-Tokens are those of the sequences; padding is no token. Peak memory is what a step needs at most:
-allocated on the GPU, or resident on a CPU above what imports alone take. Model FLOPs utilisation
-(on a GPU) is 6 N a token + 12 layers x heads x head size x length, over what the device can do;
-`mfu_causal` counts half of the second term. Losses of the first step must agree. It needs torch,
-transformers, safetensors and numpy. The last line is a JSON object.
+Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond imports on a CPU.
+Model FLOPs utilisation (on a GPU) is 6 N a token + 12 layers x heads x head size x length over the device's rate;
+`mfu_causal` counts half of the second term. The losses of the first step must agree. Needs torch, transformers,
+safetensors and numpy only. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -25,17 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
-from types import TracebackType
+from functools import partial
 from typing import Any
 
+from benchmarks.processes import Worker
 from benchmarks.train_step_figures import (
     FLAVORS,
     Facts,
@@ -48,35 +42,41 @@ from benchmarks.train_step_figures import (
 
 NAMES = ("relay", "transformers", "transformers_sorted")
 NUM_WARMUP_STEPS = 2
-"""Not measured: the first steps allocate and compile."""
-ANSWER_TIMEOUT_S = 1800
-ROOT = Path(__file__).resolve().parent.parent
+"""Steps at the start that are not measured: they allocate and compile."""
 
 TakeTurn = Callable[[int], Turn]
-"""A side's next steps, as many as it is given."""
+"""Function that runs the given number of steps of a side."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser().parse_args(arguments)
-    if args.worker:
-        serve(args.worker, Workload(**json.loads(args.workload)), threads=args.threads)
-        return
     try:
         workload = workload_of(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     repeats, steps = (2, 1) if args.quick else (args.repeats, args.steps)
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(Worker(name, workload, threads=args.threads)) for name in NAMES}
+        workers = {name: stack.enter_context(_worker(name, workload, threads=args.threads)) for name in NAMES}
+        sides = {name: partial(_turn, worker) for name, worker in workers.items()}
         result = compare(
             workload,
-            facts=workers["relay"].describe(),
-            sides={name: worker.turn for name, worker in workers.items()},
+            facts=Facts(**workers["relay"].call("describe")),
+            sides=sides,
             repeats=repeats,
             steps=steps,
             threads=args.threads,
         )
     print(json.dumps(result))
+
+
+def _worker(name: str, workload: Workload, *, threads: int) -> Worker:
+    """Start a side in its own process."""
+    runner = "benchmarks.train_step_sides:Runner"
+    return Worker(runner, threads=threads, name=name, workload=asdict(workload), num_threads=threads)
+
+
+def _turn(worker: Worker, num_steps: int) -> Turn:
+    return Turn(**worker.call("turn", num_steps))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,13 +100,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--repeats", type=int, default=5, help="turns of each side; 5")
     options.add_argument("--steps", type=int, default=2, help="steps of a turn; 2")
     options.add_argument("--seed", type=int, default=0, help="of weights and batch")
-    options.add_argument("--worker", choices=NAMES, help=argparse.SUPPRESS)
-    options.add_argument("--workload", help=argparse.SUPPRESS)
     return options
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """What is not given depends on the device. Raises ValueError for a size out of range."""
+    """Return the workload, with defaults by device; raise ValueError for a size out of range."""
     device = args.device
     if device is None:
         import torch
@@ -146,7 +144,7 @@ def compare(
     steps: int,
     threads: int,
 ) -> dict[str, Any]:
-    """Warm all sides up, check that they compute the same, let them take turns; the figures.
+    """Warm up all sides, compare their losses, measure them in turns and return the figures.
 
     Raises:
         LossesDifferError: their first losses differ.
@@ -167,87 +165,6 @@ def compare(
             )
     differences = loss_differences(losses, tolerance=loss_tolerance(workload))
     return figures(workload, facts=facts, turns=turns, differences=differences, threads=threads)
-
-
-class Worker:
-    """A side in a process of its own, which answers each line with a line."""
-
-    def __init__(self, name: str, workload: Workload, *, threads: int) -> None:
-        self.name = name
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
-        command = [sys.executable, "-m", "benchmarks.train_step", "--worker", name]
-        self._process = subprocess.Popen(
-            [*command, "--workload", json.dumps(asdict(workload)), "--threads", str(threads)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-        )
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            assert pipe is not None
-            pipe.close()
-
-    def describe(self) -> Facts:
-        return Facts(**self._ask("describe"))
-
-    def turn(self, num_steps: int) -> Turn:
-        return Turn(**self._ask(str(num_steps)))
-
-    def _ask(self, question: str) -> dict[str, Any]:
-        """One line for another.
-
-        Raises:
-            TimeoutError: no answer within `ANSWER_TIMEOUT_S`.
-            RuntimeError: the process ended; with the last that it wrote.
-        """
-        questions, answers = self._process.stdin, self._process.stdout
-        assert questions is not None
-        assert answers is not None
-        answer = b""
-        try:
-            questions.write(f"{question}\n".encode())
-            if not select.select([answers], [], [], ANSWER_TIMEOUT_S)[0]:
-                raise TimeoutError(f"{self.name}: no answer to {question!r} within {ANSWER_TIMEOUT_S} s")
-            answer = answers.readline()
-        except BrokenPipeError:
-            pass
-        if not answer:
-            self._process.wait()
-            self._errors.seek(0)
-            written = self._errors.read().decode(errors="replace")
-            raise RuntimeError(f"{self.name} ended with {self._process.returncode}:\n{written[-4000:]}")
-        return json.loads(answer)
-
-
-def serve(name: str, workload: Workload, *, threads: int) -> None:
-    """What a worker process does, until its questions end."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print is no answer.
-    import torch
-
-    from benchmarks.train_step_sides import Runner, describe
-
-    torch.set_num_threads(threads)
-    runner = None
-    for line in sys.stdin:
-        question = line.strip()
-        if question == "describe":
-            answer = asdict(describe(workload))
-        else:
-            runner = runner or Runner(name, workload)
-            answer = asdict(runner.turn(int(question)))
-        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

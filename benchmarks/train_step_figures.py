@@ -1,4 +1,4 @@
-"""What `benchmarks.train_step` measures: the workload, and the figures made of the measured turns."""
+"""Workload and figures of `benchmarks.train_step`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FLAVORS = {"tiny": 1024, "small": 40_960, "0.6B": 40_960, "1.7B": 40_960}
-"""By name the longest sequence."""
+"""Longest sequence by flavor."""
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -17,25 +17,25 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
 }
-"""Per second, dense bfloat16, as NVIDIA's data sheets say; the first name that the device's contains."""
+"""Dense bfloat16 FLOP/s by NVIDIA's data sheets; the first key contained in the device's name applies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One batch on one device; the same for every side."""
+    """One batch on one device, the same for every side."""
 
     flavor: str
     device: str
     dtype: str
     min_length: int
     max_length: int
-    """Inputs of a sequence; the targets are as many."""
+    """Smallest and largest number of inputs, and so of targets, of a sequence."""
     tokens: int
-    """The batch has at least as many, as few sequences as reach it."""
+    """Smallest number of tokens of the batch."""
     microbatch_tokens: int
-    """Most tokens of a micro-batch, padding counted."""
+    """Largest number of tokens of a micro-batch, padding included."""
     logits_chunk_tokens: int | None
-    """Of the engine's head; None computes all logits of a micro-batch at once."""
+    """Tokens per chunk of the engine's logits; None computes all logits of a micro-batch at once."""
     compile: bool
     seed: int = 0
 
@@ -60,7 +60,7 @@ class Workload:
             )
 
     def lengths(self) -> list[int]:
-        """Of the sequences in order, drawn evenly between the bounds."""
+        """Return the lengths of the sequences in order, drawn uniformly between the bounds."""
         draw = random.Random(self.seed)
         lengths: list[int] = []
         while sum(lengths) < self.tokens:
@@ -71,7 +71,7 @@ class Workload:
 def padded_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, by_length: bool = False
 ) -> list[list[int]]:
-    """Sequences in the given order, or longest first, as many to a micro-batch as its padded grid holds."""
+    """Split sequences, in the given order or longest first, into micro-batches whose padded grid fits."""
     order = range(len(lengths))
     plan: list[list[int]] = []
     longest = 0
@@ -87,7 +87,7 @@ def padded_micro_batches(
 def step_flops(
     lengths: Sequence[int], *, parameters: int, layers: int, heads: int, head_dim: int, causal: bool
 ) -> float:
-    """Floating-point operations that a step needs, forward and backward, nothing computed twice.
+    """Return the floating-point operations of a forward and backward pass without recomputation.
 
     6 N a token for its products with N parameters, and 12 layers x heads x head_dim x length for
     attention to all tokens of its sequence (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B).
@@ -101,7 +101,7 @@ def step_flops(
 
 
 def listed_peak(device_name: str, dtype: str) -> float | None:
-    """Of `PEAK_FLOPS`; None for a device or dtype that is not in it."""
+    """Return the entry of `PEAK_FLOPS`, or None for another device or dtype."""
     if dtype != "bfloat16":
         return None
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
@@ -109,7 +109,7 @@ def listed_peak(device_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What all sides have in common."""
+    """Properties that all sides share."""
 
     hardware: str
     torch_version: str
@@ -118,29 +118,28 @@ class Facts:
     step_flops: float
     step_flops_causal: float
     peak_flops: float | None
-    """Of the device, per second; None on a CPU."""
-    peak_source: str | None
+    """Peak FLOP/s of the device by its data sheet, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """A few steps of one side."""
+    """Measurement of a few steps of one side."""
 
     step_s: float
-    """Median of the steps."""
+    """Median seconds of a step."""
     losses: list[float]
     peak_memory_bytes: int
 
 
 class LossesDifferError(RuntimeError):
-    """The sides do not compute the same, so their speeds say nothing."""
+    """The sides compute different losses, so their speeds cannot be compared."""
 
 
 def loss_differences(losses: Mapping[str, Sequence[float]], *, tolerance: float) -> dict[str, float]:
-    """Of every side from the first one: relative, of the first step's loss and of the last's.
+    """Return the largest relative difference from the first side, for the first step's loss and the last's.
 
     Raises:
-        LossesDifferError: the first steps' differ by more than `tolerance`.
+        LossesDifferError: the losses of the first step differ by more than `tolerance`.
     """
     reference = next(iter(losses.values()))
     relative = {
@@ -169,7 +168,7 @@ def figures(
     differences: Mapping[str, float],
     threads: int,
 ) -> dict[str, Any]:
-    """The benchmark's last line; `turns` are the measured ones, of relay first."""
+    """Return the benchmark's last line; `turns` are the measured ones, relay's first."""
     lengths = workload.lengths()
     step_s = {name: statistics.median(turn.step_s for turn in of) for name, of in turns.items()}
     tokens_per_s = {name: sum(lengths) / seconds for name, seconds in step_s.items()}
@@ -200,7 +199,7 @@ def figures(
         "ratio_sorted": tokens_per_s["relay"] / tokens_per_s["transformers_sorted"],
     }
     if facts.peak_flops is not None:
-        result["peak_flops"], result["peak_source"] = facts.peak_flops, facts.peak_source
+        result["peak_flops"] = facts.peak_flops
         for name, flops in (("mfu", facts.step_flops), ("mfu_causal", facts.step_flops_causal)):
             result[name] = {side: flops / seconds / facts.peak_flops for side, seconds in step_s.items()}
     return result

@@ -6,12 +6,12 @@ Shape legend: B sequences of a padded micro-batch, L its longest, V vocabulary.
 from __future__ import annotations
 
 import gc
-import math
 import os
-import platform
+import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +33,9 @@ from benchmarks.train_step_figures import (
 )
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
+from rl.models.batch_invariant.probe import processor
+from rl.models.decoder import Decoder, FeedForward
 from rl.models.qwen3 import model_registry
-from rl.models.qwen3.model import FeedForward, Qwen3
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
@@ -43,22 +44,21 @@ from rl.types import TrainingSample
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 IGNORED = -100
-"""Target of padding, by convention of `F.cross_entropy`."""
+"""Target of padding tokens, the default of `F.cross_entropy`."""
 
 
 class Side(Protocol):
     def step(self) -> float:
-        """A whole training step on the whole batch; its loss, averaged over all tokens."""
+        """Train one step on the batch and return the loss averaged over all tokens."""
         ...
 
 
 def model_spec(flavor: str) -> ModelSpec:
-    """A flavor of the registry, or `small`: 29M parameters, for which a CPU is not too slow."""
+    """Return a flavor of the registry, or `small` with 29M parameters for a CPU."""
     if flavor != "small":
         return model_registry(flavor)
     spec = model_registry("0.6B")
     model = spec.model
-    assert isinstance(model, Qwen3.Config)
     model.vocab_size, model.dim, model.num_layers = 8192, 512, 8
     attention = model.block.attention
     attention.num_heads, attention.num_kv_heads, attention.head_dim = 8, 4, 64
@@ -69,19 +69,19 @@ def model_spec(flavor: str) -> ModelSpec:
 
 
 def draw_sequences(workload: Workload, *, vocab_size: int) -> list[np.ndarray]:
-    """Token ids, [L + 1] each, of L inputs and their targets."""
+    """Return the token ids of each sequence, [L + 1] for L inputs and their targets."""
     random = np.random.default_rng(workload.seed)
     return [random.integers(0, vocab_size, length + 1, dtype=np.int32) for length in workload.lengths()]
 
 
 def sum_of_cross_entropies(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """[] float32, of all targets but padding."""
+    """Return the summed cross-entropy of all targets except padding, [] float32."""
     logits_V = logits_BLV.flatten(0, 1).float()
     return F.cross_entropy(logits_V, targets_BL.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class EngineSide:
-    """`forward_backward` on all samples, then `optim_step`."""
+    """relay's engine: `forward_backward` on all samples, then `optim_step`."""
 
     def __init__(self, workload: Workload) -> None:
         spec = model_spec(workload.flavor)
@@ -103,7 +103,7 @@ class EngineSide:
             config=config, model_spec=spec, hf_assets_path=None, device=workload.device
         )
         model = self.engine.policy.model
-        assert isinstance(model, Qwen3)
+        assert isinstance(model, Decoder)
         sequences = draw_sequences(workload, vocab_size=model.config.vocab_size)
         self.samples = [_sample(token_ids) for token_ids in sequences]
 
@@ -114,7 +114,7 @@ class EngineSide:
 
 
 def _sample(token_ids: np.ndarray) -> TrainingSample:
-    """Every token but the first is a target; no generator drew any."""
+    """Return a sample in which every token except the first is a target."""
     num_tokens = len(token_ids)
     return TrainingSample(
         token_ids=token_ids,
@@ -126,7 +126,7 @@ def _sample(token_ids: np.ndarray) -> TrainingSample:
 
 
 class TransformersSide:
-    """`Qwen3ForCausalLM` on micro-batches that are padded to their longest sequence."""
+    """transformers' `Qwen3ForCausalLM` on micro-batches padded to their longest sequence."""
 
     def __init__(self, workload: Workload, *, by_length: bool) -> None:
         self.device = torch.device(workload.device)
@@ -157,7 +157,7 @@ class TransformersSide:
         return total.item()
 
     def _padded(self, sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs, targets and, unless nothing is padded, the mask; padding on the right."""
+        """Return inputs, targets and, where anything is padded, the mask; padding is on the right."""
         lengths_B = np.asarray([len(ids) - 1 for ids in sequences])
         shape = (len(sequences), int(lengths_B.max()))
         inputs_BL, targets_BL = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -169,7 +169,7 @@ class TransformersSide:
 
 
 def _transformers_model(workload: Workload, *, device: torch.device) -> Any:
-    """With the weights that the engine draws for the same seed."""
+    """Return transformers' model with the weights that the engine draws for the same seed."""
     spec = model_spec(workload.flavor)
     dtype = getattr(torch, workload.dtype)
     adapter = spec.adapter(spec.model)
@@ -197,10 +197,9 @@ SIDES: dict[str, Callable[[Workload], Side]] = {
 
 
 def describe(workload: Workload) -> Facts:
-    """What the batch costs and what the device can do."""
+    """Return the operations of the batch and the peak rate of the device."""
     device = torch.device(workload.device)
     config = model_spec(workload.flavor).model
-    assert isinstance(config, Qwen3.Config)
     with torch.device("meta"):
         model = config.build()
     assert config.tie_embeddings, "an embedding of its own multiplies no token, but would be counted"
@@ -217,12 +216,10 @@ def describe(workload: Workload) -> Facts:
         )
         for causal in (False, True)
     )
-    hardware, peak, source = f"{os.cpu_count()} cores of {_cpu_name()}", None, None
+    hardware, peak = f"{os.cpu_count()} cores of {processor()}", None
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
-        peak, source = listed_peak(hardware, workload.dtype), "data sheet"
-        if peak is None:
-            peak, source = _measured_matmul_rate(device, workload.dtype), "measured product of 8192 x 8192"
+        peak = listed_peak(hardware, workload.dtype)
     return Facts(
         hardware=hardware,
         torch_version=torch.__version__,
@@ -231,79 +228,44 @@ def describe(workload: Workload) -> Facts:
         step_flops=needed,
         step_flops_causal=needed_causal,
         peak_flops=peak,
-        peak_source=source,
     )
 
 
-def _cpu_name() -> str:
-    with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _measured_matmul_rate(device: torch.device, dtype: str) -> float:
-    """Floating-point operations per second, the best of several rounds."""
-    size, num_products = 8192, 10
-    left, right = torch.randn(2, size, size, device=device, dtype=getattr(torch, dtype))
-    best_s = math.inf
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(num_products):
-            left @ right
-        torch.cuda.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - started)
-    return 2.0 * size**3 * num_products / best_s
-
-
 class Runner:
-    """One side in this process, timed."""
+    """Timer of one side in this process."""
 
-    def __init__(self, name: str, workload: Workload) -> None:
-        self.device = torch.device(workload.device)
-        self._memory_before = _resident_bytes("VmRSS")
-        self.side: Side = SIDES[name](workload)
+    def __init__(self, *, name: str, workload: Mapping[str, Any], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._workload = Workload(**workload)
+        self.device = torch.device(self._workload.device)
+        self._memory_before = _resident_bytes()
+        self.side: Side = SIDES[name](self._workload)
 
-    def turn(self, num_steps: int) -> Turn:
-        """The median of `num_steps` steps. On a GPU one more goes before, and memory is handed back after."""
+    def describe(self) -> dict[str, Any]:
+        return asdict(describe(self._workload))
+
+    def turn(self, num_steps: int) -> dict[str, Any]:
+        """Measure `num_steps` steps; on a GPU after one more step, releasing cached memory at the end."""
         on_gpu = self.device.type == "cuda"
         losses = [self.side.step()] if on_gpu else []
-        self._start_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         step_s = []
         for _ in range(num_steps):
-            self._wait()
             started = time.perf_counter()
-            losses.append(self.side.step())
-            self._wait()
+            losses.append(self.side.step())  # waits for the device, as it returns the loss
             step_s.append(time.perf_counter() - started)
-        peak = self._peak_bytes()
+        peak = (
+            torch.cuda.max_memory_allocated(self.device)
+            if on_gpu
+            else _resident_bytes() - self._memory_before
+        )
         if on_gpu:
             gc.collect()
             torch.cuda.empty_cache()
-        return Turn(step_s=statistics.median(step_s), losses=losses, peak_memory_bytes=peak)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _start_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        try:
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
-        except OSError:
-            return  # Where that is not allowed the peak is that of the process's whole life.
-
-    def _peak_bytes(self) -> int:
-        """Allocated on the GPU; on a CPU resident, above what imports alone took."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return _resident_bytes("VmHWM") - self._memory_before
+        return asdict(Turn(step_s=statistics.median(step_s), losses=losses, peak_memory_bytes=peak))
 
 
-def _resident_bytes(field: str) -> int:
-    with open("/proc/self/status") as file:
-        (line,) = (line for line in file if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+def _resident_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,33 +1,59 @@
-"""The processes that `benchmarks.weight_sync` measures: ranks that push, and ranks that pull."""
+"""Writer and reader actors of `benchmarks.weight_sync`."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import statistics
 import time
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torchstore
+import torchstore.api
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from rl.types import BoxSum
-from rl.weights.monarch_compat import torchstore
 from rl.weights.store import WeightStore
 
 Plan = Literal["whole", "fsdp", "tp"]
 
+
+def _as_async(method: Any) -> Any:
+    function = inspect.unwrap(method._method)
+
+    @functools.wraps(function)
+    async def call(self: torchstore.api.Controller, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return endpoint(call)
+
+
+class AsyncController(torchstore.api.Controller):
+    """torchstore's controller with async endpoints only: Monarch 0.7 refuses a mix of `def` and `async def`."""
+
+    get_controller_strategy = _as_async(torchstore.api.Controller.get_controller_strategy)
+    locate_volumes = _as_async(torchstore.api.Controller.locate_volumes)
+    notify_put = _as_async(torchstore.api.Controller.notify_put)
+    keys = _as_async(torchstore.api.Controller.keys)
+    notify_delete = _as_async(torchstore.api.Controller.notify_delete)
+
+
+torchstore.api.Controller = AsyncController
+
 WIDTH, NUM_HEADS_WIDTH, NUM_KV_WIDTH, HIDDEN, HEAD = 1024, 2048, 1024, 3072, 128
-"""Of Qwen3 0.6B."""
+"""Sizes of Qwen3 0.6B."""
 ROWWISE = ("o_proj", "down_proj")
-"""Split by tensor parallelism along their inputs."""
+"""Weights that tensor parallelism splits along their inputs."""
 
 
 def shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Of the layers of Qwen3 0.6B, 11 tensors each; 28 layers are 308 tensors and 0.88 GB in bfloat16."""
+    """Return the shapes of Qwen3 0.6B's layers, 11 tensors each; 28 layers are 0.88 GB in bfloat16."""
     layer: Mapping[str, tuple[int, ...]] = {
         "q_proj": (NUM_HEADS_WIDTH, WIDTH),
         "k_proj": (NUM_KV_WIDTH, WIDTH),
@@ -53,7 +79,7 @@ def placement(name: str, plan: Plan) -> Placement:
 
 
 class SyncRank(Actor):
-    """One process of the writers or of the readers."""
+    """One rank of the writers or of the readers."""
 
     def __init__(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -65,7 +91,7 @@ class SyncRank(Actor):
 
     @endpoint
     async def build(self, plan: Plan, num_layers: int, dtype: torch.dtype, seed: int) -> int:
-        """Make the tensors, random; the bytes of all ranks together."""
+        """Create random tensors and return the bytes of all ranks together."""
         torch.manual_seed(seed)
         whole = {name: torch.randn(shape).to(dtype) for name, shape in shapes(num_layers).items()}
         if plan != "whole":
@@ -87,7 +113,7 @@ class SyncRank(Actor):
 
     @endpoint
     async def put_by_torchstore(self, store_name: str, version: int) -> None:
-        """Key by key, as its own `put` does."""
+        """Put key by key with torchstore's own `put`."""
         for name, tensor in self._tensors.items():
             await torchstore.put(f"v{version}.{name}", tensor, store_name=store_name)
 
@@ -103,7 +129,7 @@ class SyncRank(Actor):
 
     @endpoint
     async def copy_memory(self, repeats: int) -> float:
-        """Median seconds to copy all tensors within the process, by as many threads as it has."""
+        """Return the median seconds of copying all tensors within the process."""
         copies = {name: torch.zeros_like(tensor) for name, tensor in self._tensors.items()}
         took: list[float] = []
         for _ in range(repeats + 1):
@@ -115,7 +141,7 @@ class SyncRank(Actor):
 
     @endpoint
     async def equals(self, num_layers: int, dtype: torch.dtype, seed: int) -> bool:
-        """Whether a whole copy of the tensors is what `build` makes, bit for bit."""
+        """Return whether the tensors equal the ones that `build` creates, bit for bit."""
         torch.manual_seed(seed)
         made = {name: torch.randn(shape).to(dtype) for name, shape in shapes(num_layers).items()}
         return all(torch.equal(self._tensors[name], tensor) for name, tensor in made.items())

@@ -1,10 +1,10 @@
-"""Named algorithms: a few lines each that edit a config, and sum-digits on a CPU with each of them.
+"""Named algorithms: functions that edit a config in a few lines, and sum-digits on a CPU with each of them.
 
     python -m rl.train --module algorithms --config tiny_gspo
     config = dapo(my_config())
 
-An algorithm is a loss, an advantage and what the loop does with groups; the model, the task and the optimizer
-stay as they are. What each loss and advantage is: docs/losses.md.
+An algorithm is a loss, an advantage and the treatment of groups; model, task and optimizer stay unchanged. Losses and
+advantages are described in docs/losses.md.
 """
 
 from __future__ import annotations
@@ -14,116 +14,103 @@ from typing import Literal
 
 from actors.controller import Controller
 from configs import sum_digits
-from losses.cispo import CISPOLoss
-from losses.dapo import DAPOLoss
-from losses.dr_grpo import DrGRPOLoss
-from losses.dro import DROLoss
-from losses.grpo import GRPOLoss
-from losses.gspo import GSPOLoss
-from losses.importance_sampling import ImportanceSamplingLoss
-from losses.policy import PolicyLoss
-from losses.ppo import PPOLoss
-from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
-from losses.rloo import RLOOLoss
+from losses.policy import (
+    CISPOLoss,
+    DAPOLoss,
+    DrGRPOLoss,
+    DROLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    PolicyLoss,
+    PPOLoss,
+    ReinforcePlusPlusLoss,
+    RLOOLoss,
+)
 from rl.rollouts.advantage import Advantage
-from rl.rollouts.kl_reward import KLReward
-from rl.rollouts.overlong import OverlongPunishment
+from rl.rollouts.penalties import KLReward, OverlongPunishment
 
 
 def grpo(config: Controller.Config) -> Controller.Config:
-    """Rewards less their group's mean, over its deviation; each sequence counts alike. KL: `with_kl`."""
-    config.trainer.loss = GRPOLoss(normalization="sequence_mean")
-    config.loop.advantage = Advantage(scale="group_std")
-    return config
+    """Rewards minus their group's mean, divided by its standard deviation; every sequence has the same weight.
+
+    Add the paper's KL term with `with_kl`.
+    """
+    return _with(config, GRPOLoss(normalization="sequence_mean"), Advantage(scale="group_std"))
 
 
 def dr_grpo(config: Controller.Config) -> Controller.Config:
-    """GRPO without its two divisions: by the deviation, and by the length.
+    """GRPO without the divisions by the standard deviation and by the length.
 
-    The constant is the config's length here: who sets another on the command line sets
-    `--trainer.loss.tokens_per_sequence` too.
+    The constant divisor is `loop.sampling.max_tokens`. To change that on the command line, also set
+    `--trainer.loss.tokens_per_sequence`.
     """
-    config.trainer.loss = DrGRPOLoss(tokens_per_sequence=config.loop.sampling.max_tokens)
-    config.loop.advantage = Advantage()
-    return config
+    return _with(config, DrGRPOLoss(tokens_per_sequence=config.loop.sampling.max_tokens), Advantage())
 
 
 def dapo(config: Controller.Config) -> Controller.Config:
-    """A higher upper bound, the mean over tokens, groups of equal rewards replaced by others, and less reward
-    for replies that end in the last quarter of the tokens they may have."""
-    config.trainer.loss = DAPOLoss()
-    config.loop.advantage = Advantage(scale="group_std")
-    config.loop.equal_groups = "drop"
+    """A higher upper clip bound, the mean over tokens, dynamic sampling, and the soft overlong punishment.
+
+    The punishment starts in the last quarter of the token limit.
+    """
+    config.loop.drop_zero_advantage_groups = True
     config.loop.overlong = OverlongPunishment(enable=True, buffer_tokens=None)
-    return config
+    return _with(config, DAPOLoss(), Advantage(scale="group_std"))
 
 
 def gspo(config: Controller.Config) -> Controller.Config:
-    """Ratios and bounds of whole sequences."""
-    config.trainer.loss = GSPOLoss()
-    config.loop.advantage = Advantage(scale="group_std")
-    return config
+    """Ratios and clip bounds for whole sequences."""
+    return _with(config, GSPOLoss(), Advantage(scale="group_std"))
 
 
 def cispo(config: Controller.Config) -> Controller.Config:
-    """Ratios that are cut and go on giving gradient."""
-    config.trainer.loss = CISPOLoss()
-    config.loop.advantage = Advantage(scale="group_std")
-    return config
+    """Clipped ratios that keep their gradient."""
+    return _with(config, CISPOLoss(), Advantage(scale="group_std"))
 
 
 def rloo(config: Controller.Config) -> Controller.Config:
-    """A whole sequence as one action, against the mean of the group's others."""
-    config.trainer.loss = RLOOLoss()
-    config.loop.advantage = Advantage(baseline="leave_one_out")
-    return config
+    """A whole sequence as one action, with the mean of the group's other rewards as baseline."""
+    return _with(config, RLOOLoss(), Advantage(baseline="leave_one_out"))
 
 
 def reinforce_plus_plus(config: Controller.Config) -> Controller.Config:
-    """Returns by token, a KL divergence from the starting policy among them, whitened over all tokens of the
-    batch."""
-    config.trainer.loss = ReinforcePlusPlusLoss()
-    config.loop.advantage = Advantage(baseline="batch_mean", scale="batch_std", credit="token")
+    """Returns of each token, with a KL penalty to the initial policy, whitened over all tokens of the batch."""
     config.loop.kl_reward = KLReward(coef=0.001)
     config.trainer.reference.enable = True
-    return config
+    advantage = Advantage(baseline="batch_mean", scale="batch_std", credit="token")
+    return _with(config, ReinforcePlusPlusLoss(), advantage)
 
 
 def reinforce_plus_plus_baseline(config: Controller.Config) -> Controller.Config:
-    """Rewards less their group's mean, over the batch's deviation. Its KL: `with_kl` with k2."""
-    config.trainer.loss = ReinforcePlusPlusLoss()
-    config.loop.advantage = Advantage(scale="batch_std")
-    return config
+    """Rewards minus their group's mean, divided by the batch's standard deviation.
+
+    Add the paper's KL term with `with_kl` and the estimator k2.
+    """
+    return _with(config, ReinforcePlusPlusLoss(), Advantage(scale="batch_std"))
 
 
 def ppo(config: Controller.Config) -> Controller.Config:
-    """PPO's clip with rewards whitened over the batch in the place of a critic."""
-    config.trainer.loss = PPOLoss()
-    config.loop.advantage = Advantage(baseline="batch_mean", scale="batch_std")
-    return config
+    """PPO's clipping, with rewards whitened over the batch instead of a critic."""
+    return _with(config, PPOLoss(), Advantage(baseline="batch_mean", scale="batch_std"))
 
 
 def importance_sampling(config: Controller.Config) -> Controller.Config:
-    """The policy gradient with an importance ratio and no bound."""
-    config.trainer.loss = ImportanceSamplingLoss()
-    config.loop.advantage = Advantage()
-    return config
+    """The policy gradient with an importance ratio and no clipping."""
+    return _with(config, ImportanceSamplingLoss(), Advantage())
 
 
 def dro(config: Controller.Config) -> Controller.Config:
-    """A regression that holds the policy near what drew the data."""
-    config.trainer.loss = DROLoss()
-    config.loop.advantage = Advantage()
-    return config
+    """A regression that keeps the policy close to the policy that generated the data."""
+    return _with(config, DROLoss(), Advantage())
 
 
 def with_kl(
     config: Controller.Config, *, coef: float, estimator: Literal["k1", "k2", "k3"] = "k3"
 ) -> Controller.Config:
-    """Adds a KL divergence from the starting policy to the loss; after the algorithm."""
+    """Add a KL penalty to the initial policy to the loss; call it after the algorithm's function."""
     loss = config.trainer.loss
     if not isinstance(loss, PolicyLoss):
-        raise ValueError(f"trainer.loss={loss!r}: must be a policy loss, to have a KL term")
+        raise ValueError(f"trainer.loss={loss!r}: only a policy loss has a KL term")
     loss.kl_coef, loss.kl_estimator = coef, estimator
     config.trainer.reference.enable = True
     return config
@@ -162,7 +149,7 @@ def tiny_reinforce_plus_plus_baseline() -> Controller.Config:
 
 
 def tiny_ppo() -> Controller.Config:
-    """Four optimizer steps on each round of rollouts, which is what the clip is for."""
+    """Four optimizer steps on each batch of rollouts, so that clipping has an effect."""
     config = _tiny(ppo)
     config.loop.num_minibatches = 4
     return config
@@ -179,4 +166,9 @@ def tiny_dro() -> Controller.Config:
 def _tiny(algorithm: Callable[[Controller.Config], Controller.Config]) -> Controller.Config:
     config = algorithm(sum_digits.tiny())
     config.description = f"Qwen3 of 0.8M parameters on sum-digits, on a CPU, with {algorithm.__name__}"
+    return config
+
+
+def _with(config: Controller.Config, loss: PolicyLoss, advantage: Advantage) -> Controller.Config:
+    config.trainer.loss, config.loop.advantage = loss, advantage
     return config

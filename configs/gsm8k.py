@@ -1,7 +1,7 @@
-"""Mathematics from local files: GSM8K and MATH on GPUs, and a `tiny` one for a CPU.
+"""Mathematics from local files: GSM8K and MATH on GPUs, and short problems on a CPU.
 
-The file of `tiny` comes with the project; those of GSM8K and MATH are not fetched: docs/tasks_from_data.md
-says what they hold. Other places for them:
+The file of `tiny` is part of the project. The files of GSM8K and MATH are not downloaded; docs/tasks.md
+describes them. To read other files:
 `--task.train_files my/train.parquet --task.eval_files test my/test.parquet`.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.tasks.dataset import Columns
 from rl.tasks.math_problems import MathProblems
-from rl.tasks.problem_rows import Columns
 
 TINY = "examples/data/tiny_math.jsonl"
-"""Made by examples/data/make_tiny_math.py; from the folder of the project, as all paths here."""
+"""File made by examples/data/make_tiny_math.py. Paths are relative to the project's folder."""
 GSM8K_TRAIN = "data/gsm8k/train.jsonl"
 GSM8K_TEST = "data/gsm8k/test.jsonl"
 MATH_TRAIN = "data/math/train.jsonl"
@@ -21,10 +21,8 @@ MATH_TEST = "data/math/test.jsonl"
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.8M parameters, warmed up on the solutions of a file of short problems; two CPU cores."""
-    config = sum_digits.tiny()
-    config.description = "Qwen3 of 0.8M parameters on short problems of a file, on a CPU"
-    config.task = MathProblems.Config(
+    """A model of 0.8M parameters, warmed up on solutions of short problems; two CPU cores, no GPU."""
+    task = MathProblems.Config(
         train_files=(TINY,),
         held_out=0.1,
         num_eval=128,
@@ -32,31 +30,28 @@ def tiny() -> Controller.Config:
         template="{question}",
         reply="hashes",
     )
-    config.generator.max_model_len = 256
-    config.loop.sampling.max_tokens = 96
-    return config
+    name = "short problems of a file"
+    return sum_digits.on_task(sum_digits.tiny(), name, task, max_model_len=256, max_tokens=96)
 
 
 def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one trains, one generates."""
+    """Two GPUs: one for training, one for generation."""
     return _gsm8k(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
-    """Three GPUs: two train, one generates."""
+    """Three GPUs: two for training, one for generation."""
     return _gsm8k(sum_digits.qwen3_1_7b())
 
 
 def qwen3_4b() -> Controller.Config:
-    """Five GPUs: four train, one generates."""
+    """Five GPUs: four for training, one for generation."""
     return _gsm8k(sum_digits.qwen3_4b())
 
 
 def math_qwen3_1_7b() -> Controller.Config:
-    """Three GPUs, MATH: the columns are `problem` and `solution`, the answer is in the solution's box."""
-    config = qwen3_1_7b()
-    config.description = "Qwen3-1.7B on MATH, on GPUs"
-    config.task = MathProblems.Config(
+    """MATH on three GPUs; the reference answer is in the box of the column `solution`."""
+    task = MathProblems.Config(
         train_files=(MATH_TRAIN,),
         eval_files={"math_test": MATH_TEST},
         num_eval=500,
@@ -64,16 +59,10 @@ def math_qwen3_1_7b() -> Controller.Config:
         gold="boxed",
         unparsed_gold="skip",
     )
-    config.generator.max_model_len = 4096
-    config.loop.sampling.max_tokens = 3072
-    return config
+    return sum_digits.on_task(sum_digits.qwen3_1_7b(), "MATH", task, max_model_len=4096, max_tokens=3072)
 
 
 def _gsm8k(config: Controller.Config) -> Controller.Config:
-    config.description = config.description.replace("sum-digits", "GSM8K")
-    config.task = MathProblems.Config(
-        train_files=(GSM8K_TRAIN,), eval_files={"gsm8k_test": GSM8K_TEST}, num_eval=512
-    )
-    config.generator.max_model_len = 2048
-    config.loop.sampling.max_tokens = 1536
-    return config
+    files = {"gsm8k_test": GSM8K_TEST}
+    task = MathProblems.Config(train_files=(GSM8K_TRAIN,), eval_files=files, num_eval=512)
+    return sum_digits.on_task(config, "GSM8K", task, max_model_len=2048, max_tokens=1536)

@@ -1,4 +1,4 @@
-"""Datasets of reasoning-gym by name, on GPUs; another one: `--task.dataset countdown`."""
+"""Datasets of reasoning-gym; choose another with `--task.dataset countdown`."""
 
 from __future__ import annotations
 
@@ -8,32 +8,27 @@ from rl.tasks.reasoning_gym_task import ReasoningGym
 
 
 def tiny() -> Controller.Config:
-    """A model of 0.8M parameters, warmed up on bare answers; two CPU cores, no GPU."""
-    config = sum_digits.tiny()
-    config.description = "Qwen3 of 0.8M parameters on reasoning-gym's chain_sum, on a CPU"
-    config.task = ReasoningGym.Config(
+    """A model of 0.8M parameters, warmed up on plain answers; two CPU cores, no GPU."""
+    task = ReasoningGym.Config(
         dataset="chain_sum",
         settings={"max_terms": 2, "max_digits": 1},
         num_eval=32,
         answer_in="whole",
         system="",
     )
-    return config
+    return sum_digits.on_task(sum_digits.tiny(), "reasoning-gym's chain_sum", task)
 
 
 def qwen3_0_6b() -> Controller.Config:
-    """Two GPUs: one trains, one generates."""
+    """Two GPUs: one for training, one for generation."""
     return _reasoning(sum_digits.qwen3_0_6b())
 
 
 def qwen3_1_7b() -> Controller.Config:
-    """Three GPUs: two train, one generates."""
+    """Three GPUs: two for training, one for generation."""
     return _reasoning(sum_digits.qwen3_1_7b())
 
 
 def _reasoning(config: Controller.Config) -> Controller.Config:
-    config.description = config.description.replace("sum-digits", "reasoning-gym")
-    config.task = ReasoningGym.Config(dataset="basic_arithmetic", num_eval=256)
-    config.generator.max_model_len = 2048
-    config.loop.sampling.max_tokens = 1536
-    return config
+    task = ReasoningGym.Config(dataset="basic_arithmetic", num_eval=256)
+    return sum_digits.on_task(config, "reasoning-gym", task, max_model_len=2048, max_tokens=1536)

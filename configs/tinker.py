@@ -1,25 +1,25 @@
-"""Servers of the Tinker API: `tiny` on a CPU, ready in seconds; `tiny_actors` its model over actors."""
+"""Servers of the Tinker API: `tiny` in one process on a CPU, `tiny_actors` with actors."""
 
 from __future__ import annotations
 
-from rl.tinker.http.server import TinkerServer
-from rl.tinker.local.backend import LocalBackend
-from rl.tinker.local.base import Base
+from rl.tinker.base import Base
+from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.serving import TinkerServer
 
 
 def tiny() -> TinkerServer.Config:
-    """A model of 0.8M parameters that is drawn from a seed, with a tokenizer of bytes; on a CPU, no GPU."""
+    """A randomly initialised model of 0.8M parameters with a byte tokenizer; on a CPU, no GPU."""
     return TinkerServer.Config(
         description="Qwen3 of 0.8M parameters, computed in this process",
-        backend=LocalBackend.Config(bases=(Base.Config(name="tiny", batch_invariant=True),)),
+        backend=LocalTinkerBackend.Config(base=Base.Config(name="tiny", batch_invariant=True)),
     )
 
 
 def tiny_actors() -> TinkerServer.Config:
-    """The same model trained by one actor, and sampled from by vLLM in another; on a CPU, or on two GPUs."""
-    # Their imports take seconds, which `tiny` is ready without.
+    """The same model, trained by one actor and sampled by vLLM in another; on a CPU, or on two GPUs."""
+    # These imports take seconds, and `tiny` does not need them.
     from actors.generator import VLLMGenerator
-    from actors.tinker_backend import ActorBackend
+    from actors.tinker import ActorBackend
 
     return TinkerServer.Config(
         description="Qwen3 of 0.8M parameters, a trainer and a generator",

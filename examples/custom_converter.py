@@ -17,9 +17,9 @@ from torch import nn
 
 from actors.controller import Controller
 from configs.sum_digits import tiny
-from rl.distributed.shards import local_tensor
-from rl.models.converters.converter import ModelConverter
-from rl.models.qwen3.model import Qwen3
+from rl.distributed.sharding import local_tensor
+from rl.models.converter import ModelConverter
+from rl.models.decoder import Decoder
 
 
 class TopBlocks(ModelConverter):
@@ -40,7 +40,7 @@ class TopBlocks(ModelConverter):
 
     def convert(self, model: nn.Module) -> None:
         """The model is whole here, and without memory: freeze, swap or add, the layout comes after."""
-        assert isinstance(model, Qwen3)
+        assert isinstance(model, Decoder)
         if self.config.num_trained_blocks > len(model.layers):
             raise ValueError(
                 f"num_trained_blocks={self.config.num_trained_blocks}: the model has {len(model.layers)}"

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.renderer import RendererConfig
-from rl.supervised import SupervisedWarmup
 from rl.tasks.generated import GeneratedTask
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
@@ -31,11 +31,11 @@ class GuessNumber(GeneratedTask):
     class Config(GeneratedTask.Config):
         num_eval: int = 64
         width: int = 7
-        """How many numbers it may be."""
+        """Number of possible numbers."""
         max_guesses: int = 3
-        """Of an episode."""
+        """Most guesses of an episode."""
         wrong_guess: float = -0.1
-        """What each costs."""
+        """Cost of each guess."""
         halving: float = 0.3
         """Share of the warm-up's guesses that halve what is left; the others are the lowest number left."""
 
@@ -63,7 +63,7 @@ class GuessNumber(GeneratedTask):
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """With demonstrated guesses; what the environment answers to each is known here."""
+        """Draw a problem with demonstrated guesses, given the environment's known answers."""
         problem = self.draw(generator)
         low, high, secret = problem.info["low"], problem.info["high"], int(problem.answer)
         guesses: list[int] = []

@@ -20,15 +20,14 @@ from functools import cached_property
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.renderer import RendererConfig
-from rl.rollouts.replies import answer_part
-from rl.supervised import SupervisedWarmup
+from rl.rollouts.rubric import answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.tools.calculator import Calculator
-from rl.tools.calls import ToolCall, render_call
 from rl.tools.environment import ToolEnvironment
-from rl.tools.python_sandbox import PythonSandbox
-from rl.tools.tool import Tool
+from rl.tools.sandbox import PythonSandbox
+from rl.tools.tool import Tool, ToolCall, render_call
 from rl.types import Message, Problem, Rollout
 
 NUMBER = re.compile(r"[0-9]+")
@@ -37,7 +36,7 @@ INSTRUCTION = "What is {asked}? Work it out with a tool, and then reply with the
 
 
 class Arithmetic(GeneratedTask):
-    """What is asked is worked out by a tool; the last number of the last reply is the answer."""
+    """Task whose answer a tool computes; the last number of the last reply is the answer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
@@ -50,9 +49,9 @@ class Arithmetic(GeneratedTask):
         guesses: float = 0.0
         """Share of the warm-up's demonstrations that answer without a tool, and wrong."""
         num_digits: int = 2
-        """Of the larger factors."""
+        """Number of digits of the larger factors."""
         max_calls: int = 4
-        """Of an episode."""
+        """Most calls of an episode."""
         sandbox: PythonSandbox.Config = field(default_factory=PythonSandbox.Config)
 
         def __post_init__(self) -> None:
@@ -92,7 +91,7 @@ class Arithmetic(GeneratedTask):
         )
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """With the demonstrations of `guesses`: the right digits in some other order."""
+        """Draw a problem with the demonstrations of `guesses`: the right digits in another order."""
         problem = self.draw(generator)
         if generator.random() >= self.config.guesses:
             return problem
@@ -125,7 +124,7 @@ def tiny() -> Controller.Config:
     config.warmup = SupervisedWarmup.Config(num_steps=300, num_demonstrations=32)
     config.trainer.optimizer.lr = 1e-4
     config.loop.num_steps = 20
-    config.loop.num_prompts = 16
+    config.loop.groups_per_batch = 16
     config.loop.sampling.max_tokens = 112
     config.loop.eval_every = 5
     config.generator.max_model_len = 256

@@ -5,7 +5,7 @@
 In one process, without actors: a random Qwen3 of 0.8M parameters is warmed up on demonstrations of
 sum-digits (`47 82` -> `4+7=11 11+8=19 19+2=21 [ANSWER] 21`), most of which leave out a last digit of 4 or
 more; then rewards alone teach it to add that one too. What is printed is greedy accuracy on problems that are
-held out. The same four calls drive actors on many machines (rl/protocols.py), and `rl/loop.py` is this loop
+held out. The same four calls drive actors on many machines (rl/protocols.py), and `rl/loop/loop.py` is this loop
 with all that a long run needs.
 
 Shape legend: P prompts of a step, G samples of each, C tokens of a completion.
@@ -26,10 +26,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, this is found in its own tree
 
 from losses.cross_entropy import CrossEntropyLoss
-from losses.grpo import GRPOLoss
+from losses.policy import GRPOLoss
 from rl.local import LocalBackend
+from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.starting_point import write_random_model
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import demonstration_sample, policy_sample
 from rl.rollouts.tokenizer import open_tokenizer
@@ -40,11 +40,11 @@ from rl.training.optimizer import Optimizer
 from rl.types import Completion, Message, OptimParams, Problem, Prompt, Rollout, SamplingParams, Turn
 
 MAX_TOKENS = 32
-"""Of a completion."""
+"""Most tokens of a completion."""
 
 
 def prompt_of(problem: Problem, renderer: Renderer) -> Prompt:
-    """What the model is asked, as tokens."""
+    """Return the prompt of a problem as tokens."""
     question = Message(role="user", content=problem.question)
     return Prompt(problem=problem, token_ids=renderer.opening([question]))
 
@@ -121,10 +121,12 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
         train_problems = task.train_problems(seed=args.seed)
         for step in range(1, args.steps + 1):
             # Generate G completions of each of P prompts, from the weights that are served.
-            prompts = [prompt_of(problem, renderer) for problem in islice(train_problems, args.num_prompts)]
+            prompts = [
+                prompt_of(problem, renderer) for problem in islice(train_problems, args.groups_per_batch)
+            ]
             sampling = SamplingParams(
                 max_tokens=MAX_TOKENS,
-                num_samples=args.num_samples,
+                num_samples=args.group_size,
                 stop_token_ids=renderer.stop_token_ids,
                 seed=args.seed * 1_000_003 + step,
             )
@@ -172,16 +174,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/rl_loop", help="a new folder")
     parser.add_argument("--warmup_steps", type=int, default=300, help="supervised, of 64 demonstrations")
     parser.add_argument("--warmup_lr", type=float, default=5e-3, help="peak learning rate of the warm-up")
-    parser.add_argument("--num_prompts", type=int, default=32, help="P, of a step")
-    parser.add_argument("--num_samples", type=int, default=8, help="G, of each prompt")
+    parser.add_argument("--groups_per_batch", type=int, default=32, help="P, of a step")
+    parser.add_argument("--group_size", type=int, default=8, help="G, of each prompt")
     parser.add_argument("--eval_every", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--num_eval", type=int, default=256, help="held-out problems")
     args = parser.parse_args(argv)
     for name, least in (
         ("steps", 1),
         ("warmup_steps", 1),
-        ("num_prompts", 1),
-        ("num_samples", 2),
+        ("groups_per_batch", 1),
+        ("group_size", 2),
         ("eval_every", 1),
     ):
         if getattr(args, name) < least:

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, t
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
+from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.starting_point import write_random_model
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import TokenSpan, supervised_sample
 from rl.rollouts.tokenizer import open_tokenizer
@@ -112,7 +112,7 @@ def batch_of_step(step: int, *, num_samples: int, batch_size: int, seed: int) ->
 
 
 def lr_at(step: int, args: argparse.Namespace) -> float:
-    """Of step 0, 1, ...: linear for `warmup_steps`, then a cosine down to a tenth of the peak."""
+    """Return the learning rate of a step: linear for `warmup_steps`, then a cosine down to a tenth of the peak."""
     rise = min(1.0, (step + 1) / max(args.warmup_steps, 1))
     return args.lr * rise * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
 

@@ -1,4 +1,4 @@
-"""Supervised learning: the negative log-likelihood of given tokens."""
+"""Supervised learning: negative log-likelihood of given tokens."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from typing import Literal
 
 import torch
 
-from losses.normalization import NormalizedLoss, shared_sum
+from losses.ops import NormalizedLoss, masked_sum
 from losses.types import LossInputs, LossOutput
 
 
 @dataclass(kw_only=True, slots=True)
 class CrossEntropyLoss(NormalizedLoss):
-    """-w p of every token under the mask, averaged over all of them in a step.
+    """-w p for every token under the mask, by default averaged over all of them in a step.
 
-    Shannon's cross entropy of the data under the model, where w is 1; the generator's logprobs do not enter.
-    With `weights` "advantages" w is what the samples hold there, of any sign, such as the gradient of a loss
-    with respect to p that somebody else computed. Weights do not change the denominator.
+    With w = 1 this is Shannon's cross entropy of the data under the model. With `weights` "advantages" w is the
+    sample's advantage, of any sign: for example the gradient of a loss with respect to p that a caller computed
+    elsewhere. The generator's logprobs are not read, and weights do not change the denominator.
     """
 
     weights: Literal["one", "advantages"] = "one"
-    """What a token's logprob is multiplied by."""
+    """Factor of each token's logprob."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        self.__post_init__()  # A field may have been edited since.
-        shares_T = self.shares(inputs, inputs.mask)
         values_T = inputs.logprobs
         if self.weights == "advantages":
-            # 0 where not valid, so that a NaN there reaches no gradient.
+            # Masked before the product, so that a NaN outside the mask reaches no gradient.
             values_T = values_T * torch.where(inputs.mask, inputs.advantages, 0.0)
         return LossOutput(
-            loss_sum=-shared_sum(values_T, inputs.mask, shares_T),
+            loss_sum=-masked_sum(values_T, inputs.mask, shares_T=self.shares(inputs, inputs.mask)),
             denominator=self.denominator(inputs, inputs.mask),
             num_tokens=inputs.mask.sum().float(),
         )

@@ -1,7 +1,7 @@
-"""The seams: what the loops drive. Actors implement these, and so do in-process fakes.
+"""The roles that a loop drives. Actors implement these protocols, and so do in-process backends and fakes.
 
-The whole of an algorithm is four calls: sample, forward_backward, optim_step, publish
-weights. Scoring is a fifth that any function could do in place.
+An algorithm is four calls: generate, forward_backward, optim_step, publish. Scoring is a fifth, which any function
+could do in place.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rl.types import (
 )
 
 
-class Sampler(Protocol):
+class TokenGenerator(Protocol):
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        """Completions of each prompt ([T] int32 token ids), `sampling.num_samples` each, in order.
+        """Return `sampling.num_samples` completions for each prompt ([T] int32 token ids), in order.
 
-        Calls overlap; one that is cancelled ends its requests. Calls of one `session` may be kept
-        together, on the sampler that has their keys and values.
+        Calls may overlap. Cancelling a call ends its requests. Calls of one `session` may be routed to the generator
+        whose cache has their keys and values.
         """
         ...
 
 
-class ResumableSampler(Sampler, Protocol):
-    """For loops of one's own that end long completions at an update and go on with newer weights."""
+class ResumableGenerator(TokenGenerator, Protocol):
+    """A generator whose completions can be interrupted, and continued with newer weights."""
 
     async def generate(
         self,
@@ -52,19 +52,23 @@ class ResumableSampler(Sampler, Protocol):
         session: str | None = None,
         begun: Sequence[Sequence[Completion]] | None = None,
     ) -> list[list[Completion]]:
-        """As `Sampler.generate`; with `begun`, an earlier answer to the same prompts and `sampling`, its
-        completions with finish reason "abort" go on where they were ended, and others are passed through.
+        """Generate like `TokenGenerator.generate`, or continue the completions of an interrupted call.
+
+        Args:
+            begun: the result of an earlier call with the same prompts and `sampling`. Completions with finish reason
+                "abort" are continued, others are returned unchanged.
         """
         ...
 
     async def abort(self) -> int:
-        """End what is under way: the calls of `generate` that wait return what they have, with finish reason
-        "abort" where that is not all. Returns how many completions it ended.
+        """Interrupt all running calls of `generate` and return the number of interrupted completions.
+
+        The calls return the tokens generated so far, with finish reason "abort" for incomplete completions.
         """
         ...
 
 
-class Learner(Protocol):
+class Trainer(Protocol):
     async def forward_backward(
         self,
         samples: Sequence[TrainingSample],
@@ -75,8 +79,8 @@ class Learner(Protocol):
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
 
         Args:
-            loss: None takes the configured one.
-            return_logprobs: with the logprobs of all samples, or of those at these places, in this order.
+            loss: None: the configured loss.
+            return_logprobs: True to return the logprobs of all samples; or the indices of some, in this order.
         """
         ...
 
@@ -85,15 +89,15 @@ class Learner(Protocol):
         ...
 
     async def drop_gradient(self) -> None:
-        """Forget what was accumulated since the last step."""
+        """Clear the gradient accumulated since the last step."""
         ...
 
     async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """[T] float32 nats for each sample, entry t of token t; entry 0 is 0."""
+        """Return the logprobs of each sample, [T] float32 nats; entry t belongs to token t, entry 0 is 0."""
         ...
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """As `compute_logprobs`, of the frozen reference policy; an error where reference.enable is False."""
+        """Return logprobs under the frozen reference policy; raise if reference.enable is False."""
         ...
 
     async def save_checkpoint(
@@ -105,39 +109,40 @@ class Learner(Protocol):
         wait: bool = True,
         attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Let a folder appear, whole, with the loop's `position` and further files by name in it.
+        """Save a checkpoint folder atomically, with the loop's `position` and the `attachments`, files by name.
 
-        `wait` False allows it to appear later; what goes wrong then is raised by the next call.
+        With `wait` False the call may return before the folder exists; the next call raises a later error.
         """
         ...
 
     async def load_checkpoint(self, folder: str, *, model_only: bool = False) -> int:
-        """Load a folder of `save_checkpoint`, or a Hugging Face one; returns the policy version."""
+        """Load a folder of `save_checkpoint` or a Hugging Face folder; return the policy version."""
         ...
 
 
-class WeightPublisher(Protocol):
-    """Publishing is a push and a serve; the learner may compute during both, and step after the push."""
+class Publisher(Protocol):
+    """Publishes weights in two parts, push and serve; the trainer may compute meanwhile, and step after the push."""
 
     async def push(self) -> int:
-        """Copy the learner's weights to where samplers find them; returns their policy version.
+        """Copy the trainer's weights to the weight store and return their policy version.
 
-        All that this asks of the learner has been sent before it waits for anything.
+        The request to the trainer is sent before the call first waits, and so before any later request.
         """
         ...
 
     async def serve(self, policy_version: int) -> ServeResult:
-        """Let every sampler draw from this version; returns when all do."""
+        """Let all generators pull this version; return when all of them serve it."""
         ...
 
 
-class Scorer(Protocol):
+class Rewarder(Protocol):
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
-        """A score for each rollout, in order. The rollouts of a group are of one problem: functions of a
-        whole group are given them together.
+        """Return a score for each rollout, in order.
 
-        `alone`: each stands for itself, as the greedy reply to a problem of an evaluation; functions that
-        compare rollouts are left out of the scores.
+        Args:
+            groups: rollouts by problem; reward functions of a whole group receive them together.
+            alone: score every rollout by itself, like the greedy reply of an evaluation; reward functions that
+                compare rollouts are left out.
         """
         ...
 
@@ -145,30 +150,29 @@ class Scorer(Protocol):
 class Environment(Protocol):
     """One episode of a problem, used once.
 
-    It says what the model is told; it never sees nor makes tokens. `step` and `close` are called in an event
-    loop that all environments of a run share, in a thread beside the controller's: from the checks before the
-    start, over the warm-up, to the last evaluation. So a `step` may make what belongs to an event loop (a
-    session, a semaphore), and leave it to the task for all other environments. Only where code of one blocks
-    that loop, later environments get another. In which loop an environment is made and opens is not said.
+    An environment works with messages and never with tokens. `step` and `close` of all environments of a run are
+    called in one event loop, in a thread beside the controller's, from the checks before the start to the last
+    evaluation. So a `step` may create what belongs to an event loop (a session, a semaphore) and share it with
+    other environments of the task. `opening` may be called in any event loop.
 
-    Two attributes may say more. `runs_inline = True`: it never blocks, keeps nothing that belongs to an event
-    loop beyond its own episode, and is called in whatever loop runs, which is the controller's in a run,
-    without the way between the threads. `single_turn = True`: it never answers a reply with messages; of any
-    other, several turns are expected, and the run's renderer must be able to go on after a reply.
+    Two optional attributes: `runs_inline = True` promises that the environment never blocks and shares nothing that
+    belongs to an event loop; it is then called in the controller's loop, without a change of threads.
+    `single_turn = True` promises that it never answers a reply with messages; otherwise the run's renderer must be
+    able to continue after a reply.
     """
 
     def opening(self) -> Sequence[Message]:
-        """What the model is told first: the same for every episode of a problem, and quickly known."""
+        """Return the first messages, the same in every episode of a problem; must be fast."""
         ...
 
     async def step(self, reply: Reply) -> Observation:
-        """Answer a reply. Whatever takes long must await, or run in a thread or process of its own.
+        """Answer a reply; slow code has to await, or run in a thread or process.
 
-        Called until an observation has no messages, or a limit of the run is met. What it raises is a failed
-        rollout: logged, counted, not trained on.
+        Called until an observation has no messages, or a limit of the run is reached. An error makes the rollout a
+        failed one: it is logged, counted and not trained on.
         """
         ...
 
     async def close(self) -> None:
-        """Give back what the episode holds; called once, however it ended."""
+        """Release the episode's resources; called exactly once."""
         ...

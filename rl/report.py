@@ -1,43 +1,40 @@
-"""The story of a run as one HTML file: `python -m rl.report outputs/x`, also while the run goes on.
+"""Report of a run as one HTML file: `python -m rl.report outputs/x`, also while the run goes on.
 
-Findings, curves, what each process did when, where the time went, what the model wrote down to the token,
-faults and recoveries, options, environment. The file needs nothing else and asks nothing of any network.
-With a second folder both runs are in it, side by side. It is report.html in the first folder, unless --output
-says where; nothing else of the runs is changed.
+The report has findings, curves, the timeline of each process, the time of a step by parts, rollouts down to the
+token, faults and recoveries, options and environment, and needs no network. A second folder is shown beside the
+first. The file is report.html in the first folder, or `--output`; nothing else is changed.
 
-Exit status: 0 when the file is written, 2 for what is no run or where the file cannot be written.
+Exit status: 0 if the file was written, 2 otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rl.interpreter import without_collections
-from rl.observability.activity import STATE_FOLDER
+from rl.observability.bottleneck import bottleneck, typical
 from rl.observability.environment import read_environment
-from rl.observability.limits import bottleneck, typical
-from rl.observability.process_state import ProcessState, read_states
 from rl.observability.run_folder import ENVIRONMENT, REPORT
-from rl.process_id import is_alive
+from rl.observability.span_reader import read_states
+from rl.reporting.data import read_run
 from rl.reporting.findings import KINDS, find
-from rl.reporting.html.build import ReportedRun, write_report
-from rl.reporting.run_data import read_run
+from rl.reporting.html.page import ReportedRun, write_report
+from rl.utils.processes import is_alive, without_collections
 
 LOOKED_FOR = tuple(kind.replace("_", " ") for kind in KINDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     options = _parse(argv)
     folders = [Path(folder).expanduser() for folder in options.folders]
     file = Path(options.output).expanduser() if options.output else folders[0] / REPORT
     try:
-        # What is read lives to the end, and a collector would look through it again and again.
+        # The data lives to the end, and the garbage collector would search it again and again.
         with without_collections():
             runs = [_reported(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
             write_report(runs, file, written_s=time.time(), looked_for=LOOKED_FOR)
@@ -47,54 +44,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack a character
     for run in runs:
         for problem in run.data.problems:
-            _say(f"{run.name}: {problem}")
+            print(f"{run.name}: {problem}")
         for finding in run.findings:
             since = "" if finding.since_step is None else f", since step {finding.since_step}"
-            _say(f"{run.name}: {finding.title}{since}: {finding.sentence}")
-    _say(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+            print(f"{run.name}: {finding.title}{since}: {finding.sentence}")
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def _say(line: str) -> None:
-    """What was written may have characters that the terminal lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(line.encode(encoding, errors="backslashreplace").decode(encoding))
 
 
 def _reported(folder: Path, name: str) -> ReportedRun:
     data = read_run(folder)
-    states = list(read_states(folder / "logs" / STATE_FOLDER))
+    states = list(read_states(folder / "logs"))
     controller = next((state for state in states if state.role == "controller"), None)
     return ReportedRun(
         name=name,
         data=data,
         findings=find(data),
         environment=read_environment(folder / ENVIRONMENT),
-        processes=[_process(state) for state in states],
+        processes=[{"role": s.role, "rank": s.rank, "host": s.host, "pid": s.process.pid} for s in states],
         bottleneck=bottleneck(typical(data.steps), data.config.get("values")),
         is_alive=is_alive(controller.process) if controller is not None and controller.is_here else None,
     )
 
 
-def _process(state: ProcessState) -> dict[str, Any]:
-    return {"role": state.role, "rank": state.rank, "host": state.host, "pid": state.process.pid}
-
-
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Of their folders; with those around them where that tells them apart."""
+    """Return the names of the folders, with one parent, or all parents, where they are equal."""
     paths = [folder.resolve() for folder in folders]
-    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
+    for names in ([path.name for path in paths], [f"{path.parent.name}/{path.name}" for path in paths]):
         if len(set(names)) == len(names):
             return names
-    return [str(folder) for folder in folders]
+    return list(map(str, paths))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m rl.report", description="The story of a run as one HTML file."
+        prog="python -m rl.report", description="Write a report of a run as one HTML file."
     )
     parser.add_argument("folders", nargs="+", metavar="folder", help="folder of a run, such as outputs/x")
     parser.add_argument("--output", metavar="FILE", help=f"the file; by default {REPORT} in the first folder")

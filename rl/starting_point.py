@@ -1,7 +1,7 @@
-"""Where a run's weights and tokenizer come from: a given folder, or a warmed-up tiny model.
+"""Initial weights and tokenizer of a run: a user's folder, a random model, or a warmed-up tiny model.
 
-The warmed-up model is made once and kept, under a key of all that it depends on: the model,
-the seed, the demonstrations, the warm-up and the trainer's arithmetic.
+The warmed-up model is made once and cached under a key of everything that it depends on: the model, the seed,
+the demonstrations, the warm-up and the trainer's arithmetic.
 """
 
 from __future__ import annotations
@@ -19,59 +19,57 @@ from typing import Any
 import torch
 
 from rl.config.configurable import Configurable
-from rl.config.serialize import to_dict
-from rl.models.hf import HFFolder
+from rl.config.json import to_dict
+from rl.models.hf import HFFolder, write_random_model
 from rl.models.spec import ModelSpec
-from rl.models.starting_point import write_random_model
-from rl.models.tokenizer import build_byte_tokenizer
-from rl.models.tokenizer_print import TokenizerPrint, tokenizer_print
+from rl.models.tokenizer import TokenizerFingerprint, build_byte_tokenizer, tokenizer_fingerprint
 from rl.rollouts.tokenizer import open_tokenizer
 from rl.types import TrainingSample
 
 RECIPE = 3
-"""Part of the key; raised when the code of the warm-up, the tokenizer or the initialisation changes
-what comes out."""
+"""Part of the key; incremented when a change of the warm-up, the tokenizer or the initialization changes the
+result."""
 NUM_KEYED_DEMONSTRATIONS = 256
-"""The first of the warm-up, which stand for all: the rest follows from the same settings."""
+"""Number of demonstrations in the key; the others follow from the same settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
-    """The folder that trainer and generator start from."""
+    """The model folder that trainer and generator start from."""
 
     folder: Path
     """Hugging Face folder with config, tokenizer and weights."""
     spec: ModelSpec
-    """The model as the folder has it."""
+    """Spec of the model in the folder."""
     warmed_up: Path | None = None
-    """Where the warm-up will leave its result; None when there is none to do."""
+    """Folder that the warm-up will write; None without a pending warm-up."""
     seed: int | None = None
-    """Of the random model that `make` writes into `folder`; None for a folder that is there."""
+    """Seed of the random model that `make` writes; None for an existing folder."""
 
     @property
     def origin(self) -> str:
-        """The folder of the weights that training starts from, as checkpoints note it."""
+        """Folder of the weights that training starts from, as recorded in checkpoints."""
         return str((self.warmed_up or self.folder).resolve())
 
     def make(self) -> None:
-        """Write the random model, unless it is there."""
+        """Write the random model unless it exists."""
         if self.seed is not None:
             write_random_model(self.folder, spec=self.spec, seed=self.seed)
 
     def tokenizer(self) -> tuple[Any, tuple[int, ...]]:
-        """The tokenizer and the tokens that end a reply; writes nothing, also before `make`."""
-        vocab_size: int = self.spec.model.vocab_size  # type: ignore[attr-defined]
+        """Return the tokenizer and the tokens that end a reply, without writing the folder."""
+        vocab_size: int = self.spec.model.vocab_size
         with self._tokenizer_folder() as folder:
             return open_tokenizer(folder, vocab_size=vocab_size)
 
-    def tokenizer_print(self) -> TokenizerPrint:
-        """Of that tokenizer, as checkpoints note it."""
+    def tokenizer_fingerprint(self) -> TokenizerFingerprint:
+        """Return the fingerprint of that tokenizer, as recorded in checkpoints."""
         with self._tokenizer_folder() as folder:
-            return tokenizer_print(folder, known_as=self.folder)
+            return tokenizer_fingerprint(folder, known_as=self.folder)
 
     @contextmanager
     def _tokenizer_folder(self) -> Iterator[Path]:
-        """Its own, or one with the tokenizer that it will have."""
+        """Yield the folder, or a temporary one with the tokenizer that it will have."""
         if self.seed is None or self.folder.exists():
             yield self.folder
             return
@@ -81,13 +79,13 @@ class StartingPoint:
 
 
 def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> StartingPoint:
-    """A user's Hugging Face folder.
+    """Open a user's Hugging Face folder.
 
     Args:
-        any_size: take the model's sizes from the folder instead of asking for those of `spec`.
+        any_size: take the model's sizes from the folder instead of requiring those of `spec`.
 
     Raises:
-        ValueError: names the missing file or tensor, or the first tensor of another shape.
+        ValueError: naming a missing file or tensor, or the first tensor with another shape.
     """
     folder = HFFolder(Path(path).expanduser(), tokenizer=True)
     if any_size:
@@ -99,7 +97,7 @@ def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> Starti
 
 
 def random_model(cache: Path, *, spec: ModelSpec, seed: int) -> StartingPoint:
-    """A model drawn from the seed; nothing is written yet."""
+    """Return a model to be drawn from the seed; nothing is written yet."""
     key = _key({"recipe": RECIPE, "model": to_dict(spec.model), "seed": seed})
     return StartingPoint(folder=cache / f"{spec.name}-{spec.flavor}-random-{key}", spec=spec, seed=seed)
 
@@ -113,12 +111,12 @@ def warmed_up_model(
     demonstrations: Iterable[TrainingSample],
     arithmetic: dict[str, Any],
 ) -> StartingPoint:
-    """The model after its warm-up if that was made before, else what the warm-up starts from.
+    """Return the cached model after its warm-up, or else the random model that the warm-up starts from.
 
     Args:
-        demonstrations: of the warm-up, in order, as it trains on them: so what the renderer and the
-            environments put between the replies is part of the key.
-        arithmetic: what else of the trainer shapes the steps: optimizer and dtypes.
+        demonstrations: training samples of the warm-up, in order, so that the renderer's and the environments'
+            tokens are part of the key.
+        arithmetic: other settings of the trainer that shape the steps: optimizer and dtypes.
     """
     made_of = {
         "recipe": RECIPE,
@@ -135,7 +133,6 @@ def warmed_up_model(
 
 
 def _digest(sample: TrainingSample) -> str:
-    """Of its tokens, and of which are trained on."""
     return hashlib.sha256(sample.token_ids.tobytes() + sample.mask.tobytes()).hexdigest()
 
 

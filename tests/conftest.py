@@ -1,4 +1,4 @@
-"""For all tests: offline, a time limit for each, nothing left behind."""
+"""Set-up of all tests: no network, a time limit for each test, a check for leaks at the end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = [
     "pytest_sessionstart",
 ]
 
-# Before anything imports them, and inherited by the actors.
+# Set before any import that reads them, and inherited by the actors.
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg"
 )
 
 
 def pytest_configure() -> None:
-    # Test modules import much, of which nothing is garbage: see `rl.interpreter`.
+    # Modules imported by tests create many objects and no garbage: see `rl.utils.processes`.
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    # What is tested in this process is small: a second compute thread costs more than it gives, and on a
-    # machine that is busy it waits for its turn at every operation. Actors have their own number.
+    # Tests in this process are small: a second compute thread costs more than it gains, and on a busy machine
+    # it waits for a core at every operation. Actors set their own number.
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     gc.freeze()
@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
 
 
 TIME_LIMITS_S = {"slow": 1200, "medium": 300}
-"""By marker, for tests that name none; the others have the limit of pyproject.toml."""
+"""Time limits by marker for tests without one of their own; the default is in pyproject.toml."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

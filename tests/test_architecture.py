@@ -1,7 +1,7 @@
-"""The floors of CONTRIBUTING.md, held by reading every import of the tree.
+"""The rules of CONTRIBUTING.md: layers, imports of heavy packages, sizes, unique names, wording.
 
-The checks are functions from sources (path -> text) to violations, so that the tests below can
-show on made-up trees that each violation is caught.
+Each rule is a function from sources (path -> text) to violations, so that made-up trees can show that violations are
+caught.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from rl.models.spec import FAMILIES
+from tools.size import num_code_lines
+from tools.wording import bad_openings
+
 ROOT = Path(__file__).parent.parent
 Sources = Mapping[str, str]
 
-FLOORS = {"losses": 0, "rl": 1, "actors": 2, "configs": 3}
-ENTRY_FLOOR, TOP_FLOOR = 4, 5
+LAYERS = {"losses": 0, "rl": 1, "actors": 2, "configs": 3}
+ENTRY_LAYER, TOP_LAYER = 4, 5
 ENTRIES = (
     "rl.train",
     "rl.simple_grpo_sum_digits",
@@ -31,30 +35,43 @@ ENTRIES = (
     "rl.tinker.server",
 )
 TOPS = ("examples", "benchmarks", "tests", "tools")
-"""They use everything, so where heavy imports stand is not checked in them."""
+"""Folders that may import everything."""
 
-ROOMS = {
+ALLOWED_IN = {
     "monarch": ("actors/", "rl/weights/"),
     "torchstore": ("rl/weights/",),
     "vllm": ("actors/vllm/",),
     "tyro": ("rl/config/cli.py",),
     "torchao": ("rl/models/converters", "rl/models/float8"),
-    "fastapi": ("rl/tinker/http/",),
-    "starlette": ("rl/tinker/http/",),
-    "uvicorn": ("rl/tinker/http/",),
-    "tensorboard": ("rl/observability/sinks/",),
-    "wandb": ("rl/observability/sinks/",),
-    "trackio": ("rl/observability/sinks/",),
+    "fastapi": ("rl/tinker/",),
+    "starlette": ("rl/tinker/",),
+    "uvicorn": ("rl/tinker/serving.py",),
+    "tensorboard": ("rl/observability/loggers.py",),
+    "wandb": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
+    "trackio": ("rl/observability/loggers.py", "rl/observability/sinks.py"),
 }
-"""Heavy packages, and the only paths (beginnings of) that may import them."""
+"""Prefixes of the paths that may import a heavy package."""
 
 TORCH_ONLY = (
     "losses/", "rl/models/", "rl/training/", "rl/distributed/", "rl/rollouts/", "rl/local.py",
     "rl/tasks/generated.py", "rl/tasks/sum_digits.py",
 )  # fmt: skip
 
-MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 400, 250, 60
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 500, 400, 60
 ANY_SIZE = ("tests/", "examples/")
+
+GENERAL_FILES = ("errors.py", "messages.py", "limits.py")
+STILL_REPEATED = {
+    *GENERAL_FILES,
+    "Checkpoint", "Decoder", "Episode", "Group", "Guard", "LocalBackend", "Message", "ModelInfo",
+    "ModelWork", "Policy", "Prompt", "Recorder", "Request", "Router", "Sample", "Sampler", "Sampling",
+    "SamplingParams", "SavedState", "Session", "Sink", "Snapshot", "Stored", "Training", "TrainingRun", "Turn",
+    "WeightsInfo",
+}  # fmt: skip
+"""Names that stand for two things today. Remove a name once it is unique; the set is to become empty."""
+
+WELL_WORDED = ("actors", "benchmarks", "configs", "examples", "losses", "rl", "tools", "tests")
+MAX_BAD_OPENINGS = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +79,13 @@ class Import:
     path: str
     line: int
     source: str
-    """Module that imports."""
+    """The importing module."""
     target: str
-    """Module that is imported: of the tree as far as it reaches, else as written."""
+    """The imported module, without the name of what is imported from a module of the tree."""
     type_checking: bool
-    """Only seen by type checkers."""
+    """True under `if TYPE_CHECKING`."""
     dynamic: bool
-    """By `import_module` with a literal name."""
+    """True for `import_module` with a literal name."""
 
     @property
     def where(self) -> str:
@@ -78,7 +95,7 @@ class Import:
 def read_tree(root: Path) -> dict[str, str]:
     return {
         path.relative_to(root).as_posix(): path.read_text()
-        for top in (*FLOORS, *TOPS)
+        for top in (*LAYERS, *TOPS)
         for path in sorted((root / top).rglob("*.py"))
     }
 
@@ -108,7 +125,7 @@ def imports(sources: Sources) -> list[Import]:
 
 @functools.cache
 def _import_nodes(text: str) -> tuple[tuple[ast.stmt | ast.expr, bool], ...]:
-    """What may import something in a file; several checks read the whole tree."""
+    """Return the imports and calls of a file; cached, as several rules read the whole tree."""
     found = _statements(ast.parse(text), type_checking=False)
     return tuple(pair for pair in found if isinstance(pair[0], ast.Import | ast.ImportFrom | ast.Call))
 
@@ -147,33 +164,33 @@ def _targets(node: ast.AST, path: str, modules: set[str]) -> Iterator[tuple[str,
         yield str(node.args[0].value), True
 
 
-def floor(module: str) -> int | None:
-    """None of a module outside the tree."""
+def layer(module: str) -> int | None:
+    """Return the number of a module's layer, or None outside the tree."""
     if module in ENTRIES:
-        return ENTRY_FLOOR
+        return ENTRY_LAYER
     top = module.partition(".")[0]
-    return TOP_FLOOR if top in TOPS else FLOORS.get(top)
+    return TOP_LAYER if top in TOPS else LAYERS.get(top)
 
 
 def upward_arrows(sources: Sources) -> list[str]:
-    """Imports of a higher floor, of an entry, and of the actors or configs by an entry."""
+    """Return the imports of a higher layer, of an entry, and static imports of actors or configs by an entry."""
     violations = []
     for imported in imports(sources):
-        source, target = floor(imported.source), floor(imported.target)
-        if source is None or target is None or source == TOP_FLOOR:
+        source, target = layer(imported.source), layer(imported.target)
+        if source is None or target is None or source == TOP_LAYER:
             continue
         arrow = f"{imported.where}: {imported.source} -> {imported.target}"
-        if target == ENTRY_FLOOR:
+        if target == ENTRY_LAYER:
             violations.append(f"{arrow}: nothing imports an entry")
         elif target > source:
             violations.append(f"{arrow}: imports go down only")
-        elif source == ENTRY_FLOOR and target > FLOORS["rl"] and not imported.dynamic:
+        elif source == ENTRY_LAYER and target > LAYERS["rl"] and not imported.dynamic:
             violations.append(f"{arrow}: entries load these by dotted name at run time")
     return violations
 
 
 def cycles(sources: Sources) -> list[str]:
-    """Groups of modules that import each other, each once, as `a -> b -> a`."""
+    """Return import cycles, each once, as `a -> b -> a`."""
     modules = {module_name(path) for path in sources}
     edges: dict[str, set[str]] = {module: set() for module in modules}
     for imported in imports(sources):
@@ -195,7 +212,7 @@ def cycles(sources: Sources) -> list[str]:
 
 
 def _way_back(start: str, edges: Mapping[str, set[str]]) -> list[str] | None:
-    """The shortest way from a module to itself, without the return."""
+    """Return the shortest import path from a module back to itself, without the last step."""
     ways = {start: [start]}
     queue = [start]
     for module in queue:
@@ -209,13 +226,13 @@ def _way_back(start: str, edges: Mapping[str, set[str]]) -> list[str] | None:
 
 
 def misplaced_imports(sources: Sources) -> list[str]:
-    """Heavy packages outside their rooms, and anything but PyTorch in the losses."""
+    """Return imports of heavy packages where they are not allowed, and imports of other packages in the losses."""
     violations = []
     for imported in imports(sources):
         package = imported.target.partition(".")[0]
         top = imported.path.partition("/")[0]
-        if package in ROOMS and top not in TOPS and not imported.path.startswith(ROOMS[package]):
-            violations.append(f"{imported.where}: {package} is for {', '.join(ROOMS[package])} only")
+        if package in ALLOWED_IN and top not in TOPS and not imported.path.startswith(ALLOWED_IN[package]):
+            violations.append(f"{imported.where}: {package} is for {', '.join(ALLOWED_IN[package])} only")
         elif (
             top == "losses" and package not in ("losses", "torch") and package not in sys.stdlib_module_names
         ):
@@ -223,8 +240,34 @@ def misplaced_imports(sources: Sources) -> list[str]:
     return violations
 
 
+def family_imports(sources: Sources) -> list[str]:
+    """Return imports of a model family outside the family itself, the configs and the top folders."""
+    violations = []
+    for imported in imports(sources):
+        top = imported.path.partition("/")[0]
+        family = next((f for f in FAMILIES if f"{imported.target}.".startswith(f"rl.models.{f}.")), None)
+        is_own = f"{imported.source}.".startswith(f"rl.models.{family}.")
+        if family is not None and not is_own and top not in ("configs", *TOPS):
+            violations.append(f"{imported.where}: {imported.target} is a model family: use rl.models.spec")
+    return violations
+
+
+def repeated_names(sources: Sources) -> list[str]:
+    """Return public classes of the product that have the same name, and files with a name that is too general."""
+    places: dict[str, list[str]] = {}
+    for path, text in sources.items():
+        if path.partition("/")[0] not in LAYERS:
+            continue
+        if (name := path.rpartition("/")[2]) in GENERAL_FILES:
+            places.setdefault(name, []).append(path)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
+
+
 def oversized(sources: Sources) -> list[str]:
-    """Files, classes and functions beyond the guidelines; straight-line examples and tests are exempt."""
+    """Return files, classes and functions above the size limits; examples and tests are exempt."""
     violations = []
     for path, text in sources.items():
         if path.startswith(ANY_SIZE):
@@ -260,12 +303,25 @@ def test_no_modules_import_each_other(tree):
     assert cycles(tree) == []
 
 
-def test_heavy_packages_stay_in_their_rooms(tree):
+def test_heavy_packages_are_imported_only_where_allowed(tree):
     assert misplaced_imports(tree) == []
+
+
+def test_model_families_are_imported_only_through_the_spec(tree):
+    assert family_imports(tree) == []
 
 
 def test_files_classes_and_functions_keep_their_size(tree):
     assert oversized(tree) == []
+
+
+def test_a_name_stands_for_one_thing(tree):
+    assert [line for line in repeated_names(tree) if line.partition(":")[0] not in STILL_REPEATED] == []
+
+
+def test_docstrings_name_their_subject():
+    bad, total = bad_openings([ROOT / name for name in WELL_WORDED])
+    assert len(bad) <= MAX_BAD_OPENINGS * total, bad
 
 
 IMPORT_WITH_BLOCKED = """
@@ -285,7 +341,7 @@ assert not loaded, loaded
 
 
 def import_with_blocked(root: Path, modules: list[str], blocked: tuple[str, ...]) -> str:
-    """What a fresh interpreter says when it imports the modules while others cannot be; "" if it can."""
+    """Return the error of importing modules in a fresh interpreter without the blocked packages, or ""."""
     code = IMPORT_WITH_BLOCKED.format(modules=modules, blocked=blocked)
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -298,7 +354,7 @@ def import_with_blocked(root: Path, modules: list[str], blocked: tuple[str, ...]
 def test_modules_that_need_only_torch_import_without_the_rest(tree):
     modules = [module_name(path) for path in tree if path.startswith(TORCH_ONLY)]
     assert {"losses.types", "rl.models.attention", "rl.local"} <= set(modules)
-    assert import_with_blocked(ROOT, modules, tuple(ROOMS)) == ""
+    assert import_with_blocked(ROOT, modules, tuple(ALLOWED_IN)) == ""
 
 
 # The checks themselves
@@ -382,28 +438,73 @@ def test_package_that_reexports_is_no_cycle():
         ("rl/a.py", "from monarch.actor import Actor"),
         ("actors/a.py", "import torchstore as ts"),
         ("actors/generator.py", "def f():\n    import vllm.config"),
-        ("rl/config/entry.py", "import tyro"),
+        ("rl/config/json.py", "import tyro"),
         ("rl/models/qwen3/model.py", "from torchao.float8 import convert"),
         ("losses/a.py", "import numpy"),
         ("losses/a.py", "import vllm"),
     ],
 )
-def test_heavy_import_outside_its_room_is_caught(path, text):
+def test_heavy_import_where_not_allowed_is_caught(path, text):
     (violation,) = misplaced_imports({path: text})
     assert violation.startswith(f"{path}:")
 
 
-def test_heavy_imports_in_their_rooms_are_allowed():
+def test_heavy_imports_are_allowed_in_their_folders():
     sources = {
         "actors/a.py": "import monarch.actor",
         "rl/weights/store.py": "import monarch, torchstore",
         "actors/vllm/engine.py": "from vllm import LLMEngine",
         "rl/config/cli.py": "import tyro",
-        "rl/models/converters/float8.py": "import torchao",
+        "rl/models/float8.py": "import torchao",
         "tests/test_a.py": "import vllm, trl",
         "losses/a.py": "import math, torch\nfrom losses.b import B",
     }
     assert misplaced_imports(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("rl/local.py", "from rl.models.qwen3 import model_registry"),
+        ("actors/a.py", "def f():\n    import rl.models.qwen3_moe"),
+        ("rl/models/hf.py", "from rl.models import qwen3"),
+        ("rl/models/qwen3_moe.py", "from rl.models.qwen3 import config_from_hf"),
+    ],
+)
+def test_import_of_a_model_family_is_caught(path, text):
+    (violation,) = family_imports({"rl/models/qwen3.py": "", "rl/models/qwen3_moe.py": "", path: text})
+    assert violation.startswith(f"{path}:")
+
+
+def test_configs_and_tests_may_name_a_model_family():
+    text = "from rl.models.qwen3 import model_registry"
+    assert family_imports({"configs/a.py": text, "tests/a.py": text, "rl/models/qwen3/a.py": text}) == []
+
+
+def test_repeated_class_and_general_file_are_caught():
+    sources = {
+        "rl/a.py": "class Place: ...\nclass _Own: ...",
+        "actors/b.py": "class Place: ...\nclass _Own: ...",
+        "rl/errors.py": "",
+        "rl/x/errors.py": "",
+        "tests/errors.py": "class Place: ...",
+    }
+    assert repeated_names(sources) == [
+        "Place: rl/a.py, actors/b.py",
+        "errors.py: rl/errors.py, rl/x/errors.py",
+    ]
+
+
+def test_bad_opening_of_a_docstring_is_caught(tmp_path):
+    text = '"""A module."""\nx = 1\n"""Of what x is."""\ndef f():\n    """Whether it is."""\n    return "What?"\n'
+    (tmp_path / "a.py").write_text(text)
+    bad, total = bad_openings([tmp_path])
+    assert total == 3
+    assert [line.partition(" ")[2] for line in bad] == ["Of what x is.", "Whether it is."]
+
+
+def test_code_lines_leave_out_blanks_comments_and_docstrings():
+    assert num_code_lines('"""Doc\nstring."""\n\n# comment\nx = (\n    1\n)\n"""Of x."""\n') == 3
 
 
 def lines(head: str, num_lines: int) -> str:
@@ -411,7 +512,7 @@ def lines(head: str, num_lines: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("head", "most"), [("def f():", 60), ("async def f():", 60), ("class A:", 250), ("if True:", 400)]
+    ("head", "most"), [("def f():", 60), ("async def f():", 60), ("class A:", 400), ("if True:", 500)]
 )
 def test_size_beyond_the_guideline_is_caught(head, most):
     assert oversized({"rl/a.py": lines(head, most)}) == []

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rl.rollouts.episodes import Episodes
+from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.samples import policy_sample
-from rl.rollouts.settings import EpisodeLimits
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.types import SamplingParams
-from tests.support.fakes import RENDERER, FakePolicy, RubricScorer
+from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder
 from tests.support.loops import ListedTask
 
 README = Path(__file__).parents[1] / "README.md"
@@ -35,7 +34,7 @@ def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal(
         policy,
         policy,
         policy,
-        RubricScorer(rubric=SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)),
+        RubricRewarder(rubric=SumDigits.Config(num_integers=2, reward="noise").build().rubric(seed=0)),
         task=ListedTask(train=itertools.repeat(make_problem([12, 34])), held_out=[]),
         renderer=RENDERER,
         num_steps=2,

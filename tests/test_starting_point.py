@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from rl.config.tree import rebuild
+from rl.loop.warmup import SupervisedWarmup
+from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.starting_point import write_random_model
 from rl.protocols import Environment
-from rl.rollouts.demonstrations import demonstrated_now
-from rl.rollouts.environment import SingleTurn
-from rl.rollouts.tried_environments import TriedEnvironments
+from rl.rollouts.environment import SingleTurn, TriedEnvironments
+from rl.rollouts.samples import demonstrated_now
 from rl.starting_point import NUM_KEYED_DEMONSTRATIONS, StartingPoint, random_model, warmed_up_model
-from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
 from rl.types import Message, Observation, Problem, Reply
 from tests.support.fakes import RENDERER

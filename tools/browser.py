@@ -63,7 +63,6 @@ def install_browser() -> Path:
             capture_output=True,
             text=True,
             timeout=APT_DEADLINE_S,
-            check=False,
         )
         if done.returncode:
             raise NoBrowserError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

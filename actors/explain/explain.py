@@ -1,87 +1,150 @@
-"""What a run would be, put together: `python -m rl.simple_grpo_sum_digits --explain`.
+"""Explain a run without starting it: `python -m rl.simple_grpo_sum_digits --explain`.
 
-Nothing is started and nothing is written. Each part is found by itself, so that what is wrong with one does
-not hide the others.
+Nothing is started and nothing is written. The explanation is one dict of sections, printed as JSON or as text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from actors.explain.arithmetic import run_arithmetic, step_arithmetic
-from actors.explain.explanation import Devices, Explanation, RolePlace, StepArithmetic, Unknown
-from actors.explain.known import find_out, not_foreseen
-from actors.explain.layout import role_places
-from actors.explain.loaded import find_loaded
-from actors.explain.machine import Machine, explained_on
-from actors.explain.memory import memory
-from actors.explain.options import find_faults, option_notes
-from actors.explain.text import as_text
-from actors.explain.view import config_view
-from actors.explain.weights import staleness, sync_bytes
-from actors.roles import trains_on_gpu
-from actors.run_config import RunConfig
-from rl.config.registry import ExplanationForm, ResolvedRun
+from actors.checks import Machine
+from actors.cluster import trains_on_gpu
+from actors.explain.known import explained_on, find_out
+from actors.explain.numbers import layout, memory, publish_bytes, run_arithmetic, staleness, step_arithmetic
+from actors.explain.options import option_notes
+from rl.config.json import differences, leaves, to_dict
+from rl.config.registry import ExplanationForm, ResolvedRun, resolve
+from rl.distributed.mesh import Degrees
 
-T = TypeVar("T")
-
-
-def explain(run: ResolvedRun, *, here: Machine) -> Explanation:
-    """Of a run of a `RunConfig`, started on the machine `here`."""
-    config: RunConfig = run.config
-    fleet, known, loaded = config.fleet, find_out(config), find_loaded(config, resumes=run.resumes)
-    machine, assumed = explained_on(fleet, spec=known.spec, here=here)
-    on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
-    faults = find_faults(known, loaded, here=here, resumes=run.resumes is not None)
-    degrees = _or_unknown(lambda: fleet.trainer.parallelism.degrees(fleet.trainer.num_procs))
-    in_run = run_arithmetic(known, done_steps=loaded.done_steps)
-    step: StepArithmetic | Unknown
-    layout: tuple[RolePlace, ...] | Unknown
-    if isinstance(degrees, Unknown):
-        step = layout = degrees
-    else:
-        step = _or_unknown(partial(step_arithmetic, known, degrees=degrees))
-        layout = _or_unknown(partial(role_places, fleet, degrees=degrees, num_gpus=machine.num_gpus))
-    return Explanation(
-        devices=Devices(
-            on_gpu=on_gpu,
-            num_gpus=machine.num_gpus,
-            gpu_bytes=machine.gpu_bytes if on_gpu else None,
-            assumed=assumed,
-        ),
-        model=f"{known.spec.name} {known.spec.flavor}",
-        config=config_view(run),
-        step=step,
-        run=in_run,
-        layout=layout,
-        memory=memory(known, degrees=degrees, machine=machine, on_gpu=on_gpu),
-        staleness=staleness(config.loop),
-        sync=sync_bytes(known, publishes=in_run.publishes),
-        options=option_notes(run, known, faults=faults, on_gpu=on_gpu, num_gpus=machine.num_gpus),
-        unknown=(*loaded.damaged, *not_foreseen(config.loop), *known.unknown),
-    )
+WIDTH = 110
+NUM_LISTED = 6
+"""Numbers that are listed one by one; of more only the first and the last are."""
 
 
 def show(run: ResolvedRun, *, form: ExplanationForm, here: Machine) -> int:
-    """Print it; returns the exit status: 2 for a config that is refused on any machine, whose reasons also go
-    to stderr as a run's would, else 0."""
+    """Print the explanation of a run and return the exit status.
+
+    The status is 2 for a config that is refused on any machine (the reasons also go to stderr), else 0.
+    """
     explanation = explain(run, here=here)
     if form == "json":
-        print(json.dumps(dataclasses.asdict(explanation), indent=2, allow_nan=False))
+        print(json.dumps(explanation, indent=2, allow_nan=False))
     else:
         print(as_text(explanation))
-    for reason in explanation.options.refused:
+    for reason in explanation["options"]["refused"]:
         print(f"error: {reason}", file=sys.stderr)
-    return 2 if explanation.options.refused else 0
+    return 2 if explanation["options"]["refused"] else 0
 
 
-def _or_unknown(find: Callable[[], T]) -> T | Unknown:
+def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
+    """Explain a run of a `RunConfig` that would be started on the machine `here`."""
+    config, known = run.config, find_out(run.config, resumes=run.resumes)
+    machine, assumed = explained_on(config, spec=known.spec, here=here)
+    on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
+    values = to_dict(config)
+    changes = {
+        d.path: {"value": d.value, "registry": d.before, "source": _source(run, d.path)}
+        for d in differences(values, to_dict(resolve(run.module, run.function).config))
+    }
+    degrees: Degrees | None = None
+    step: Any
+    places: Any
+    try:
+        found = degrees = config.trainer.parallelism.degrees(config.trainer.num_procs)
+        places = _or_unknown(lambda: layout(config, degrees=found, num_gpus=machine.num_gpus))
+        step = _or_unknown(lambda: step_arithmetic(known, degrees=found))
+    except ValueError as error:
+        step = places = f"not known: {error}"
+    in_run = run_arithmetic(known)
+    return {
+        "config": f"{run.module}.{run.function}",
+        "model": f"{known.spec.name} {known.spec.flavor}",
+        "devices": assumed or f"{'GPUs' if on_gpu else 'CPU cores'} of this machine",
+        "values": dict(leaves(values)),
+        "changes": changes,
+        "step": step,
+        "run": in_run,
+        "layout": places,
+        "memory": memory(known, degrees=degrees, machine=machine, on_gpu=on_gpu),
+        "staleness": staleness(config.loop),
+        "publish": publish_bytes(known, publishes=in_run["publishes"]),
+        "options": option_notes(
+            known,
+            machine=machine,
+            on_gpu=on_gpu,
+            resumes=run.resumes is not None,
+            changed=tuple(changes),
+        ),
+        "not_checked": known.unknown,
+    }
+
+
+def _or_unknown(find: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
     try:
         return find()
     except ValueError as error:
-        return Unknown(why=str(error))
+        return f"not known: {error}"
+
+
+def _source(run: ResolvedRun, path: str) -> str:
+    # An option may turn off a component, and a list of components is one leaf.
+    for option in run.options:
+        if f"{path}.".startswith(f"{option}.") or option.startswith(f"{path}."):
+            return "command line"
+    return "code" if run.file is None else str(run.file)
+
+
+def as_text(explanation: Mapping[str, Any]) -> str:
+    """Return all sections as aligned text, one after another."""
+    readable = {
+        "values": {path: json.dumps(value) for path, value in explanation["values"].items()},
+        "changes": {
+            path: f"{json.dumps(c['value'])}, was {json.dumps(c['registry'])} ({c['source']})"
+            for path, c in explanation["changes"].items()
+        },
+    }
+    return "\n".join(_lines({**explanation, **readable}, indent=""))
+
+
+def _lines(section: Mapping[str, Any], *, indent: str) -> Iterator[str]:
+    width = max((len(key) for key, value in section.items() if not _is_nested(value)), default=0)
+    for key, value in section.items():
+        if not _is_nested(value):
+            yield f"{indent}{key:<{width}}  {_value(key, value)}"
+            continue
+        yield from [""] * (not indent)
+        yield f"{indent}{key}" + ("" if value else ": none")
+        if isinstance(value, Mapping):
+            yield from _lines(value, indent=f"{indent}  ")
+        for item in value if isinstance(value, list) else ():
+            yield from textwrap.wrap(
+                item, WIDTH, initial_indent=f"{indent}  ", subsequent_indent=f"{indent}      "
+            )
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and not any(isinstance(v, int) for v in value)
+    )
+
+
+def _value(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        numbers = [f"{number:,}" for number in value]
+        return ", ".join(numbers if len(numbers) <= NUM_LISTED else [*numbers[:3], "...", numbers[-1]])
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value if isinstance(value, str) else json.dumps(value)
+    return size(value) if key.endswith("_bytes") else f"{value:,}"
+
+
+def size(num_bytes: int) -> str:
+    """Return bytes with three digits: 2.38 MB."""
+    for unit, of_unit in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= of_unit:
+            digits = max(0, 3 - len(str(num_bytes // of_unit)))
+            return f"{num_bytes / of_unit:.{digits}f} {unit}"
+    return f"{num_bytes} bytes"

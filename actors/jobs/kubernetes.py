@@ -17,8 +17,9 @@ from monarch._src.job.kubernetes import (
 )
 from monarch._src.job.service_identity import allocate_service_proc_ids
 
-from actors.client import RUN, quiet_jobs
-from actors.launch_config import KubernetesConfig, LaunchConfig
+from actors.compat import quiet_jobs
+from actors.config import KubernetesConfig, LaunchConfig
+from actors.processes import RUN
 from rl.weights.monarch_env import SETTINGS
 
 quiet_jobs()
@@ -49,8 +50,8 @@ class PodsOfRun(KubernetesJob):
 
 
 def mesh_name(launch: LaunchConfig, group: str) -> str:
-    """Of a group's resource, unlike that of any other run in the namespace."""
-    return f"{launch.job_name}{RUN[:8]}{group}"
+    """Return the name of a group's resource, unique in the namespace."""
+    return f"{launch.job_name}{RUN}{group}"
 
 
 def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> PodsOfRun:

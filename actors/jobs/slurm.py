@@ -10,7 +10,7 @@ from pathlib import Path
 
 from monarch.job import SlurmJob
 
-from actors.launch_config import LaunchConfig
+from actors.config import LaunchConfig
 
 _KEEP_THE_SCRIPT = """#!/bin/sh
 cat > "$0.script"
@@ -44,7 +44,7 @@ def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: 
 
 
 def script(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: int) -> str:
-    """What a run would hand to sbatch.
+    """Return the script that a run would submit with sbatch.
 
     Monarch writes the script and runs sbatch in one step, so it finds an sbatch here that keeps it.
     """

@@ -1,9 +1,15 @@
-"""The loop that steps one rank's engine.
+"""The loop that steps one rank's engine, and the protocol that keeps tensor-parallel ranks in step.
 
-`Driver.run` consumes submitted requests, aborts and weight updates, and produces finished
-samples. It waits for work (unblocked by `submit`, `abort`, `update`, `close`), for the engine's
-thread, and during an update for the caller who writes the weights. On rank 0 it decides what
-happens next; on other ranks it waits for rank 0's decision instead.
+With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own process. They
+stay equal because rank 0 alone decides what is admitted, aborted and pulled: before each engine step it
+broadcasts a `Turn`, and every rank does exactly what the turn says, in order. Each turn carries a digest of
+the tokens that rank 0 drew in the step before; a rank that drew other tokens stops at once, instead of
+producing logprobs of the wrong tokens. While nothing runs, rank 0 sends an empty turn from time to time. A
+rank that hears nothing for longer than the deadline gives up; the connection to a dead rank closes at once.
+
+`Driver.run` takes submitted requests, aborts and weight updates, and produces finished samples. It waits
+for work (unblocked by `submit`, `abort`, `update`, `rest`, `close`), for the engine's thread, and during an
+update for the caller that writes the weights.
 """
 
 from __future__ import annotations
@@ -11,25 +17,120 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+import zlib
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from actors.vllm.delivery import Samples, deliver
-from actors.vllm.errors import EngineFailedError, EngineTimeoutError, GeneratorError
-from actors.vllm.lockstep import Drawn, Lockstep, Request, Turn
-from actors.vllm.requests import Sample, Scored
-from rl.observability.activity import doing
-from rl.worker_thread import WorkerThread
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from actors.vllm.requests import (
+    DivergedError,
+    Drawn,
+    EngineFailedError,
+    EngineTimeoutError,
+    GeneratorError,
+    Request,
+    Sample,
+)
+from rl.observability.spans import span
+from rl.utils.threads import WorkerThread
 
 if TYPE_CHECKING:
     from actors.vllm.core import VLLMCore
-    from actors.vllm.engine_config import OnUpdate
 
 logger = logging.getLogger(__name__)
 
-IDLE = "nothing to do: an empty turn tells the other ranks that this one lives"
+IDLE = "nothing to do: an empty turn tells the other ranks that this rank lives"
+IDLE_TURNS_PER_TIMEOUT = 4
+
+
+class SilentRankError(ConnectionError, TimeoutError):
+    """A connected rank did not take part within the deadline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Rank 0's decision on what every rank does next, in the order of the fields."""
+
+    admit: tuple[Request, ...] = ()
+    abort: tuple[int, ...] = ()
+    """Ids of requests to end as they are."""
+    step: bool = False
+    """True to make an engine step."""
+    update: int | None = None
+    """Policy version whose weights every rank takes now."""
+    asleep: bool | None = None
+    """True to give memory back, False to take it again; only when no request is running."""
+    stop: bool = False
+    """True in the last turn."""
+
+
+class Lockstep:
+    """One rank's end of the turn protocol. With a single rank it does nothing."""
+
+    def __init__(self, *, rank: int, size: int, timeout_s: float) -> None:
+        """Make the process group; all ranks call it at the same point."""
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._digest = 0
+        timeout = timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+
+    @property
+    def idle_turn_s(self) -> float | None:
+        """Seconds between empty turns; None where there are no other ranks."""
+        return self.timeout_s / IDLE_TURNS_PER_TIMEOUT if self.size > 1 else None
+
+    def exchange(self, turn: Turn | None) -> Turn:
+        """Return rank 0's next turn on every rank; rank 0 passes it.
+
+        Raises:
+            ConnectionError: a rank is gone, or was silent for `timeout_s`.
+            RuntimeError: this rank drew other tokens than rank 0.
+        """
+        message: list[Any] = [turn, self._digest]
+        if self._group is not None:
+            with self._awaiting("rank 0's next turn"):
+                dist.broadcast_object_list(message, src=0, group=self._group)
+        decided, digest = message
+        if digest != self._digest:
+            raise RuntimeError(
+                f"generator rank {self.rank} drew other tokens than rank 0 "
+                f"(digest {self._digest:#x}, rank 0 has {digest:#x})"
+            )
+        assert isinstance(decided, Turn)
+        return decided
+
+    def record(self, drawn: Drawn) -> None:
+        """Add a step's tokens to the digest that is compared at the next turn."""
+        if self._group is not None:
+            columns = np.array([drawn.request_ids, drawn.token_ids], dtype=np.int64)
+            self._digest = zlib.crc32(columns.tobytes(), self._digest)
+
+    def all_agree(self, ok: bool) -> bool:
+        """Return whether `ok` is true on all ranks; raise ConnectionError if a rank is gone or silent."""
+        if self._group is None:
+            return ok
+        answer = torch.tensor(int(ok))
+        with self._awaiting("the other ranks' result of a weight update"):
+            dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(answer.item())
+
+    @contextmanager
+    def _awaiting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            kind = SilentRankError if "timed out" in str(error).lower() else ConnectionError
+            raise kind(
+                f"generator rank {self.rank} awaited {what}, at most {self.timeout_s:g} s: {error}"
+            ) from error
 
 
 def _future() -> asyncio.Future[bool]:
@@ -38,66 +139,65 @@ def _future() -> asyncio.Future[bool]:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Update:
-    """A wish to write the weights, and the three moments of its way."""
+    """A requested weight update, and the three moments of its progress."""
 
     version: int
     turn: asyncio.Future[bool] = field(default_factory=_future)
-    """No step is being made: the caller may write."""
+    """No step is running: the caller may write."""
     written: asyncio.Future[bool] = field(default_factory=_future)
-    """The caller is done; whether it went well."""
+    """The caller is done; True if it succeeded."""
     finished: asyncio.Future[bool] = field(default_factory=_future)
-    """All ranks are done; whether it went well on all."""
+    """All ranks are done; True if all succeeded."""
 
 
 class Driver:
-    """Of one rank. Everything but `_take` and `_settle` runs on the event loop."""
+    """The engine loop of one rank. Only `_take` and `_settle` run in the engine's thread."""
 
-    def __init__(
-        self, *, core: VLLMCore, lockstep: Lockstep, thread: WorkerThread, on_update: OnUpdate
-    ) -> None:
+    def __init__(self, *, core: VLLMCore, lockstep: Lockstep, thread: WorkerThread, drains: bool) -> None:
+        """`drains` makes an update wait until running requests have finished."""
         self.policy_version: int | None = None
-        """Of the weights in use; None while there are none."""
+        """Version of the weights in use; None while there are none."""
         self._core = core
         self._lockstep = lockstep
         self._thread = thread
-        self._drains = on_update == "drain"
+        self._drains = drains
         self._wake = asyncio.Event()
         self._waiting: list[Request] = []
         self._aborted: list[int] = []
-        self._samples: Samples = {}
+        self._samples: dict[int, Sample] = {}
+        """Samples that have not ended, by request id."""
         self._updates: list[_Update] = []
         self._rests: list[tuple[bool, asyncio.Future[bool]]] = []
         self._closing = False
         self._failure: GeneratorError | None = None
 
     def check_serving(self) -> None:
-        """Raises GeneratorError if the engine has failed or was closed."""
+        """Raise GeneratorError if the engine has failed or was closed."""
         if self._failure is not None:
             raise self._failure
 
     def check_weights(self) -> None:
-        """Raises GeneratorError if there are no weights, and none on their way."""
+        """Raise GeneratorError if there are no weights and no update is waiting."""
         if self._core.asleep:
             raise GeneratorError("the generator sleeps: wake must be called, and a version pulled, first")
         if self.policy_version is None and not self._updates:
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
-    def submit(self, requests: Sequence[Request], samples: Sequence[Sample | Scored]) -> None:
-        for request, sample in zip(requests, samples, strict=True):
-            self._samples[request.id] = sample
-        self._waiting += requests
+    def submit(self, samples: Sequence[Sample]) -> None:
+        self._samples |= {sample.request.id: sample for sample in samples}
+        self._waiting += [sample.request for sample in samples]
         self._wake.set()
 
-    def withdraw(self, requests: Sequence[Request]) -> None:
-        """End what is left of these requests; nobody waits for them."""
-        self._drop({request.id for request in requests if request.id in self._samples})
+    def withdraw(self, samples: Sequence[Sample]) -> None:
+        """End what is left of these samples, whose call was cancelled or has failed."""
+        self._drop({sample.request.id for sample in samples} & self._samples.keys())
 
     def abort(self, call_ids: Collection[str] | None) -> int:
-        """End the completions of these calls as they are, of all calls when None; returns how many."""
+        """End the completions of these calls (None: all calls) as they are; return their number."""
         ids = {
             request_id
             for request_id, sample in self._samples.items()
-            if sample.call.call_id is not None and (call_ids is None or sample.call.call_id in call_ids)
+            if sample.call_id is not None and (call_ids is None or sample.call_id in call_ids)
         }
         for request_id in ids:
             self._samples[request_id].finish("abort")
@@ -113,7 +213,7 @@ class Driver:
 
     @asynccontextmanager
     async def update(self, version: int) -> AsyncIterator[None]:
-        """Within it no rank makes a step and the weights may be written; `version` is theirs.
+        """Hold all ranks between two steps, while the body writes the weights of `version`.
 
         Raises:
             GeneratorError: another rank failed to write, the engine has failed, or it sleeps.
@@ -125,7 +225,7 @@ class Driver:
         update = _Update(version=version)
         self._updates.append(update)
         self._wake.set()
-        with doing("waits for a turn", version=version):
+        with span("waits for a turn", version=version):
             await update.turn
         written = False
         try:
@@ -138,7 +238,7 @@ class Driver:
             raise GeneratorError(f"version {version} was not written on every rank of the generator")
 
     async def rest(self, *, asleep: bool) -> None:
-        """Sleep as soon as nothing runs, or wake; returns when this rank does. What waits then fails."""
+        """Sleep as soon as nothing runs, or wake; waiting requests fail."""
         self.check_serving()
         if self._core.asleep != asleep:
             self._rests.append((asleep, _future()))
@@ -146,12 +246,12 @@ class Driver:
             await self._rests[-1][1]
 
     def close(self) -> None:
-        """Let `run` return. On ranks other than 0 it does when rank 0's has."""
+        """Let `run` return. On ranks other than 0 it returns after rank 0's."""
         self._closing = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Until closed, or until something fails; then everybody who waits hears why."""
+        """Step the engine until it is closed or fails; then every waiting caller gets the reason."""
         try:
             while not self._closing or self._lockstep.rank != 0:
                 turn, drawn = await self._thread.run(self._take, await self._decide())
@@ -176,26 +276,8 @@ class Driver:
             with contextlib.suppress(Exception):
                 await self._thread.run(self._core.close)
 
-    def _take(self, decided: Turn | None) -> tuple[Turn, Drawn | None]:
-        """In the engine's thread: do what rank 0 decided, here or elsewhere."""
-        if decided is None:
-            turn = self._lockstep.receive()
-        else:
-            turn = decided
-            self._lockstep.send(turn)
-        for request in turn.admit:
-            self._core.add(request)
-        self._core.abort(turn.abort)
-        if turn.asleep is not None:
-            self._core.rest(asleep=turn.asleep)
-        if not turn.step:
-            return turn, None
-        drawn = self._core.step()
-        self._lockstep.record(drawn)
-        return turn, drawn
-
     async def _decide(self) -> Turn | None:
-        """The next turn, as soon as there is something to do; None where rank 0 decides."""
+        """Wait until there is something to do and return the turn; None on ranks other than 0."""
         if self._lockstep.rank != 0:
             return None
         while not self._closing:
@@ -212,16 +294,51 @@ class Driver:
             if admitted or aborted or self._core.has_requests:
                 return Turn(admit=admitted, abort=aborted, step=True)
             try:
-                await asyncio.wait_for(self._wake.wait(), self._lockstep.idle_turn_s)
+                async with asyncio.timeout(self._lockstep.idle_turn_s):
+                    await self._wake.wait()
             except TimeoutError:
                 logger.debug(IDLE)
                 return Turn()
         return Turn(stop=True)
 
+    def _take(self, decided: Turn | None) -> tuple[Turn, Drawn | None]:
+        """Do what rank 0 decided; None means that the decision comes from another process."""
+        turn = self._lockstep.exchange(decided)
+        for request in turn.admit:
+            self._core.add(request)
+        self._core.abort(turn.abort)
+        if turn.asleep is not None:
+            self._core.rest(asleep=turn.asleep)
+        if not turn.step:
+            return turn, None
+        drawn = self._core.step()
+        self._lockstep.record(drawn)
+        return turn, drawn
+
     def _deliver(self, drawn: Drawn) -> None:
-        assert self.policy_version is not None
-        unwanted = deliver(drawn, self._samples, policy_version=self.policy_version)
-        if unwanted:
+        """Give the tokens to their samples, and drop requests that end themselves or have failed."""
+        samples, version = self._samples, self.policy_version
+        assert version is not None
+        unwanted = drawn.diverged & samples.keys()
+        for request_id in unwanted:
+            samples[request_id].fail(
+                DivergedError("the model's logprobs are NaN: weights or activations are not finite")
+            )
+        for request_id, token_id, logprob in zip(
+            drawn.request_ids, drawn.token_ids, drawn.logprobs, strict=True
+        ):
+            if (sample := samples.get(request_id)) is not None:
+                sample.add(token_id, logprob, version)
+                if sample.has_ended:
+                    sample.finish("stop")
+                    unwanted.add(request_id)
+        for request_id, logprobs in drawn.prompt_logprobs.items():
+            if (sample := samples.get(request_id)) is not None:
+                sample.prompt_logprobs = logprobs
+        for request_id, reason in drawn.finished.items():
+            if (sample := samples.pop(request_id, None)) is not None:
+                sample.finish(reason)
+        if unwanted := unwanted & samples.keys():
             self._drop(unwanted)
 
     def _rested(self, asleep: bool) -> None:
@@ -238,7 +355,7 @@ class Driver:
         written = False
         if not update.turn.cancelled():
             update.turn.set_result(True)
-            # Of no version while they are being written.
+            # The weights belong to no version while they are being written.
             self.policy_version = None
             written = await update.written
         everywhere = await self._thread.run(self._settle, written)
@@ -251,7 +368,7 @@ class Driver:
             update.finished.set_result(everywhere)
 
     def _settle(self, written: bool) -> bool:
-        """In the engine's thread: whether the update went well on all ranks."""
+        """Return whether the update succeeded on all ranks, and prepare the engine for the next step."""
         everywhere = self._lockstep.all_agree(written)
         if not everywhere:
             self._core.abort_all()
@@ -259,7 +376,7 @@ class Driver:
         return everywhere
 
     async def _update_of(self, version: int) -> _Update:
-        """The caller's wish that rank 0 has decided on; elsewhere it may not have come yet."""
+        """Return this rank's request for the update that rank 0 decided on; wait until it has come."""
         timeout_s = self._lockstep.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -271,8 +388,8 @@ class Driver:
                     await self._wake.wait()
         except TimeoutError as error:
             raise TimeoutError(
-                f"rank {self._lockstep.rank}: rank 0 updates to version {version}, but nobody asked "
-                f"this rank to within {timeout_s:g} s"
+                f"rank {self._lockstep.rank}: rank 0 updates to version {version}, but this rank was not "
+                f"asked to within {timeout_s:g} s"
             ) from error
 
     def _fail(self, failure: GeneratorError) -> None:
@@ -285,8 +402,8 @@ class Driver:
         self._updates, self._rests = [], []
 
     def _fail_samples(self, failure: GeneratorError) -> None:
-        """Every sample that is not finished, running or waiting."""
-        for call in {id(sample.call): sample.call for sample in self._samples.values()}.values():
-            call.fail(failure)
+        """Fail every request, running or waiting."""
+        for sample in self._samples.values():
+            sample.fail(failure)
         self._samples = {}
         self._waiting = []

@@ -1,66 +1,96 @@
-"""From a call to engine requests, and from their tokens back to its answer.
+"""Requests to the engine, and their answers.
 
-Shape legend: T tokens of a prompt or sequence, C tokens of a completion.
+Shape legend: T tokens of a prompt or sequence.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
-from actors.vllm.lockstep import Request
-from rl.models.prompt_requests import End
-from rl.models.sampling import check_sampling, request_seeds
+from rl.models.sampling import End, check_sampling, request_seeds
 from rl.types import Completion, FinishReason, SamplingParams
+from rl.utils.errors import RunError
 
 SMALLEST_TEMPERATURE = 0.01
-"""vLLM silently raises a smaller one to this."""
+"""vLLM silently raises a smaller temperature to this."""
 Begun = Sequence[Sequence[Completion]]
-"""[prompt][sample]: completions to go on with."""
-
-T = TypeVar("T")
+"""[prompt][sample]: completions to continue."""
 
 
-class Call(Generic[T]):
-    """A call in progress: its future resolves when the last of its samples has ended."""
-
-    def __init__(self, *, num_prompts: int, num_samples: int = 1, call_id: str | None = None) -> None:
-        """`call_id` is what `abort` knows it by; None for a call that is not aborted."""
-        self.future: asyncio.Future[list[list[T]]] = asyncio.get_running_loop().create_future()
-        self.call_id = call_id
-        self._num_samples = num_samples
-        self._results: list[T | None] = [None] * (num_prompts * num_samples)
-        self._num_left = len(self._results)
-
-    def put(self, place: int, result: T) -> None:
-        """`place` counts samples within prompts."""
-        self._results[place] = result
-        self._num_left -= 1
-        if self._num_left == 0 and not self.future.done():
-            made = [r for r in self._results if r is not None]
-            step = self._num_samples
-            self.future.set_result([made[i : i + step] for i in range(0, len(made), step)])
-
-    def fail(self, error: Exception) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+class GeneratorError(RunError):
+    """The generator cannot serve: it has no weights, was closed, or its engine has failed."""
 
 
-@dataclass(kw_only=True, slots=True)
+class EngineFailedError(GeneratorError):
+    """The generator's engine, on this rank or another, has failed for good."""
+
+
+class EngineTimeoutError(EngineFailedError, TimeoutError):
+    """The engine has failed because a rank did not take part within a deadline."""
+
+
+class DivergedError(GeneratorError):
+    """The weights give a call logprobs that are NaN; with other weights the engine goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """One completion to generate, or one sequence to score."""
+
+    id: int
+    prompt: np.ndarray
+    """[T] int32, including the tokens that a continued completion already has."""
+    max_tokens: int
+    """Most tokens after `prompt`."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    num_begun: int = 0
+    """Number of tokens at the end of `prompt` that belong to the completion."""
+    scored: int | None = None
+    """Last token of a sequence to score: used in place of a drawn token, and the logprobs of `prompt` are
+    returned too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Drawn:
+    """The tokens of one engine step, in three lists of equal length."""
+
+    request_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    """Nats."""
+    finished: dict[int, FinishReason]
+    """Requests that end with this token."""
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """[T - 1] float32 nats of the prompt's tokens but the first, of scored requests that end here."""
+    diverged: set[int] = field(default_factory=set)
+    """Requests with a logprob that is NaN."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
-    """What one completion has got so far."""
+    """A request with the part of its answer that is there."""
 
-    call: Call[Completion]
-    place: int
+    request: Request
+    call_id: str | None = None
+    """Identifies the call for `abort`; None for a call that cannot be aborted."""
     end: End | None = None
-    """Asked after each token."""
+    """Called after each token with all tokens of the completion; True ends it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    prompt_logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    """[T - 2] float32 nats of a scored sequence's tokens but the first and the last."""
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The `Completion`, or the logprobs [T] of a scored sequence."""
 
     def add(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)
@@ -69,38 +99,31 @@ class Sample:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its last token ends it, which the engine itself does not see."""
+        """True if the last token ends the completion, which the engine itself does not see."""
         return self.end is not None and self.end(self.token_ids)
 
     def finish(self, reason: FinishReason) -> None:
+        """Give the answer, unless the sample has one, failed or was cancelled."""
+        if self.answer.done():
+            return
+        if self.request.scored is not None:
+            logprobs = np.concatenate([[0.0], self.prompt_logprobs, self.logprobs])
+            self.answer.set_result(logprobs.astype(np.float32))
+            return
         completion = Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             policy_versions=np.array(self.policy_versions, dtype=np.int32),
             finish_reason=reason,
         )
-        self.call.put(self.place, completion)
+        self.answer.set_result(completion)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
-@dataclass(kw_only=True, slots=True)
-class Scored:
-    """A sequence whose logprobs are asked for: those of its prompt's tokens come with that of its last."""
-
-    call: Call[np.ndarray]
-    place: int
-    prompt_logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32))
-    """[T - 2] float32, nats, of all tokens but the first and the last."""
-    last: float = 0.0
-
-    def add(self, token_id: int, logprob: float, policy_version: int) -> None:
-        self.last = logprob
-
-    def finish(self, reason: FinishReason) -> None:
-        logprobs = np.concatenate([[0.0], self.prompt_logprobs, [self.last]])
-        self.call.put(self.place, logprobs.astype(np.float32))
-
-
-def completion_call(
+def completion_samples(
     prompts: Sequence[np.ndarray],
     sampling: SamplingParams,
     *,
@@ -109,75 +132,56 @@ def completion_call(
     call_id: str,
     begun: Begun | None,
     end: End | None = None,
-) -> tuple[Call[Completion], list[Request], list[Sample]]:
-    """A request and a sample for each completion that is still to be made, in order.
-
-    The others are in the call already. `seed` is of the call; `end` says of a completion's tokens whether
-    they end it.
-    """
-    call: Call[Completion] = Call(num_prompts=len(prompts), num_samples=sampling.num_samples, call_id=call_id)
-    requests: list[Request] = []
-    samples: list[Sample] = []
-    for place, (prompt, request_seed, old) in enumerate(_completions(prompts, sampling, seed, begun)):
-        if old is not None and old.finish_reason == "abort" and len(old.token_ids) == sampling.max_tokens:
-            old = replace(old, finish_reason="length")
-        if old is not None and old.finish_reason != "abort":
-            call.put(place, old)
-            continue
-        sample = Sample(call=call, place=place, end=end)
-        parts = [prompt]
-        if old is not None:
-            parts.append(old.token_ids)
-            sample.token_ids = old.token_ids.tolist()
-            sample.logprobs = old.logprobs.tolist()
-            sample.policy_versions = old.policy_versions.tolist()
-        samples.append(sample)
-        requests.append(
-            Request(
-                id=first_id + len(requests),
-                prompt=np.concatenate(parts).astype(np.int32),
-                max_tokens=sampling.max_tokens - len(sample.token_ids),
+) -> list[Sample | Completion]:
+    """Return finished completions of `begun` as they are, and a sample for each other one, in order."""
+    answers: list[Sample | Completion] = []
+    seeds = request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
+    for i, prompt in enumerate(prompts):
+        for j, request_seed in enumerate(seeds[i]):
+            old = _NOTHING if begun is None else begun[i][j]
+            if old.finish_reason == "abort" and len(old.token_ids) == sampling.max_tokens:
+                old = replace(old, finish_reason="length")
+            if old.finish_reason != "abort":
+                answers.append(old)
+                continue
+            request = Request(
+                id=first_id + len(answers),
+                prompt=np.concatenate([prompt, old.token_ids]).astype(np.int32),
+                max_tokens=sampling.max_tokens - len(old.token_ids),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 stop_token_ids=tuple(sampling.stop_token_ids),
                 seed=request_seed,
-                num_begun=len(sample.token_ids),
+                num_begun=len(old.token_ids),
             )
-        )
-    return call, requests, samples
+            sample = Sample(request=request, call_id=call_id, end=end)
+            sample.token_ids = old.token_ids.tolist()
+            sample.logprobs = old.logprobs.tolist()
+            sample.policy_versions = old.policy_versions.tolist()
+            answers.append(sample)
+    return answers
 
 
-def _completions(
-    prompts: Sequence[np.ndarray], sampling: SamplingParams, seed: int, begun: Begun | None
-) -> Iterator[tuple[np.ndarray, int, Completion | None]]:
-    """Prompt, seed and what is there of each completion."""
-    seeds = request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
-    for i, (prompt, of_prompt) in enumerate(zip(prompts, seeds, strict=True)):
-        for j, request_seed in enumerate(of_prompt):
-            yield prompt, request_seed, None if begun is None else begun[i][j]
+_NOTHING = Completion(
+    token_ids=np.empty(0, dtype=np.int32),
+    logprobs=np.empty(0, dtype=np.float32),
+    policy_versions=np.empty(0, dtype=np.int32),
+    finish_reason="abort",
+)
 
 
-def scoring_call(
-    sequences: Sequence[np.ndarray], *, first_id: int
-) -> tuple[Call[np.ndarray], list[Request], list[Scored]]:
-    """A request for each sequence that has something to score."""
-    call: Call[np.ndarray] = Call(num_prompts=len(sequences))
-    requests: list[Request] = []
-    samples: list[Scored] = []
-    for place, sequence in enumerate(sequences):
+def scoring_samples(sequences: Sequence[np.ndarray], *, first_id: int) -> list[Sample | np.ndarray]:
+    """Return a sample for each sequence of more than one token, and the logprobs of the others."""
+    answers: list[Sample | np.ndarray] = []
+    for i, sequence in enumerate(sequences):
         if len(sequence) == 1:
-            call.put(place, np.zeros(1, dtype=np.float32))
+            answers.append(np.zeros(1, dtype=np.float32))
             continue
-        samples.append(Scored(call=call, place=place))
         tokens = np.asarray(sequence, dtype=np.int32)
-        requests.append(
-            Request(
-                id=first_id + len(requests), prompt=tokens[:-1], max_tokens=1, temperature=1.0, top_p=1.0,
-                top_k=0, stop_token_ids=(), seed=0, scored=int(tokens[-1]),
-            )
-        )  # fmt: skip
-    return call, requests, samples
+        request = Request(id=first_id + i, prompt=tokens[:-1], max_tokens=1, scored=int(tokens[-1]))
+        answers.append(Sample(request=request))
+    return answers
 
 
 def check_call(
@@ -188,7 +192,7 @@ def check_call(
     max_model_len: int,
     vocab_size: int,
 ) -> None:
-    """Raises ValueError naming the prompt or the field, its value and what is valid."""
+    """Raise ValueError, naming the prompt or the field, if the call cannot be served."""
     check_sampling(sampling)
     if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
         raise ValueError(
@@ -196,41 +200,33 @@ def check_call(
             f"or at least {SMALLEST_TEMPERATURE}"
         )
     for i, prompt in enumerate(prompts):
-        length = len(prompt)
-        if length and length + sampling.max_tokens > max_model_len:
+        if len(prompt) + sampling.max_tokens > max_model_len:
             raise ValueError(
-                f"prompt {i} has {length} tokens: with sampling.max_tokens={sampling.max_tokens} "
+                f"prompt {i} has {len(prompt)} tokens: with sampling.max_tokens={sampling.max_tokens} "
                 f"that is more than generator.max_model_len={max_model_len}"
             )
         _check_tokens(f"prompt {i}", prompt, vocab_size=vocab_size)
-    if begun is not None:
-        _check_begun(begun, sampling, num_prompts=len(prompts), vocab_size=vocab_size)
-
-
-def _check_begun(begun: Begun, sampling: SamplingParams, *, num_prompts: int, vocab_size: int) -> None:
-    if len(begun) != num_prompts:
-        raise ValueError(f"begun has completions of {len(begun)} prompts: there are {num_prompts} prompts")
+    if begun is None:
+        return
+    if [len(of_prompt) for of_prompt in begun] != [sampling.num_samples] * len(prompts):
+        raise ValueError(
+            f"begun must have sampling.num_samples={sampling.num_samples} completions for each of "
+            f"{len(prompts)} prompts"
+        )
     for i, of_prompt in enumerate(begun):
-        if len(of_prompt) != sampling.num_samples:
-            raise ValueError(
-                f"begun[{i}] has {len(of_prompt)} completions: must be "
-                f"sampling.num_samples={sampling.num_samples}"
-            )
-        for j, completion in enumerate(of_prompt):
-            name, length = f"begun[{i}][{j}]", len(completion.token_ids)
-            if length > sampling.max_tokens:
+        for j, one in enumerate(of_prompt):
+            length = len(one.token_ids)
+            if length > sampling.max_tokens or {len(one.logprobs), len(one.policy_versions)} != {length}:
                 raise ValueError(
-                    f"{name} has {length} tokens: more than sampling.max_tokens={sampling.max_tokens}"
+                    f"begun[{i}][{j}] has {length} tokens: must be at most sampling.max_tokens="
+                    f"{sampling.max_tokens}, with as many logprobs and policy_versions"
                 )
-            for array in ("logprobs", "policy_versions"):
-                if (size := len(getattr(completion, array))) != length:
-                    raise ValueError(f"{name}.{array} has {size} entries: it has {length} tokens")
             if length:
-                _check_tokens(name, completion.token_ids, vocab_size=vocab_size)
+                _check_tokens(f"begun[{i}][{j}]", one.token_ids, vocab_size=vocab_size)
 
 
 def check_sequences(sequences: Sequence[np.ndarray], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError naming the sequence to be scored, what is wrong with it and what is valid."""
+    """Raise ValueError, naming the sequence, if it cannot be scored."""
     for i, sequence in enumerate(sequences):
         if len(sequence) > max_model_len:
             raise ValueError(

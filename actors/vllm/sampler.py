@@ -1,9 +1,8 @@
-"""Draws the next tokens inside vLLM, from randomness that belongs to each request.
+"""Sampling inside vLLM, from random numbers that belong to each request.
 
-vLLM's own sampler keeps a random generator per request. On a CPU that fails as soon as a
-prompt is prefilled in parts, and in general a request's tokens then depend on how often it was
-interrupted. It also ranks the drawn token in the vocabulary, for which it compiles a kernel
-in the first request (up to 15 s), and nobody here asks for ranks.
+vLLM's own sampler keeps a random generator per request. On a CPU it fails when a prompt is prefilled in
+parts, and a request's tokens depend on how often it was preempted. It also ranks the drawn token in the
+vocabulary, for which it compiles a kernel in the first request (up to 15 s); relay uses no ranks.
 
 Shape legend: B running requests, V vocabulary.
 """
@@ -20,14 +19,14 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from actors.vllm.lockstep import Request
+from actors.vllm.requests import Request
 from rl.models.sampling import draw, uniforms
 
 
 class PolicySampler(Sampler):
-    """Takes the place of a model runner's sampler; knows temperature, top-k and top-p.
+    """Replacement of a model runner's sampler, for temperature, top-k and top-p.
 
-    Logprobs are those of the distribution drawn from. Greedy rows report those of temperature 1.
+    Logprobs are of the distribution that was sampled from. Greedy rows report logprobs at temperature 1.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -38,23 +37,20 @@ class PolicySampler(Sampler):
         self._drawn_B1 = torch.empty(0, 1)
 
     def add(self, request: Request) -> None:
-        """Before the request is given to the engine."""
+        """Prepare a request; call it before the engine gets the request."""
         request_id, begun = str(request.id), request.num_begun
         self._uniforms[request_id] = uniforms(request.seed, begun + request.max_tokens)[begun:].numpy()
         if request.scored is not None:
             self._scored[request_id] = request.scored
 
     def remove(self, request_id: str) -> None:
-        """After it has ended."""
+        """Forget a request that has ended."""
         self._uniforms.pop(request_id, None)
         self._scored.pop(request_id, None)
 
     @staticmethod
     def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Of a prompt's tokens: `logprobs` [T, V], `token_ids` [T]. There are no ranks, and none but these.
-
-        vLLM compiles a kernel for the ranks.
-        """
+        """Return the logprobs of a prompt's tokens, without ranks; `logprobs` [T, V], `token_ids` [T]."""
         assert num_logprobs == 0, "only the tokens' own logprobs are gathered"
         token_ids_T1 = token_ids.unsqueeze(-1)
         return LogprobsTensors(
@@ -68,7 +64,7 @@ class PolicySampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """`logits` [B, V] in the order of the runner's batch; they may be overwritten."""
+        """Sample from `logits` [B, V], in the order of the runner's batch; the logits may be overwritten."""
         settings = sampling_metadata
         logprobs_BV = _logprobs(logits.float(), settings)
         if settings.all_greedy:
@@ -83,9 +79,10 @@ class PolicySampler(Sampler):
         return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=None)
 
     def drawn_logprobs(self) -> dict[str, float]:
-        """Nats, by request, of what was drawn last; draws of those still at their prompt do not count.
+        """Return the logprob of each request's last token, in nats.
 
-        vLLM's own way makes three arrays for each request.
+        Requests that are still at their prompt have a meaningless entry. vLLM's own way makes three arrays
+        per request.
         """
         return dict(zip(self.runner.input_batch.req_ids, self._drawn_B1.squeeze(-1).tolist(), strict=True))
 
@@ -95,7 +92,7 @@ class PolicySampler(Sampler):
                 tokens_B[row] = token
 
     def _uniforms_now(self, logits: Tensor) -> Tensor:
-        """[B] float64: each request's number for the token it is about to get."""
+        """Return [B] float64, the random number for each request's next token."""
         batch = self.runner.input_batch
         num_rows = logits.size(0)
         places = batch.num_tokens_no_spec[:num_rows] - batch.num_prompt_tokens[:num_rows]

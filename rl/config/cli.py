@@ -1,11 +1,13 @@
 """The command line of a run: `--module NAME --config FUNCTION --trainer.optimizer.lr 1e-4`.
 
-The registry function returns a complete config; every leaf of *that instance* is an option,
-so fields that a subclass adds in a nested place are options too. An option is checked against
-the instance's tree before its value is typed by tyro, hence a typo can never become a default.
-`--from_json outputs/x/config.json` starts from a run's file instead, without what was that run's
-alone (`ONE_RUN`); options override it. `--resume outputs/x` goes on with that run in its own folder.
-`--explain` asks for what the run would be, instead of it.
+A registry function returns a complete config, and every leaf of *that instance* is an option, fields of a subclass in a
+nested place included. An option is looked up in the instance's tree before tyro converts its value, so a misspelled
+option can never become a default. `--from_json outputs/x/config.json` starts from a run's file instead, without the
+fields marked `ONE_RUN`. `--resume outputs/x` continues that run in its own folder. `--explain` shows what the run would
+be and starts nothing.
+
+tyro parses single values and prints `--help`. `tyro.cli(type(config), default=config)` cannot be used: it does not
+resolve annotations of fields that are inherited from another module's class.
 """
 
 from __future__ import annotations
@@ -16,59 +18,92 @@ import difflib
 import io
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import tyro
 
+from rl.config.json import LOCATION, read_json
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
-from rl.config.serialize import read_json
-from rl.config.tree import ConfigError, Entry, children, rebuild, type_name, walk
+from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_name, walk
+from rl.utils.errors import RunError
+from rl.utils.processes import without_collections
 
 SOURCE_OPTIONS = {
     "module": "Registry module: a name in `configs/` or an importable dotted module.",
     "config": "Function of that module that returns the config.",
-    "from_json": "Start from a run's config.json instead of --module and --config; under a new name, and "
-    "without its leave to overwrite.",
-    "resume": "Go on with the run of this folder, in it, with its config.json; options change fields of it.",
+    "from_json": "Start from a run's config.json instead of --module and --config, under a new name and without "
+    "its permission to overwrite.",
+    "resume": "Continue the run of this folder with its config.json; options change fields of it.",
+    "explain": "Show as text or json what the run would be, and which options are refused; start nothing.",
 }
-EXPLAIN = "explain"
-FORMS: tuple[ExplanationForm, ...] = typing.get_args(ExplanationForm)
-_OF_THE_FOLDER = ("name", "dump_folder", "overwrite")
-"""Fields that a run which goes on has from its folder's place."""
+_ABSENT = "a registry function can turn it on"
+
+
+def main(argv: Sequence[str] | None = None, *, default_module: str, default_config: str, prog: str) -> int:
+    """Parse the command line, build the run's root component and run it.
+
+    Returns:
+        The exit status: 0 after success, 1 after a run that stopped, 2 for a config that cannot run, 130 after
+        Ctrl-C; with --explain 0, or 2 for a config that cannot run anywhere.
+    """
+    with without_collections():  # the config's module imports everything that the run needs
+        run = parse_cli(
+            sys.argv[1:] if argv is None else argv,
+            default_module=default_module,
+            default_config=default_config,
+            prog=prog,
+        )
+    try:
+        if run.explain is None:
+            run.config.build(run=run).run()
+            return 0
+        if not hasattr(run.config.owner, "explain"):
+            raise ValueError(f"--explain: {run.module}.{run.function} is not a training run")
+        status: int = run.config.build(run=run).explain(run.explain)
+        return status
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: the run stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 def parse_cli(
     argv: Sequence[str], *, default_module: str, default_config: str | None = None, prog: str | None = None
 ) -> ResolvedRun:
-    """The run that a command line describes.
+    """Return the run that a command line describes.
 
     Args:
-        argv: Without the program's name.
-        default_module: Registry module where `--module` is not given.
-        default_config: Its function where `--config` is not given; None asks for `--config`.
-        prog: The program's name in `--help`.
+        argv: the arguments without the program's name.
+        default_module: registry module if `--module` is not given.
+        default_config: function if `--config` is not given; None requires `--config`.
+        prog: the program's name in `--help`.
 
     Raises:
-        SystemExit: 2 after an error on stderr that names what is wrong and what is valid, of each option with
-            `--explain`; 0 after `--help`.
+        SystemExit: 2 after errors on stderr that name what is wrong and what is valid; 0 after `--help`.
     """
     try:
         options, wants_help = _split(argv)
-        explain = _form_of_explanation(options.pop(EXPLAIN, None))
         run = _source(options, default_module=default_module, default_config=default_config)
-        run = dataclasses.replace(_with_options(run, options, tells_all=explain is not None), explain=explain)
+        changes = _changes(run.config, options)
+        config = rebuild(run.config, changes)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    run = dataclasses.replace(run, config=config, options=tuple(changes))
     if wants_help:
         _print_help(run, prog=prog)
     return run
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
-    """Values by option name (underscores, no dashes), and whether help is asked for; a repeat replaces."""
+    """Return the values by option name (with underscores), of which the last wins, and True for --help."""
     options: dict[str, list[str]] = {}
     values: list[str] | None = None
     for token in argv:
@@ -85,258 +120,147 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, list[str]], bool]:
 
 
 def _source(options: dict[str, list[str]], *, default_module: str, default_config: str | None) -> ResolvedRun:
-    """The run before overrides; takes its options out of `options`."""
-    given = {}
+    """Return the run without its overrides, and remove the options of `SOURCE_OPTIONS`."""
+    given: dict[str, str] = {}
     for name in SOURCE_OPTIONS:
         if (values := options.pop(name, None)) is not None:
+            values = values or ["text"] * (name == "explain")
             if len(values) != 1:
                 raise ConfigError(f"--{name} takes one value, not {values!r}")
             given[name] = values[0]
+    explain: Any = given.pop("explain", None)
+    if explain is not None and explain not in (forms := typing.get_args(ExplanationForm)):
+        raise ConfigError(f"--explain {explain}: must be {' or '.join(forms)}, or nothing")
+    for name in ("resume", "from_json"):
+        if name in given and len(given) > 1:
+            raise ConfigError(f"--{name} has its own module and config: leave out {' and '.join(given)}")
     if "resume" in given:
-        return _resumed(Path(given.pop("resume")), beside=[*given, *options])
-    if "from_json" in given:
-        if len(given) > 1:
-            raise ConfigError(
-                "--from_json names its module and config itself: leave out --module and --config"
-            )
+        run = _resumed(Path(given["resume"]), options)
+    elif "from_json" in given:
         file = Path(given["from_json"])
         run = read_json(file)
-        return dataclasses.replace(run, config=_of_another_run(run.config), file=file)
-    # An empty name finds nothing, so the error lists what the module has.
-    run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
-    if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, EXPLAIN, "help"}:
+        defaults = {f.name: f.default for f in dataclasses.fields(run.config) if f.metadata.get("one_run")}
+        run = dataclasses.replace(run, config=rebuild(run.config, defaults), file=file)
+    else:
+        # An empty name finds nothing, so the error lists what the module has.
+        run = resolve(given.get("module", default_module), given.get("config", default_config or ""))
+    if clash := {entry.name for entry in children(run.config)} & {*SOURCE_OPTIONS, "help"}:
         raise TypeError(f"{type(run.config).__qualname__} has fields named like options: {sorted(clash)}")
-    return run
+    return dataclasses.replace(run, explain=explain)
 
 
-def _resumed(folder: Path, *, beside: Sequence[str]) -> ResolvedRun:
-    """The run of a folder; `beside` are the other options that were given."""
-    for name in beside:
-        root = name.removeprefix("no_")
-        if name in SOURCE_OPTIONS or root in _OF_THE_FOLDER:
-            raise ConfigError(
-                f"--resume goes on with a run as it is, in its own folder: leave out --{name}; other options "
-                "change fields of its config.json"
-            )
+def _resumed(folder: Path, options: Container[str]) -> ResolvedRun:
+    """Return the run of a folder."""
+    if given := [name for name in LOCATION if name in options]:
+        raise ConfigError(f"--resume continues a run in its own folder: leave out --{given[0]}")
     path = folder.expanduser().absolute()
-    if not path.is_dir():
-        raise ConfigError(f"--resume {folder}: there is no such folder")
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: not the folder of a run: it has no config.json")
     run = read_json(file)
-    if not set(_OF_THE_FOLDER) <= {entry.name for entry in children(run.config)}:
-        raise ConfigError(
-            f"--resume {folder}: {run.module}.{run.function} is no training run, so it has no steps to go on "
-            "with"
-        )
-    dump_folder = type(run.config.dump_folder)(path.parent)  # a text or a path
-    places = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
-    return dataclasses.replace(run, config=rebuild(run.config, places), resumes=path, file=file)
-
-
-def _of_another_run(config: Any) -> Any:
-    """A copy with the fields marked `ONE_RUN` at their defaults."""
-    fields = [f for f in dataclasses.fields(config) if f.metadata.get("one_run")]
-    return rebuild(config, {f.name: f.default for f in fields})
-
-
-def _with_options(run: ResolvedRun, options: Mapping[str, list[str]], *, tells_all: bool) -> ResolvedRun:
-    """The run with its config changed as the options say.
-
-    Raises:
-        ConfigError: the first fault, or with `tells_all` one of each component that the options set wrongly.
-    """
-    try:
-        changes = _changes(run.config, options)
-        config = rebuild(run.config, changes)
-    except ConfigError:
-        if tells_all and (faults := _faults(run.config, options)):
-            raise ConfigError("\nerror: ".join(faults)) from None
-        raise
-    return dataclasses.replace(run, config=config, options=tuple(changes))
-
-
-def _faults(config: Any, options: Mapping[str, list[str]]) -> list[str]:
-    """What is wrong with each option by itself, and with those of a component together."""
-    faults: list[str] = []
-    changes: dict[str, Any] = {}
-    for option, values in options.items():
-        try:
-            changes |= _changes(config, {option: values})
-        except ConfigError as error:
-            faults.append(str(error))
-    while changes:
-        try:
-            rebuild(config, changes)
-            break
-        except ConfigError as error:
-            faults.append(str(error))
-            # Inner components are made first. One that is wrong is left out as a whole: without some of its
-            # options others might be wrong that are not.
-            inside = _component(str(error), changes)
-            changes = {path: value for path, value in changes.items() if not path.startswith(inside)}
-    return faults
-
-
-def _component(message: str, paths: Iterable[str]) -> str:
-    """The beginning of the paths of what a message is of, which starts with its name; empty for the root."""
-    parents = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
-    return max((f"{p}." for p in parents if message.startswith((f"{p}.", f"{p}:"))), key=len, default="")
+    if not set(LOCATION) <= {entry.name for entry in children(run.config)}:
+        raise ConfigError(f"--resume {folder}: {run.module}.{run.function} is not a training run")
+    dump_folder = type(run.config.dump_folder)(path.parent)  # str or Path
+    location = {"name": path.name, "dump_folder": dump_folder, "overwrite": False}
+    return dataclasses.replace(run, config=rebuild(run.config, location), resumes=path, file=file)
 
 
 def _changes(config: Any, options: Mapping[str, list[str]]) -> dict[str, Any]:
-    """The new values, by path."""
+    """Return the new values by path; raise a ConfigError with the errors of all options."""
     entries = {entry.path: entry for entry in walk(config)}
     changes: dict[str, Any] = {}
+    errors: list[str] = []
     for option, values in options.items():
-        entry = entries.get(option)
-        if entry is None and not values and (negated := _negated(option, entries)):
-            changes[negated.path] = False
-        elif entry is None:
-            _unknown(option, entries)
-        else:
-            changes[entry.path] = _value(entry, values)
+        try:
+            if option not in entries:
+                raise _unknown(option, entries)
+            changes[option] = _value(entries[option], values)
+        except ConfigError as error:
+            errors.append(str(error))
     for path, value in changes.items():
         if value is None and (inner := next((p for p in changes if p.startswith(f"{path}.")), None)):
-            raise ConfigError(f"--{path} None turns off what --{inner} sets")
+            errors.append(f"--{path} None turns off what --{inner} sets")
+    if errors:
+        raise ConfigError("\nerror: ".join(errors))
     return changes
 
 
-def _form_of_explanation(values: list[str] | None) -> ExplanationForm | None:
-    """None where none is asked for."""
-    if values is None:
-        return None
-    for form in FORMS:
-        if values in ([], [form]):
-            return form
-    raise ConfigError(f"--{EXPLAIN} {' '.join(values)}: must be {' or '.join(FORMS)}, or nothing")
-
-
-def _negated(option: str, entries: dict[str, Entry]) -> Entry | None:
-    """The boolean that `--no_a.b` or `--a.no_b` turns off."""
-    parent, dot, name = option.rpartition(".")
-    for path in (option.removeprefix("no_"), f"{parent}{dot}{name.removeprefix('no_')}"):
-        if path != option and path in entries and _is_bool(entries[path]):
-            return entries[path]
-    return None
-
-
-def _unknown(option: str, entries: dict[str, Entry]) -> NoReturn:
+def _unknown(option: str, entries: Mapping[str, ConfigEntry]) -> ConfigError:
+    """Return the error for an unknown option, with the nearest valid ones."""
     for path, entry in entries.items():
         if entry.kind == "absent" and option.startswith(f"{path}."):
-            raise ConfigError(
-                f"--{option}: {path} is {_absence(entry)} in this config; a registry function can turn it on"
-            )
-    leaves = [path for path, entry in entries.items() if entry.kind == "leaf"]
-    leaves += [*SOURCE_OPTIONS, EXPLAIN]
-    name = option.rpartition(".")[2]
-    near = [path for path in leaves if path.rpartition(".")[2] == name][:3]
-    # Paths share so much that any field beside the meant one looks close: its name must be close too.
-    near += [
-        path
-        for path in difflib.get_close_matches(option, leaves, n=3)
-        if path not in near and difflib.get_close_matches(name, [path.rpartition(".")[2]])
-    ]
-    names = {path.rpartition(".")[2]: path for path in leaves}
-    near = near or [names[match] for match in difflib.get_close_matches(name, names, n=3)]
-    parent = option.rpartition(".")[0]
-    siblings = [path for path in leaves if parent and path.rpartition(".")[0] == parent]
-    if near:
-        hint = "did you mean " + " or ".join(f"--{path}" for path in near)
-    elif siblings:
-        hint = f"{parent} has " + ", ".join(f"--{path}" for path in siblings)
-    else:
-        hint = "--help lists all"
-    raise ConfigError(f"--{option}: no such option; {hint}")
+            return ConfigError(f"--{option}: {path} is {entry.absence} in this config; {_ABSENT}")
+    by_name: dict[str, list[str]] = {}
+    for path in [*SOURCE_OPTIONS, *(path for path, entry in entries.items() if entry.kind == "leaf")]:
+        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    # Paths share so much that every neighbour of the intended option is close: the name must be close too.
+    parent, _, name = option.rpartition(".")
+    paths = [path for close in difflib.get_close_matches(name, by_name, n=3) for path in by_name[close]]
+    near = difflib.get_close_matches(option, paths, n=3, cutoff=0.0)
+    near = near or [path for path in entries if parent and path.rpartition(".")[0] == parent]
+    hint = "did you mean " + " or ".join(f"--{path}" for path in near) if near else "--help lists all"
+    return ConfigError(f"--{option}: no such option; {hint}")
 
 
-def _value(entry: Entry, values: list[str]) -> Any:
+def _value(entry: ConfigEntry, values: list[str]) -> Any:
+    """Return the value of an option, converted to the field's type."""
     if entry.kind == "hidden":
         raise ConfigError(f"--{entry.path}: holds code, which a registry function sets; not an option")
     if entry.kind in ("node", "absent"):
         if entry.optional and values == ["None"]:
             return None
         if entry.kind == "absent":
-            raise ConfigError(
-                f"--{entry.path}: is {_absence(entry)} in this config; a registry function can turn it on"
-            )
+            raise ConfigError(f"--{entry.path}: is {entry.absence} in this config; {_ABSENT}")
         fields = ", ".join(f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}."))
         off = f"; --{entry.path} None turns it off" if entry.optional else ""
         raise ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
     if _is_bool(entry):
         values = [value.capitalize() for value in values] or ["True"]
-    return _typed(entry, values)
-
-
-def _absence(entry: Entry) -> str:
-    return "None" if entry.value is None else "empty"
-
-
-def _is_bool(entry: Entry) -> bool:
-    return entry.kind == "leaf" and type_name(entry.annotation) in ("bool", "bool | None")
-
-
-def _typed(entry: Entry, values: list[str]) -> Any:
     holder = dataclasses.make_dataclass("Holder", [("value", entry.annotation)])
     # One value is joined by "=", so that it may start with a dash.
     args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # tyro's message names our holder, not the field
+        with contextlib.redirect_stderr(io.StringIO()):  # tyro's message names the holder, not the field
             return tyro.cli(holder, args=args, config=(tyro.conf.FlagConversionOff,)).value
     except SystemExit:
         given = " ".join(values) or "nothing"
         raise ConfigError(f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}") from None
 
 
+def _is_bool(entry: ConfigEntry) -> bool:
+    return entry.kind == "leaf" and type_name(entry.annotation) in ("bool", "bool | None")
+
+
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
-    description = (
-        f"{run.module}.{run.function}: {type(run.config).__qualname__}. Defaults are those of this config; "
-        "choose another with --module and --config."
-    )
-    sources = [
-        (name, Annotated[str | None, tyro.conf.arg(help=text)], dataclasses.field(default=default))
-        for (name, text), default in zip(
-            SOURCE_OPTIONS.items(), (run.module, run.function, None, None), strict=True
-        )
+    """Print all options with tyro and exit."""
+    sources = {"module": run.module, "config": run.function}
+    options: list[tuple[str, Any, str, Any]] = [
+        (name, str | None, text, sources.get(name)) for name, text in SOURCE_OPTIONS.items()
     ]
-    explain = tyro.conf.arg(help="Show what the run would be, and what is refused of it; start nothing.")
-    sources.append((EXPLAIN, Annotated[ExplanationForm | None, explain], dataclasses.field(default=None)))
-    mirror = dataclasses.make_dataclass("Options", [*sources, *_mirror_fields(run.config, prefix="")])
+    for entry in walk(run.config):
+        if entry.kind == "leaf":
+            options.append((entry.path, entry.annotation, entry.doc, entry.value))
+        elif entry.kind in ("node", "absent") and entry.optional:
+            state = "None in this config" if entry.value is None else "None turns it off"
+            options.append((entry.path, type(None), f"{entry.doc} ({state})", None))
+    mirror = dataclasses.make_dataclass(
+        "Options",
+        [
+            (
+                f"option_{number}",
+                Annotated[annotation, tyro.conf.arg(name=name, help=text)],
+                dataclasses.field(default_factory=lambda value=value: value),  # type: ignore[misc]
+            )
+            for number, (name, annotation, text, value) in enumerate(options)
+        ],
+    )
     tyro.cli(
         mirror,
         args=["--help"],
         prog=prog,
-        description=description,
+        description=f"{run.module}.{run.function}: {type(run.config).__qualname__}. Defaults are those of this "
+        "config; choose another with --module and --config.",
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
     )
     raise AssertionError("tyro returned from --help")
-
-
-def _mirror_fields(node: Any, *, prefix: str) -> list[tuple[str, Any, Any]]:
-    """Fields for a dataclass with the shape of `node`, without what no option can set, which tyro prints the
-    help of."""
-    fields = []
-    for entry in children(node, prefix=prefix):
-        annotation, doc, value = entry.annotation, entry.doc, entry.value
-        if entry.kind == "hidden" or (entry.kind == "absent" and value is not None):
-            continue
-        if entry.kind == "node":
-            annotation = value = dataclasses.make_dataclass(
-                type(entry.value).__name__, _mirror_fields(entry.value, prefix=f"{entry.path}.")
-            )
-            doc += f" `--{entry.path} None` turns it off." if entry.optional else ""
-        elif entry.kind == "absent":
-            annotation = type(None)
-        argument = tyro.conf.arg(name=entry.name, help=doc)
-        # A mirrored class is its own factory; `value=value` because the loop rebinds the name.
-        factory = value if entry.kind == "node" else lambda value=value: value
-        fields.append(
-            (
-                f"field_{entry.name}",
-                Annotated[annotation, argument],
-                dataclasses.field(default_factory=factory),
-            )
-        )
-    return fields

@@ -10,8 +10,8 @@
 
     Optimizer.Config(lr=3e-4).build(params=model.parameters())
 
-A config is plain data: it can be copied, compared, edited by a registry function, put on
-the command line (`rl.config.cli`) and written as JSON (`rl.config.serialize`).
+A config is plain data: it can be copied, compared, edited by a registry function, changed on the command line
+(`rl.config.cli`) and written as JSON (`rl.config.json`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ from typing import Any, ClassVar
 from rl.config.tree import check_fields
 
 HIDDEN = {"hidden": True}
-"""Metadata of a field that holds code (`field(metadata=HIDDEN)`): not on the command line,
-and listed by name in JSON."""
+"""Metadata of a field that holds code (`field(metadata=HIDDEN)`): it is no option, and JSON has its name."""
 
 ONE_RUN = {"one_run": True}
-"""Metadata of a field of the root config that is a single run's, with a default (its name): written to
-JSON, and back at its default where another run starts from that file."""
+"""Metadata of a root config's field that belongs to one run, such as its name: another run that starts from the run's
+JSON gets the field's default."""
 
 
 class Configurable:
-    """A component built from its own nested `Config`.
+    """A component that is built from its own nested `Config`.
 
-    A subclass that defines no `Config` of its own gets a fresh one that inherits its
-    parent's fields and builds the subclass, never silently the parent.
+    A subclass without a `Config` of its own gets one that inherits its parent's fields and builds the subclass.
 
     Raises:
-        TypeError: when the class is defined, if its `Config` is not a
-            `@dataclass(kw_only=True, slots=True)` deriving from its parent's `Config`.
+        TypeError: at the definition of a class whose `Config` is not a `@dataclass(kw_only=True, slots=True)` derived
+            from its parent's `Config`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -48,10 +46,10 @@ class Configurable:
         owner: ClassVar[type[Configurable]]
 
         def build(self, **runtime: Any) -> Any:
-            """`Owner(config=copy of self, **runtime)`; the caller's config is never shared.
+            """Return `Owner(config=copy of self, **runtime)`.
 
             Raises:
-                ConfigError: a field that was edited is not of its type, or is refused.
+                ConfigError: an edited field is not of its type, or its value is refused.
             """
             check_fields(self)
             return self.owner(config=copy.deepcopy(self), **runtime)  # type: ignore[call-arg]
@@ -60,7 +58,8 @@ class Configurable:
         super().__init_subclass__(**kwargs)
         config = cls.__dict__.get("Config")
         if config is None:
-            config = _fresh_config(cls)
+            body = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
+            config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), body))
             cls.Config = config  # type: ignore[misc]
         _check_config(cls, config)
         config.owner = cls
@@ -69,28 +68,20 @@ class Configurable:
 Configurable.Config.owner = Configurable
 
 
-def _fresh_config(cls: type[Configurable]) -> type[Configurable.Config]:
-    body = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
-    return dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), body))
-
-
-def _check_config(cls: type[Configurable], config: type) -> None:
+def _check_config(cls: type[Configurable], config: Any) -> None:
     name = f"{cls.__qualname__}.Config"
-    decorate = f"decorate {name} with @dataclass(kw_only=True, slots=True)"
     for base in cls.__bases__:
         if issubclass(base, Configurable) and not (
             isinstance(config, type) and issubclass(config, base.Config)
         ):
             raise TypeError(f"{name} must derive from {base.Config.__qualname__}")
-    if "owner" in config.__dict__:
-        raise TypeError(f"{name} already builds {config.owner.__qualname__}: derive a new Config from it")  # type: ignore[attr-defined]
-    if "__dataclass_fields__" not in config.__dict__:
-        raise TypeError(f"{name} is not a dataclass: {decorate}")
-    if "__slots__" not in config.__dict__:
-        raise TypeError(f"{name} has no slots: {decorate}")
-    for f in dataclasses.fields(config):
-        if f.init and not f.kw_only:
-            raise TypeError(f"{name}.{f.name} is positional: {decorate}")
-    # Python 3.12 records the decorator's arguments, so a Config without fields of its own is seen too.
-    if not getattr(config.__dict__["__dataclass_params__"], "kw_only", True):
-        raise TypeError(f"{name} is not keyword-only: {decorate}")
+    own = config.__dict__
+    if "owner" in own:
+        raise TypeError(f"{name} already builds {config.owner.__qualname__}: derive a new Config from it")
+    is_decorated = (
+        "__dataclass_fields__" in own
+        and "__slots__" in own
+        and all(f.kw_only for f in dataclasses.fields(config) if f.init)
+    )
+    if not is_decorated:
+        raise TypeError(f"{name} must be decorated with @dataclass(kw_only=True, slots=True)")

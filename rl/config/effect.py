@@ -1,87 +1,91 @@
-"""Which fields of a config change nothing as it is, and why: said beside the fields.
+"""Options that change nothing in a config, or that can only have the value they have.
 
     num_tokens: int = field(default=32, metadata=only_if("enable", True))
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
     export_dtype: Dtype = field(default="float32", metadata=all_of(only_if("enable", True), unless("a", 0)))
 
-The names are those of fields beside the one that is declared, or below these ("generator.num_replicas").
-Nothing is checked here: a field that is set and changes nothing is no error, only something to be told.
+Conditions name a field of the same config, or a field below one ("generator.num_replicas"). They are shown and never
+enforced: to set an option without effect is no error.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from functools import reduce
+from typing import Any, Literal
 
-from rl.config.tree import children
+from rl.config.tree import ConfigEntry, children
 
 EFFECT = "effect"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Condition:
-    """What another field must be, or must not be, for a field to change anything."""
-
-    field: str
-    """Dotted, from the config that has both."""
-    values: tuple[Any, ...]
-    wanted: bool
-    """Whether these are the values with which there is an effect, or those without."""
-
-    def holds(self, value: Any) -> bool:
-        return (value in self.values) == self.wanted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Idle:
-    """A field, or a component with all of its fields, that changes nothing."""
-
-    path: str
-    """Dotted, from the root."""
-    why: str
-    """The other field with its value."""
-
-
 def only_if(field: str, *values: Any) -> Mapping[str, Any]:
-    """Metadata of a field that has an effect only where `field` is one of these."""
-    return {EFFECT: (Condition(field=field, values=values, wanted=True),)}
+    """Return metadata of a field that has an effect only if `field` has one of the values."""
+    return {EFFECT: ((field, values, True),)}
 
 
 def unless(field: str, *values: Any) -> Mapping[str, Any]:
-    """Metadata of a field that has no effect where `field` is one of these."""
-    return {EFFECT: (Condition(field=field, values=values, wanted=False),)}
+    """Return metadata of a field that has no effect if `field` has one of the values."""
+    return {EFFECT: ((field, values, False),)}
 
 
 def all_of(*metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All of these conditions must hold."""
+    """Return metadata of a field that has an effect only if all conditions hold."""
     return {EFFECT: tuple(condition for one in metadata for condition in one[EFFECT])}
 
 
-def idle_fields(config: Any, *, prefix: str = "") -> Iterator[Idle]:
-    """Those of a config that its other fields leave without effect, in order; of a component that as a whole
-    has none, the component alone."""
+def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of options without effect; a component without effect is yielded without its fields."""
+    is_sequence = isinstance(config, list | tuple)
     conditions = (
-        {} if isinstance(config, list | tuple) else {f.name: conditions_of(f) for f in fields(config)}
+        {} if is_sequence else {f.name: f.metadata.get(EFFECT, ()) for f in dataclasses.fields(config)}
     )
     for entry in children(config, prefix=prefix):
-        failed = next((c for c in conditions.get(entry.name, ()) if not c.holds(_at(config, c.field))), None)
-        if failed is not None:
-            yield Idle(path=entry.path, why=f"{prefix}{failed.field}={_at(config, failed.field)!r}")
+        if any(
+            (_at(config, path) in values) != wanted for path, values, wanted in conditions.get(entry.name, ())
+        ):
+            yield entry.path
         elif entry.kind == "node":
-            yield from idle_fields(entry.value, prefix=f"{entry.path}.")
-
-
-def conditions_of(field: Any) -> tuple[Condition, ...]:
-    """Of a dataclass's field."""
-    found: tuple[Condition, ...] = field.metadata.get(EFFECT, ())
-    return found
+            yield from idle_options(entry.value, prefix=f"{entry.path}.")
 
 
 def _at(config: Any, path: str) -> Any:
-    """The value at a dotted path; None where a component on the way is None."""
-    for name in path.split("."):
-        if config is None:
-            return None
-        config = getattr(config, name)
-    return config
+    """Return the value at a dotted path, or None if a component on the way is None."""
+    return reduce(lambda node, name: None if node is None else getattr(node, name), path.split("."), config)
+
+
+def fixed_options(config: Any, *, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of options for which the component refuses every other value that is tried."""
+    for entry in children(config, prefix=prefix):
+        if entry.kind == "node":
+            yield from fixed_options(entry.value, prefix=f"{entry.path}.")
+        elif entry.kind == "leaf":
+            others = [value for value in _values(entry) if value != entry.value]
+            if others and not any(_accepts(config, entry.name, value) for value in others):
+                yield entry.path
+
+
+def _accepts(config: Any, name: str, value: Any) -> bool:
+    try:
+        dataclasses.replace(config, **{name: value})
+    except ValueError:
+        return False
+    return True
+
+
+def _values(entry: ConfigEntry) -> list[Any]:
+    """Return values of the field's type to try; none for types that are not known."""
+    found: list[Any] = [None] if entry.optional else []
+    number = entry.value if isinstance(entry.value, int | float) else 0
+    known = {
+        bool: (True, False),
+        int: (number + 1, 2 * number, max(number - 1, 0), 0, 1, 2, 64),
+        float: (0.0, 0.5, 1.0, 2.0, number / 2, 2 * number),
+        str: ("x", "/x", "1", "{question}"),
+    }
+    for arm in typing.get_args(entry.annotation) if entry.optional else (entry.annotation,):
+        is_literal = typing.get_origin(arm) is Literal
+        found += typing.get_args(arm) if is_literal else known.get(arm, ())
+    return found

@@ -1,15 +1,15 @@
-"""Where run configs come from: plain functions without arguments that return a complete one.
+"""Registry modules: plain functions without arguments that return a complete config.
 
-A registry module is one of the package `configs` (`sum_digits`) or any importable dotted
-module. A variant is a function that calls another and edits what it returns.
+A registry module is a module of the package `configs` (`sum_digits`), or any importable dotted module. A variant is a
+function that calls another one and edits the config that it returns.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,31 +25,30 @@ ExplanationForm = Literal["text", "json"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRun:
-    """A complete config and the registry function it started from."""
+    """A complete config and the registry function that it comes from."""
 
     module: str
     function: str
     config: Any
     """The root config, an instance of some `Configurable.Config`."""
     resumes: Path | None = None
-    """Folder of the run that goes on; None for a new run."""
+    """Folder of the run that is continued; None for a new run."""
     file: Path | None = field(default=None, compare=False)
-    """The config.json that its values come from, where they do."""
+    """The config.json that the values come from, if any."""
     options: tuple[str, ...] = field(default=(), compare=False)
-    """Paths of the fields that the command line has set."""
+    """Paths of the fields set on the command line."""
     explain: ExplanationForm | None = None
-    """How to show what the run would be, instead of running it; None: run it."""
+    """Form in which to explain the run instead of starting it; None: start it."""
 
 
 def resolve(module: str, function: str) -> ResolvedRun:
-    """Call the registry function.
+    """Call a registry function and return its config.
 
     Raises:
-        ConfigError: no such module (lists those of `configs`) or function (lists the
-            module's), or the function returns no config.
+        ConfigError: there is no such module (the message lists those of `configs`) or function (the message lists the
+            module's), or the function does not return a config.
     """
-    loaded = load_module(module)
-    functions = registry_functions(loaded)
+    functions = registry_functions(load_module(module))
     if function not in functions:
         names = ", ".join(functions) or "none"
         raise ConfigError(f"--config {function}: not a config of {module}; there are: {names}")
@@ -63,47 +62,31 @@ def resolve(module: str, function: str) -> ResolvedRun:
 
 
 def load_module(name: str) -> ModuleType:
-    """The module of `configs` called `name`, else the importable module of that dotted name."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"--module {name}: not a module name; in {PACKAGE} are: {_shipped()}")
-    for candidate in (f"{PACKAGE}.{name}", name):
-        try:
-            return importlib.import_module(candidate)
-        except ModuleNotFoundError as error:
-            # A module that exists but imports something missing must say so, not "unknown".
-            if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
-                raise
-    raise ConfigError(f"--module {name}: no such module; in {PACKAGE} are: {_shipped()}")
+    """Return the module `name` of `configs`, or else the importable module of that dotted name."""
+    if all(part.isidentifier() for part in name.split(".")):
+        for candidate in (f"{PACKAGE}.{name}", name):
+            try:
+                return importlib.import_module(candidate)
+            except ModuleNotFoundError as error:
+                # The error of a module that exists but imports a missing one is raised unchanged.
+                if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
+                    raise
+    package = importlib.util.find_spec(PACKAGE)
+    folders = None if package is None else package.submodule_search_locations
+    shipped = ", ".join(sorted(m.name for m in pkgutil.iter_modules(folders))) if folders else "none"
+    raise ConfigError(f"--module {name}: no such module; in {PACKAGE} are: {shipped}")
 
 
 def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """Public functions of a module that need no argument and return a config, as far as is annotated."""
-    found: dict[str, Callable[[], Any]] = {}
-    for name, function in vars(module).items():
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        parameters = inspect.signature(function).parameters.values()
-        if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-            continue
-        if _returns_config(function, module):
-            found[name] = function
-    return found
-
-
-def _returns_config(function: Callable[[], Any], module: ModuleType) -> bool:
-    if "return" not in function.__annotations__:
-        return function.__module__ == module.__name__
-    try:
-        returned = typing.get_type_hints(function)["return"]
-    except NameError:  # imported for type checkers only
-        return str(function.__annotations__["return"]).endswith("Config")
-    return isinstance(returned, type) and issubclass(returned, Configurable.Config)
-
-
-def _shipped() -> str:
-    try:
-        package = importlib.import_module(PACKAGE)
-    except ModuleNotFoundError:
-        return "none"
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
-    return ", ".join(names) or "none"
+    """Return the public functions that a module defines and that need no argument."""
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and all(
+            p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            for p in inspect.signature(function).parameters.values()
+        )
+    }

@@ -1,8 +1,8 @@
-"""A config seen as a tree: each field with its path, type and docstring, and a copy with some replaced.
+"""A config as a tree: its fields with path, type and docstring, and copies with changed values.
 
-The command line and the JSON file are both written over this walk, so they agree on what a
-config holds. Nodes are dataclasses (a `Configurable.Config`, a loss's settings) and non-empty
-lists or tuples of them, whose elements are named by index; everything else is a leaf.
+Command line, help and JSON all use this walk, so they agree about what a config contains. Nodes are dataclasses (a
+`Configurable.Config`, a loss's settings) and non-empty lists or tuples of them, whose elements are named by index;
+everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import sys
+import operator
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-
-from rl.config.plain_types import is_of_type
 
 NodeT = TypeVar("NodeT")
 
 
 class ConfigError(ValueError):
-    """What a user got wrong in a configuration; its text is the whole message."""
+    """A user's mistake in a configuration; the text is the whole message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ConfigEntry:
     """One field of a config."""
 
     path: str
-    """Dotted, from the root."""
+    """Dotted path from the root."""
     kind: Literal["leaf", "node", "absent", "hidden"]
-    """`absent` is an optional node that is None or an empty sequence of nodes; `hidden` holds code."""
+    """absent: an optional node that is None, or an empty sequence of nodes; hidden: holds code."""
     value: Any
     annotation: Any
-    """The field's type; of a hidden entry None."""
     owner: type
     """The dataclass that has the field, or the sequence that has the element."""
 
@@ -50,8 +48,13 @@ class Entry:
 
     @property
     def optional(self) -> bool:
-        """Whether None is a value of it."""
+        """True if the field may be None."""
         return type(None) in typing.get_args(self.annotation)
+
+    @property
+    def absence(self) -> str:
+        """The value of an absent entry in words."""
+        return "None" if self.value is None else "empty"
 
     @property
     def doc(self) -> str:
@@ -59,23 +62,43 @@ class Entry:
         return field_docs(self.owner).get(self.name, "")
 
 
-def children(node: Any, *, prefix: str = "") -> list[Entry]:
-    """The fields of one node, in the order of their definition.
+def children(node: Any, *, prefix: str = "") -> list[ConfigEntry]:
+    """Return the fields of one node, in the order of their definition.
 
     Raises:
-        TypeError: a field that is not hidden holds code, or its type cannot be resolved.
+        TypeError: a field that is not hidden holds code.
     """
     if isinstance(node, list | tuple):
         return [
-            Entry(path=f"{prefix}{i}", kind="node", value=item, annotation=type(item), owner=type(node))
+            ConfigEntry(path=f"{prefix}{i}", kind="node", value=item, annotation=type(item), owner=type(node))
             for i, item in enumerate(node)
         ]
-    fields = [f for f in dataclasses.fields(node) if f.init]
-    return [_entry(type(node), f, getattr(node, f.name), path=prefix + f.name) for f in fields]
+    found = []
+    cls: Any = type(node)
+    for f in dataclasses.fields(cls):
+        if f.init:
+            value, annotation = getattr(node, f.name), _hints(cls)[f.name]
+            kind = "hidden" if f.metadata.get("hidden") else _kind(value, annotation)
+            if kind == "leaf" and callable(value):
+                raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
+            found.append(
+                ConfigEntry(path=prefix + f.name, kind=kind, value=value, annotation=annotation, owner=cls)
+            )
+    return found
 
 
-def walk(node: Any, *, prefix: str = "") -> Iterator[Entry]:
-    """Every entry below `node`, depth first; a node comes before its fields."""
+def _kind(value: Any, annotation: Any) -> Literal["leaf", "node", "absent"]:
+    if is_node(value):
+        return "node"
+    if value is None or (isinstance(value, list | tuple) and not value):
+        for arm in typing.get_args(annotation):
+            if dataclasses.is_dataclass(arm) or getattr(arm, "_is_protocol", False):
+                return "absent"
+    return "leaf"
+
+
+def walk(node: Any, *, prefix: str = "") -> Iterator[ConfigEntry]:
+    """Yield every entry below `node`, depth first; a node precedes its fields."""
     for entry in children(node, prefix=prefix):
         yield entry
         if entry.kind == "node":
@@ -83,44 +106,38 @@ def walk(node: Any, *, prefix: str = "") -> Iterator[Entry]:
 
 
 def input_paths(config: Any) -> dict[str, Path]:
-    """The files and folders that fields of the config name and that are there, by the field's path."""
-    paths = {
-        entry.path: Path(entry.value)
-        for entry in walk(config)
-        if entry.kind == "leaf" and isinstance(entry.value, str | Path) and str(entry.value)
-    }
-    return {field: path for field, path in paths.items() if _exists(path.expanduser())}
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a text that could be no file's name
-        return False
+    """Return the existing files and folders that the config names, by path of the field."""
+    found: dict[str, Path] = {}
+    for entry in walk(config):
+        if entry.kind == "leaf" and isinstance(entry.value, str | Path) and str(entry.value):
+            path = Path(entry.value)
+            with contextlib.suppress(OSError):  # the text cannot be a file name
+                if path.expanduser().exists():
+                    found[entry.path] = path
+    return found
 
 
 def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: str = "") -> NodeT:
-    """A copy with the values of `changes`, by path; every `__post_init__` runs on the result.
+    """Return a copy with the values of `changes`, by path; every `__post_init__` runs on the result.
 
     Raises:
-        ConfigError: a value is not of its field's type, or a `__post_init__` refused the values; the message
-            starts with the node's path.
-        TypeError: a `__post_init__` rewrote a field (it may only validate).
+        ConfigError: a value is not of its field's type, or a `__post_init__` refused the values; the message starts
+            with the node's path.
+        TypeError: a `__post_init__` changed a field; it may only validate.
     """
     changes = changes or {}
     values: dict[str, Any] = {}
-    for entry in children(node, prefix=prefix):
-        if entry.path in changes:
-            values[entry.name] = changes[entry.path]
-        elif entry.kind == "node":
-            values[entry.name] = rebuild(entry.value, changes, prefix=f"{entry.path}.")
-        else:
-            values[entry.name] = entry.value
     cls: Any = type(node)
-    if isinstance(node, list | tuple):
-        return cls(values.values())
-    with _at(prefix):
-        _check_types(cls, values)
+    with _errors_at(prefix):
+        for entry in children(node, prefix=prefix):
+            value = changes.get(entry.path, entry.value)
+            if entry.path not in changes and entry.kind == "node":
+                value = rebuild(value, changes, prefix=f"{entry.path}.")
+            elif entry.kind != "hidden" and not is_node(value) and not is_of_type(value, entry.annotation):
+                raise ValueError(f"{entry.name}={value!r}: must be {type_name(entry.annotation)}")
+            values[entry.name] = value
+        if isinstance(node, list | tuple):
+            return cls(values.values())
         built = cls(**values)
     for name, value in values.items():
         if getattr(built, name) is not value:
@@ -128,77 +145,79 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
     return built
 
 
-def with_value(node: NodeT, path: str, value: Any, *, prefix: str = "") -> NodeT:
-    """As `rebuild` with one change, of a node that is valid as it is: only what holds the field is made anew.
+def check_fields(node: Any) -> None:
+    """Validate a config again, whose fields may have been edited since its construction.
 
     Raises:
-        ConfigError: as `rebuild`.
+        ConfigError: like `rebuild`.
     """
-    name, _, rest = path.partition(".")
-    cls: Any = type(node)
-    if isinstance(node, list | tuple):
-        items = list(node)
-        items[int(name)] = with_value(items[int(name)], rest, value, prefix=f"{prefix}{name}.")
-        return cls(items)
-    values = {f.name: getattr(node, f.name) for f in dataclasses.fields(cls) if f.init}
-    values[name] = with_value(values[name], rest, value, prefix=f"{prefix}{name}.") if rest else value
-    with _at(prefix):
-        _check_types(cls, {name: values[name]})
-        return cls(**values)
+    rebuild(node)
 
 
-def check_fields(node: Any, *, prefix: str = "") -> None:
-    """Check a config again, fields of which may have been edited since its construction.
+def check_bounds(
+    config: Any,
+    *names: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Raise ValueError for the first of these fields that is out of bounds or NaN; None is always accepted."""
+    rules = [
+        (f"{word} {bound:g}", functools.partial(holds, bound))
+        for bound, word, holds in (
+            (at_least, "at least", operator.le),
+            (above, "above", operator.lt),
+            (at_most, "at most", operator.ge),
+        )
+        if bound is not None
+    ]
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not all(holds(value) for _, holds in rules):
+            raise ValueError(f"{name}={value}: must be {' and '.join(text for text, _ in rules)}")
 
-    Raises:
-        ConfigError: as `rebuild`.
+
+def is_node(value: Any) -> bool:
+    """Return True if a value has fields of its own."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(is_node(item) and not isinstance(item, list | tuple) for item in value)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_of_type(value: Any, annotation: Any) -> bool:
+    """Return False if a value cannot be of the annotated type.
+
+    Lists are accepted for tuples and integers for floats; types that cannot be checked, such as protocols, accept any
+    value.
     """
-    if isinstance(node, list | tuple):
-        for i, item in enumerate(node):
-            check_fields(item, prefix=f"{prefix}{i}.")
-        return
-    values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if f.init}
-    for f in dataclasses.fields(node):
-        if f.init and not f.metadata.get("hidden") and is_node(values[f.name]):
-            check_fields(values[f.name], prefix=f"{prefix}{f.name}.")
-    with _at(prefix):
-        _check_types(type(node), values)
-        if hasattr(node, "__post_init__"):
-            node.__post_init__()
-
-
-def _check_types(cls: type, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of a node's values that is not of its field's type."""
-    for f in dataclasses.fields(cls):
-        if f.name not in values or f.metadata.get("hidden") or is_node(values[f.name]):
-            continue
-        value, annotation = values[f.name], _annotation(cls, f.name)
-        if annotation is not None and not is_of_type(value, annotation):
-            raise ValueError(f"{f.name}={value!r}: must be {type_name(annotation)}")
-
-
-@contextlib.contextmanager
-def _at(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(_placed(str(error), path=prefix.rstrip("."))) from error
-
-
-def _placed(message: str, *, path: str) -> str:
-    """A node's complaint with its path: "lr < 0" and "optimizer.lr < 0" of `trainer.optimizer`."""
-    parent, dot, name = path.rpartition(".")
-    if name and message.startswith(f"{name}."):
-        return f"{parent}{dot}{message}"
-    return f"{path}: {message}" if path else message
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(is_of_type(value, arm) for arm in args)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in args)
+    if annotation is None or annotation is Any:
+        return value is None or annotation is Any
+    if annotation in (int, float):
+        return isinstance(value, Integral if annotation is int else Real) and not isinstance(value, bool)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        if origin is not tuple or args[-1:] == (Ellipsis,):
+            args = args[:1] * len(value)
+        return len(args) == len(value) and all(map(is_of_type, value, args))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(
+            is_of_type(key, args[0]) and is_of_type(item, args[1]) for key, item in value.items()
+        )
+    if not isinstance(annotation, type) or origin is not None or getattr(annotation, "_is_protocol", False):
+        return True
+    return isinstance(value, annotation)
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a user reads it: `float | None`, `'linear' | 'cosine'`, `tuple[int, ...]`."""
-    if annotation is None or annotation is type(None):
-        return "None"
-    if annotation is Ellipsis:
-        return "..."
+    """Return a type as a user reads it: `float | None`, `'linear' | 'cosine'`, `tuple[int, ...]`."""
+    if annotation in (None, type(None), Ellipsis):
+        return "..." if annotation is Ellipsis else "None"
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return " | ".join(repr(choice) for choice in args)
@@ -208,51 +227,9 @@ def type_name(annotation: Any) -> str:
     return f"{name}[{', '.join(type_name(arg) for arg in args)}]" if args else name
 
 
-def _entry(cls: type, f: dataclasses.Field[Any], value: Any, *, path: str) -> Entry:
-    if f.metadata.get("hidden"):
-        return Entry(path=path, kind="hidden", value=value, annotation=None, owner=cls)
-    annotation = _annotation(cls, f.name)
-    if is_node(value):
-        return Entry(path=path, kind="node", value=value, annotation=annotation or type(value), owner=cls)
-    if callable(value):
-        raise TypeError(f"{cls.__qualname__}.{f.name} holds code: give the field metadata=HIDDEN")
-    if annotation is None:
-        raise TypeError(f"{cls.__qualname__}.{f.name}: its type {f.type!r} cannot be resolved")
-    empty = value is None or (isinstance(value, list | tuple) and not value)
-    absent = empty and any(_is_component(arm) for arm in typing.get_args(annotation))
-    kind: Literal["absent", "leaf"] = "absent" if absent else "leaf"
-    return Entry(path=path, kind=kind, value=value, annotation=annotation, owner=cls)
-
-
-def is_node(value: Any) -> bool:
-    """Whether a value has fields of its own."""
-    if isinstance(value, list | tuple):
-        return bool(value) and all(is_node(item) and not isinstance(item, list | tuple) for item in value)
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _is_component(arm: Any) -> bool:
-    return dataclasses.is_dataclass(arm) or getattr(arm, "_is_protocol", False)
-
-
-@functools.cache
-def _annotation(cls: type, name: str) -> Any:
-    """The resolved type of a field, None if a name in it is out of reach (defined in a function)."""
-    for base in cls.__mro__:
-        annotation = inspect.get_annotations(base).get(name)
-        if annotation is None:
-            continue
-        holder: Any = types.SimpleNamespace(__annotations__={name: annotation})
-        try:
-            return typing.get_type_hints(holder, globalns=vars(sys.modules[base.__module__]))[name]
-        except NameError:
-            return None
-    return None
-
-
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The string literal that follows each field in the source, by field; inherited ones included."""
+    """Return the docstrings of a dataclass's fields by name, inherited ones included."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -261,16 +238,36 @@ def field_docs(cls: type) -> Mapping[str, str]:
             source = inspect.getsource(base)
         except (OSError, TypeError):  # made at run time, or typed into a notebook
             continue
-        # A nested class is indented; under a statement of its own it parses as it stands.
+        # A nested class is indented; under a statement of its own it can be parsed.
         tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
         definition = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
-        for field, text in itertools.pairwise(definition.body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            ):
-                docs[field.target.id] = inspect.cleandoc(text.value.value)
+        for statement, following in itertools.pairwise(definition.body):
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = inspect.cleandoc(text)
     return docs
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@contextlib.contextmanager
+def _errors_at(prefix: str) -> Iterator[None]:
+    """Turn a ValueError into a ConfigError whose message starts with the node's path."""
+    try:
+        yield
+    except ConfigError:  # of a node below, and complete
+        raise
+    except ValueError as error:
+        path, message = prefix.rstrip("."), str(error)
+        parent, dot, name = path.rpartition(".")
+        if name and message.startswith(f"{name}."):  # the component has named itself
+            message = f"{parent}{dot}{message}"
+        elif path:
+            message = f"{path}: {message}"
+        raise ConfigError(message) from error

@@ -1,17 +1,17 @@
 """Activation checkpointing of a model's blocks, for any model.
 
-A checkpointed block keeps its input and computes what its backward needs again. It is the
-block's `forward` that is wrapped: parameter names and FSDP's hooks, which stand around it, stay.
+A checkpointed block keeps its input and recomputes the activations in the backward. Only the block's `forward` is
+wrapped, so parameter names and FSDP's hooks around it stay.
 
-FSDP has gathered a block's parameters again, in the dtype of the forward, when the block is computed
-again. Where `call_in_dtype` cast them for the forward alone, the checkpoint keeps the cast ones.
+When a block is recomputed, FSDP has gathered its parameters again in the dtype of the forward. Parameters that
+`call_in_dtype` cast for the forward alone are kept by the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -19,50 +19,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-KEPT_OPS = frozenset(
-    (
-        "aten::mm",
-        "aten::bmm",
-        "aten::addmm",
-        "aten::_scaled_mm",
-        "aten::_grouped_mm",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "torch_attn::_varlen_attn",
-        "_c10d_functional::reduce_scatter_tensor",
-        "_c10d_functional::all_to_all_single",
-    )
-)
-"""What selective checkpointing by operation keeps: matrix products, attention, and collectives whose
-result is small. Norms, rotations, activations and gathers are computed again."""
+from rl.config.effect import only_if
+
+KEPT_OPS = {
+    "aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+    "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
+}  # fmt: skip
+"""Operations whose results selective checkpointing keeps: matrix products, attention, and collectives with small
+results. Norms, rotations, activations and gathers are recomputed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ActivationCheckpointConfig:
-    """Which activations are kept for the backward, and which are computed again."""
+    """Choice between keeping activations for the backward and recomputing them."""
 
     mode: Literal["none", "selective", "full"] = "none"
-    """none keeps all; full keeps each block's input alone; selective is between, as the next field says."""
-    selective_option: str = "op"
-    """In mode selective: op keeps the results of matrix products and of attention in every block; a
-    number n keeps all in every block but each n-th, of which it keeps the input alone."""
+    """none keeps all activations; full keeps only each block's input; selective keeps those that
+    `selective_option` selects."""
+    selective_option: str = field(default="op", metadata=only_if("mode", "selective"))
+    """Selection in mode selective. op keeps the results of matrix products and of attention in every block; a
+    number n keeps only the input of every n-th block and everything in the other blocks."""
 
     def __post_init__(self) -> None:
         option = self.selective_option
         if option != "op" and not (option.isdecimal() and int(option) >= 1):
             raise ValueError(f"selective_option={option!r}: must be 'op' or a number of layers from '1' up")
-        if option != "op" and self.mode != "selective":
-            raise ValueError(
-                f"selective_option={option!r} has no effect with mode={self.mode!r}: must be 'op', or mode "
-                "'selective'"
-            )
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], config: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks' forwards, in place; before they are compiled and sharded."""
-    config.__post_init__()  # A field may have been edited since.
+    """Wrap the blocks' forwards in place, before they are compiled and sharded."""
     if config.mode == "none":
         return
     by_op = config.mode == "selective" and config.selective_option == "op"
@@ -90,21 +78,21 @@ def _wrap(block: nn.Module, *, context_fn: Callable[[], Any] | None) -> None:
 
 
 def _cast_parameters(block: nn.Module) -> dict[str, Tensor]:
-    """Tensors that stand in the place of parameters during this forward, by name."""
+    """Return the tensors that replace parameters during this forward, by name."""
     return {name: p for name, p in block.named_parameters() if not isinstance(p, nn.Parameter)}
 
 
 def _recompute_with(
     block: nn.Module, cast: Mapping[str, Tensor], context_fn: Callable[[], Any] | None
 ) -> tuple[Any, Any]:
-    """Contexts of the forward and of its repetition, as `checkpoint` takes them."""
+    """Return the contexts of the forward and of its recomputation, for `checkpoint`."""
     first, again = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
     return first, _with_parameters(block, cast, again)
 
 
 @contextmanager
 def _with_parameters(block: nn.Module, cast: Mapping[str, Tensor], inside: Any) -> Iterator[None]:
-    """In the context `inside`, with `cast` in the place of parameters."""
+    """Enter the context `inside` with the cast tensors in place of the parameters."""
     with ExitStack() as stack:
         for name, tensor in cast.items():
             owner, _, leaf = name.rpartition(".")
@@ -125,9 +113,9 @@ _keep_some = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def _random_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Nothing is kept but results of operations that may draw random numbers (attention on a CPU).
+    """Keep only the results of operations that may draw random numbers (attention on a CPU).
 
-    To compute those again, PyTorch 2.13's compiler keeps a random state, and takes it for the mesh of a
+    To recompute those, PyTorch 2.13's compiler would keep a random state, which it confuses with the mesh of a
     tensor-parallel block.
     """
     kept = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

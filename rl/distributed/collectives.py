@@ -1,50 +1,57 @@
-"""Collectives inside a forward and its backward, eager or compiled.
+"""Collectives inside forward and backward, reductions of metrics, and calls made on one rank for all.
 
-Over PyTorch's functional collectives, which a compiler can trace; a group is given by name.
+The tensor collectives use PyTorch's functional collectives, which a compiler can trace; groups are given by name.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.distributed.mesh import CP, TP
+
+T = TypeVar("T")
+V = TypeVar("V")
+
 
 def group_name(mesh: DeviceMesh) -> str:
-    """Of a mesh of one axis."""
+    """Return the name of the process group of a one-dimensional mesh."""
     return mesh.get_group().group_name
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"], group: str) -> Tensor:
-    """A new tensor, without gradient."""
+    """Return the reduction in a new tensor, without gradient."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), op, group))
 
 
 def all_gather(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
-    """All ranks' tensors one after another along the first dim, without gradient."""
+    """Return all ranks' tensors concatenated along the first dimension, without gradient."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(tensor.contiguous(), num_ranks, group))
 
 
 def reduce_scatter(tensor: Tensor, num_ranks: int, group: str) -> Tensor:
-    """This rank's part, along the first dim, of the sum over ranks, without gradient."""
+    """Return this rank's part, along the first dimension, of the sum over ranks, without gradient."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(tensor.contiguous(), "sum", num_ranks, group))
 
 
 def all_to_all(tensor: Tensor, *, sent: list[int], received: list[int], group: str) -> Tensor:
-    """The next `sent[p]` along the first dim go to rank p, `received[p]` come from it; without gradient."""
+    """Send `sent[p]` rows to each rank p and receive `received[p]` rows from it, without gradient."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(tensor.contiguous(), received, sent, group))
 
 
 class GatherToUse(torch.autograd.Function):
-    """All ranks' tensors along the first dim, of which each rank makes something else.
+    """All-gather along the first dimension for ranks that use the result differently.
 
-    So the gradient of a rank's tensor is the sum of what all of them send back.
+    The gradient of a rank's tensor is the sum of the gradients from all ranks.
     """
 
     @staticmethod
@@ -58,9 +65,9 @@ class GatherToUse(torch.autograd.Function):
 
 
 class GatherAlike(torch.autograd.Function):
-    """All ranks' tensors along the first dim, of which every rank makes the same.
+    """All-gather along the first dimension for ranks that compute the same from the result.
 
-    So each has the whole gradient already, and keeps its own part of it.
+    Every rank has the whole gradient already and keeps its own part.
     """
 
     @staticmethod
@@ -71,3 +78,60 @@ class GatherAlike(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return grads[0].narrow(0, ctx.start, ctx.length), None, None, None
+
+
+def reduce_sums_and_maxima(
+    sums: Tensor, maxima: Tensor, *, mesh: DeviceMesh | None
+) -> tuple[list[float], list[float]]:
+    """Reduce numbers over the data-parallel ranks in one collective, to the same bits on every rank.
+
+    Every rank receives all numbers and adds them in the same order. NaN on any rank gives NaN. Context- and
+    tensor-parallel ranks hold the same numbers, which count once.
+
+    Args:
+        sums, maxima: [A] and [B] float64, on the mesh's device.
+    """
+    rows = _gather_rows(torch.cat((sums, maxima)), mesh)
+    if mesh is not None:
+        rows = rows[:: mesh[CP].size() * mesh[TP].size()]
+    num_sums = sums.numel()
+    largest = rows[:, num_sums:].amax(0).tolist() if maxima.numel() else []
+    return rows[:, :num_sums].sum(0).tolist(), largest
+
+
+def sum_over_world(value: Tensor, *, mesh: DeviceMesh | None) -> float:
+    """Return the sum of one number, [] float64, over every rank, tensor-parallel ones included."""
+    return float(_gather_rows(value.reshape(1), mesh).sum())
+
+
+def _gather_rows(values: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return every rank's values, [world, N], on the host."""
+    if mesh is None:
+        return values.unsqueeze(0).cpu()
+    rows = values.new_empty(mesh.size(), values.numel())
+    dist.all_gather(list(rows), values.contiguous())
+    return rows.cpu()
+
+
+def on_first_rank(function: Callable[[Sequence[V]], T], value: V, *, group: dist.ProcessGroup | None) -> T:
+    """Call a function on rank 0 with every rank's value; return or raise its outcome on every rank.
+
+    Args:
+        group: a group of all ranks with a CPU backend; None for a single process.
+    """
+    if group is None:
+        return function([value])
+    first = dist.get_rank(group) == 0
+    values: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    dist.gather_object(value, values, dst=0, group=group)
+    outcome: list[Any] = [None, None]
+    if first:
+        assert values is not None
+        try:
+            outcome[0] = function(values)
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,21 +1,29 @@
-"""torch.compile, block by block, for any model.
+"""torch.compile, block by block, and tensor parallelism that overlaps communication with matrix products.
 
-Blocks of one model share what is compiled for the first of them. FSDP's hooks stand around
-the compiled forward, activation checkpointing within it.
+Blocks of one model share the code compiled for the first of them. FSDP's hooks stand around the compiled forward,
+activation checkpointing within it.
+
+For asynchronous tensor parallelism the compiler splits a gather or scatter next to a matrix product into pieces
+that are copied while others are multiplied, through memory that GPUs share (symmetric memory, NVLink).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl.config.effect import only_if
+from rl.distributed.compat import enable_micro_pipeline
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 NUM_VARIANTS = 32
@@ -25,14 +33,18 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 @dataclass(kw_only=True, slots=True)
 class CompileConfig:
-    """What torch.compile makes faster; the first steps take longer."""
+    """Use of torch.compile; the first steps take longer."""
 
     enable: bool = False
-    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
-    """model: each block. loss: logprobs and entropy from the logits."""
-    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """inductor needs a C++ compiler on a CPU, Triton and a C compiler on a GPU; eager and aot_eager trace
-    without making anything faster, to find what cannot be compiled."""
+    components: tuple[Literal["model", "loss"], ...] = field(
+        default=("model", "loss"), metadata=only_if("enable", True)
+    )
+    """Compiled parts. model: each block. loss: logprobs and entropy from the logits."""
+    backend: Literal["inductor", "aot_eager", "eager"] = field(
+        default="inductor", metadata=only_if("enable", True)
+    )
+    """Compiler backend. inductor needs a C++ compiler on a CPU, Triton and a C compiler on a GPU; eager and
+    aot_eager trace without a speedup, to find code that cannot be compiled."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -40,56 +52,30 @@ class CompileConfig:
         unknown = [name for name in self.components if name not in ("model", "loss")]
         if unknown or not self.components:
             raise ValueError(f"components={self.components}: must be 'model', 'loss' or both")
-        if self.enable:
-            return
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "enable" and value != f.default:
-                raise ValueError(
-                    f"{f.name}={value!r} has no effect with enable=False: must be {f.default!r}, or enable "
-                    "True"
-                )
 
     def includes(self, component: Literal["model", "loss"]) -> bool:
         return self.enable and component in self.components
 
 
 def check_compiler(config: CompileConfig, *, device_type: str) -> None:
-    """That the backend finds what it needs on this machine.
-
-    Raises:
-        ValueError: names what is missing.
-    """
-    config.__post_init__()  # A field may have been edited since.
+    """Raise ValueError naming the tool that the backend needs and this machine lacks."""
     if not config.enable or config.backend != "inductor":
         return
-    missing = _missing_on_cpu() if device_type == "cpu" else _missing_on_gpu()
-    if missing:
+    if device_type == "cpu":
+        compilers, variable = [os.environ.get("CXX", "g++")], "CXX"
+    else:
+        compilers, variable = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"], "CC"
+    has_triton = device_type == "cpu" or find_spec("triton") is not None
+    if not has_triton or not any(map(shutil.which, compilers)):
+        needs = "the package triton" if not has_triton else f"a compiler ({' or '.join(compilers)})"
         raise ValueError(
-            f"compile.backend='inductor' needs {missing}; without it, backend must be 'aot_eager' or "
-            "'eager', or compile.enable False"
+            f"compile.backend='inductor' needs {needs} on device {device_type!r}: install it, set the variable "
+            f"{variable} to a compiler, or use compile.backend='aot_eager' or compile.enable=False"
         )
 
 
-def _missing_on_cpu() -> str | None:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler):
-        return None
-    return f"a C++ compiler on a CPU, and there is no {compiler}: install g++ or set the variable CXX"
-
-
-def _missing_on_gpu() -> str | None:
-    if find_spec("triton") is None:
-        return "the package triton on a GPU, which is not installed"
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if any(shutil.which(name) for name in compilers):
-        return None
-    names = " or ".join(compilers)
-    return f"a C compiler for Triton on a GPU, and there is no {names}: install gcc or set the variable CC"
-
-
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile the blocks' forwards, in place; after checkpointing, before sharding."""
+    """Compile the blocks' forwards in place; after checkpointing, before sharding."""
     if config.includes("model"):
         for block in blocks:
             block.forward = _compiled(block.forward, config)
@@ -97,18 +83,46 @@ def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
 
 
 def _await_inputs(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies in place of what a collective is still writing: compiled code loses the gradient of those."""
+    """Copy inputs that a collective is still writing, because compiled code loses their gradient."""
     return tuple(x.clone() if isinstance(x, AsyncCollectiveTensor) else x for x in inputs)
 
 
 def compile_function(function: FunctionT, config: CompileConfig) -> FunctionT:
-    """The function compiled, if `config` compiles the loss; else itself."""
+    """Return the function, compiled if the config compiles the loss."""
     return _compiled(function, config) if config.includes("loss") else function
 
 
 def _compiled(function: FunctionT, config: CompileConfig) -> FunctionT:
-    # With and without gradient, for the first number of tokens and for any, for one sequence and for
-    # several: more variants than PyTorch makes of a function before it leaves it uncompiled.
+    # Variants with and without gradient, for the first number of tokens and for any, for one sequence and for
+    # several exceed PyTorch's limit, beyond which it leaves a function uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, NUM_VARIANTS)
     compiled: Any = torch.compile(function, backend=config.backend)
     return compiled
+
+
+def check_async_tensor_parallel(
+    *, tensor_parallel_degree: int, compile_config: CompileConfig, device_type: str
+) -> None:
+    """Raise ValueError naming a missing requirement that is visible without touching a GPU."""
+    prefix = "parallelism.async_tensor_parallel=True"
+    if device_type != "cuda":
+        raise ValueError(
+            f"{prefix} on device {device_type!r}: must be False: it copies through memory that GPUs share"
+        )
+    if tensor_parallel_degree == 1:
+        raise ValueError(
+            f"{prefix} with tensor_parallel_degree=1: must be False: there is nothing to overlap"
+        )
+    if not compile_config.includes("model") or compile_config.backend != "inductor":
+        raise ValueError(
+            f"{prefix} needs compile.enable=True, 'model' among compile.components and compile.backend="
+            "'inductor': the compiler makes the overlap"
+        )
+
+
+def overlap_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Overlap the collectives of a one-dimensional mesh in all code compiled from now on."""
+    with warnings.catch_warnings():
+        # Newer PyTorch versions enable every group and warn about the call.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_micro_pipeline(mesh.get_group())

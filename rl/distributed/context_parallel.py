@@ -1,11 +1,11 @@
 """Context parallelism: the tokens of each micro-batch split over ranks.
 
-The T packed tokens are cut into 2n pieces for n ranks, of which rank r takes pieces r and
-2n - 1 - r: one that sees few keys and one that sees many, so that causal attention costs about
-the same everywhere. Everything but attention sees a rank's own tokens alone; attention gathers
-the keys and values of all, so that each query sees exactly the keys that it sees on one device.
-The logprobs of all tokens then come together on every rank, which computes the whole loss and
-sends back the gradient of its own tokens: any loss stays exact, and each token counts once.
+The T packed tokens are cut into 2n pieces for n ranks; rank r takes pieces r and 2n - 1 - r, one that sees few
+keys and one that sees many, so that causal attention costs about the same everywhere. All layers except
+attention see a rank's own tokens alone; attention gathers the keys and values of all ranks, so that each query
+sees exactly the keys that it sees on one device. The logprobs of all tokens are then gathered on every rank,
+which computes the whole loss and sends back the gradient of its own tokens: any loss stays exact, and each token
+counts once.
 
 Shape legend: T packed tokens, t = T / n tokens of this rank.
 """
@@ -25,7 +25,7 @@ from rl.distributed.collectives import GatherAlike, group_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextParallel:
-    """Which rank of how many this is."""
+    """This process's position on the context-parallel axis."""
 
     rank: int
     num_ranks: int
@@ -34,17 +34,21 @@ class ContextParallel:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> ContextParallel | None:
-        """`mesh` is the axis alone; None if it has one rank."""
+        """Return the position on a one-dimensional mesh, or None if it has a single rank."""
         if mesh.size() == 1:
             return None
         return cls(rank=mesh.get_local_rank(), num_ranks=mesh.size(), group=group_name(mesh))
 
     def pad_multiple(self, multiple: int) -> int:
-        """T must be a multiple of it: equal pieces, and a `multiple` of tokens on each rank."""
+        """Return the divisor of T for equal pieces with a `multiple` of tokens on each rank."""
         return self.num_ranks * math.lcm(2, multiple)
 
     def pieces(self, num_tokens: int, *, rank: int | None = None) -> list[tuple[int, int]]:
-        """Start and end of the tokens of a rank (this one), in order; one run where its two pieces meet."""
+        """Return start and end of a rank's pieces, in order; adjacent pieces are joined.
+
+        Args:
+            rank: None for this rank.
+        """
         rank = self.rank if rank is None else rank
         size = num_tokens // (2 * self.num_ranks)
         assert size * 2 * self.num_ranks == num_tokens, "the packed tokens do not divide into equal pieces"
@@ -54,24 +58,24 @@ class ContextParallel:
         return [(first, first + size), (last, last + size)]
 
     def token_indices(self, num_tokens: int) -> Tensor:
-        """[t] int64, which of the T tokens are this rank's, in order."""
+        """Return the indices of this rank's tokens among all T, [t] int64, in order."""
         return joined_ranges(self.pieces(num_tokens))
 
     def gather(self, values_t: Tensor, places_T: Tensor) -> Tensor:
-        """All ranks' values of their tokens as [T], in order and alike on every rank; differentiable.
+        """Return the values of all ranks' tokens, [T], in order and alike on every rank. Differentiable.
 
         Args:
-            places_T: of `places`.
+            places_T: result of `places`.
         """
         gathered = GatherAlike.apply(values_t, self.rank, self.num_ranks, self.group)
         return gathered.index_select(0, places_T)
 
     def places(self, num_tokens: int) -> Tensor:
-        """[T] int64, where each token lies when the ranks' tokens stand one after another."""
+        """Return the index of each token in the concatenation of all ranks' tokens, [T] int64."""
         pieces = [piece for rank in range(self.num_ranks) for piece in self.pieces(num_tokens, rank=rank)]
         return torch.argsort(joined_ranges(pieces))
 
 
 def joined_ranges(ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """int64, all of each range, one after another."""
+    """Return the integers of all ranges, one range after another, int64."""
     return torch.cat([torch.arange(start, end) for start, end in ranges])

@@ -1,32 +1,33 @@
-"""Expert parallelism: each rank holds some of the experts, and rows travel to the rank that holds theirs.
+"""Expert parallelism: each rank holds some of the experts, and rows travel to the ranks of their experts.
 
-It re-uses the ranks over which parameters are sharded: those see different tokens, and between
-them experts are split instead of gathered. The experts' gradients are then already sums over the
-ranks that exchanged rows; between the groups that did not, FSDP adds them up.
+The ranks over which parameters are sharded are reused: they see different tokens, and experts are split among
+them instead of gathered. The experts' gradients are then already sums over the ranks that exchanged rows; FSDP
+sums them between the groups that did not.
 
-Shape legend: S rows of this rank in the order of their experts, A rows that arrived, N experts,
-P ranks, L = N / P experts of each rank, E features.
+Shape legend: T rows, S rows selected or sent by this rank in the order of their experts, A rows that arrived,
+N experts, P ranks, L = N / P experts of each rank, E features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.distributed.collectives import all_to_all
 from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP
-from rl.distributed.rows import exchange_rows, inverse_permutation, select_rows
 
 
 def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | None:
-    """The same ranks in the same order, their shards cut in two axes, `expert_shard` and `expert`.
+    """Return a mesh of the same ranks whose shards are cut into the axes `expert_shard` and `expert`.
 
-    `degree` neighbours hold different experts; ranks that have the same ones share them as FSDP
-    shards do. None where `degree` is 1.
+    `degree` neighbours hold different experts; ranks with the same experts share them as FSDP shards. None if
+    `degree` is 1.
     """
     if mesh is None or degree == 1:
         return None
@@ -41,7 +42,7 @@ def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | N
 
 
 class ExpertExchange:
-    """Sends rows to the ranks of their experts and brings the results back, with gradients."""
+    """Transport of rows to the ranks of their experts and of the results back, with gradients."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -50,22 +51,22 @@ class ExpertExchange:
     def __call__(
         self, rows_SE: Tensor, ends_N: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """[S, E]: `compute` of each row, where its expert is.
+        """Return the result of each row, [S, E], computed on the rank of its expert.
 
-        Every rank of the group calls it, also one without a row.
+        Every rank of the group has to call it, even without a row.
 
         Args:
-            ends_N: int64, where the rows of each expert end.
-            compute: rows [A, E] and ends [L] of this rank's experts to [A, E].
+            ends_N: int64, end of each expert's run of rows.
+            compute: maps rows [A, E] and ends [L] of this rank's experts to [A, E].
         """
         sent_PL = ends_N.diff(prepend=ends_N.new_zeros(1)).view(self.num_ranks, -1)
         one_each = [1] * self.num_ranks
         arrived_PL = all_to_all(sent_PL, sent=one_each, received=one_each, group=self.group.group_name)
-        # One wait of the host for both.
+        # Both counts in one copy, so that the host waits once.
         num_sent, num_arrived = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
         arrived_AE = exchange_rows(rows_SE, sent=num_sent, received=num_arrived, group=self.group)
 
-        # By rank, and by expert within a rank; from there to by expert, and by rank within an expert.
+        # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
         num_local = sent_PL.size(1)
         expert_PL = torch.arange(num_local, device=rows_SE.device).expand_as(arrived_PL)
         expert_A = expert_PL.flatten().repeat_interleave(arrived_PL.flatten(), output_size=sum(num_arrived))
@@ -76,3 +77,64 @@ class ExpertExchange:
         )
         returned_AE = select_rows(computed_AE, rows_S=places_A, places_S=order_A)
         return exchange_rows(returned_AE, sent=num_arrived, received=num_sent, group=self.group)
+
+
+def select_rows(x_TE: Tensor, *, rows_S: Tensor, places_S: Tensor) -> Tensor:
+    """Return `x_TE[rows_S]`, [S, E], with every row taken S / T times.
+
+    The backward adds without atomic operations, hence always in the same order.
+
+    Args:
+        places_S: int64, positions in the result of row 0's copies, then of row 1's, and so on.
+    """
+    selected: Tensor = _SelectRows.apply(x_TE, rows_S, places_S)
+    return selected
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, rows_S: Tensor, places_S: Tensor) -> Tensor:
+        ctx.save_for_backward(places_S)
+        ctx.num_rows = x_TE.size(0)
+        return x_TE.index_select(0, rows_S)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SE: Tensor) -> tuple[Tensor, None, None]:
+        (places_S,) = ctx.saved_tensors
+        grad_TKE = grad_SE.index_select(0, places_S).unflatten(0, (ctx.num_rows, -1))
+        return (grad_TKE.sum(1) if grad_TKE.size(1) > 1 else grad_TKE.squeeze(1)), None, None
+
+
+def inverse_permutation(order_S: Tensor) -> Tensor:
+    """Return the position of each number in a permutation."""
+    inverse_S = torch.empty_like(order_S)
+    inverse_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
+    return inverse_S
+
+
+def exchange_rows(
+    rows_TE: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients travel back.
+
+    Every rank of the group has to call it, even with nothing to send.
+    """
+    arrived: Tensor = _ExchangeRows.apply(rows_TE, sent, received, group)
+    return arrived
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.splits, ctx.group = (sent, received), group
+        return all_to_all(rows, sent=sent, received=received, group=group.group_name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.splits
+        grad = all_to_all(grad, sent=received, received=sent, group=ctx.group.group_name)
+        return grad, None, None, None

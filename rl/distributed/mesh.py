@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,104 +16,102 @@ FSDP = "fsdp"
 """Shards and context-parallel ranks as one axis."""
 EXPERT_SHARD = "expert_shard"
 EXPERT = "expert"
-"""Of the experts' own mesh, see `rl/distributed/expert_parallel.py`."""
+"""Axes of the experts' own mesh, see `rl.distributed.expert_parallel`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Sizes of the mesh's axes, all known; their product is the world size."""
+    """Resolved sizes of the mesh's axes; the product of replicas, shards, CP and TP is the world size."""
 
     dp_replicate: int
     dp_shard: int
     tp: int
     cp: int = 1
     ep: int = 1
-    """Ranks among the shards that hold different experts."""
+    """Number of shard ranks that hold different experts."""
     etp: int = 1
-    """Ranks that each expert is split over: 1 or `tp`."""
+    """Number of ranks that share each expert: 1 or `tp`."""
 
     @property
     def dp(self) -> int:
-        """How many ranks see different samples."""
+        """Number of ranks with different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks that parameters are split over, beside tensor parallelism."""
+        """Number of ranks that share the parameters, apart from tensor parallelism."""
         return self.dp_shard * self.cp
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelismConfig:
-    """How the trainer's processes share the model and the samples.
+    """Layout of the model and the samples over the trainer's processes.
 
-    Replicate, shard, context and tensor parallel degree multiply to the number of processes.
-    Neighbouring ranks are one tensor-parallel group, the next axes are the context-parallel
-    ranks and then the shards of one replica.
+    Replicate, shard, context-parallel and tensor-parallel degree multiply to the number of processes.
+    Neighbouring ranks form a tensor-parallel group; the next axes are the context-parallel ranks and then the
+    shards of one replica.
     """
 
     data_parallel_replicate_degree: int = 1
-    """Copies of the (possibly sharded) model; gradients are summed between them. With shard degree 1: DDP."""
+    """Number of copies of the (possibly sharded) model, whose gradients are summed; DDP with shard degree 1."""
     data_parallel_shard_degree: int = -1
-    """Ranks that parameters, gradients and optimizer state are split over (FSDP); -1 takes what is left."""
+    """Number of ranks that share parameters, gradients and optimizer state (FSDP); -1 takes all remaining
+    ranks."""
     tensor_parallel_degree: int = 1
-    """Ranks that each layer's heads, feed-forward width and vocabulary are split over."""
+    """Number of ranks that share each layer's heads, feed-forward width and vocabulary."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP frees a block's gathered parameters between forward and backward; default: yes."""
+    """Policy of FSDP for freeing a block's gathered parameters between forward and backward; default frees
+    them."""
     loss_parallel: bool = True
-    """Tensor-parallel ranks compute logprobs and entropy from their own part of the vocabulary; False
-    gathers all logits on each of them."""
+    """Compute logprobs and entropy from each tensor-parallel rank's part of the vocabulary; False gathers all
+    logits on every rank."""
     async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's communication with its matrix products; needs GPUs that read each
-    other's memory, and compiled blocks."""
+    """Overlap tensor parallelism's communication with its matrix products; needs compiled blocks and GPUs that
+    read each other's memory."""
     compiled_autograd: bool = False
     """Compile the backward as a whole; refused."""
     context_parallel_degree: int = 1
-    """Ranks that the tokens of each micro-batch are split over, and parameters too, as by shards."""
+    """Number of ranks that share the tokens of each micro-batch, and the parameters as shards do."""
     context_parallel_rotation: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values reach the queries of other ranks; alltoall is refused."""
+    """Transport of keys and values to the queries of other ranks; alltoall is refused."""
     expert_parallel_degree: int = 1
-    """Ranks, among those that shard parameters, that each hold other experts; tokens travel to them. A dense
-    model has none."""
+    """Number of ranks, among those that shard parameters, that hold different experts and exchange tokens; 1 for
+    a dense model."""
     expert_tensor_parallel_degree: int = 1
-    """Tensor-parallel ranks that each expert is split over. 1: they hold all experts whole, each for its
-    own tokens; or tensor_parallel_degree: each holds a part of every expert, for all their tokens."""
+    """Number of tensor-parallel ranks that share each expert. 1: each rank holds all experts for its own tokens;
+    tensor_parallel_degree: each rank holds a part of every expert for all tokens."""
     pipeline_parallel_degree: int = 1
-    """Stages that the layers are split into; refused, and so are the following fields."""
+    """Number of pipeline stages; values above 1 are refused, and so are the following fields."""
     pipeline_parallel_schedule: str = "1F1B"
     pipeline_parallel_schedule_csv: str | None = None
-    """File that describes a schedule."""
+    """File that describes a pipeline schedule."""
     pipeline_parallel_microbatch_size: int = 1
     pipeline_parallel_layers_per_stage: int | None = None
     module_fqns_per_model_part: tuple[str, ...] | None = None
-    """Names of the modules of each stage, with commas between them."""
+    """Module names of each stage, separated by commas."""
     pipeline_parallel_first_stage_less_layers: int = 1
     pipeline_parallel_last_stage_less_layers: int = 1
 
     def __post_init__(self) -> None:
-        for name in _DEGREES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        shard = self.data_parallel_shard_degree
-        if shard < 1 and shard != -1:
-            raise ValueError(
-                f"data_parallel_shard_degree={shard}: must be at least 1, or -1 for what is left"
-            )
-        for name, default in _PIPELINE_DEFAULTS.items():
-            if getattr(self, name) != default:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be {default!r}: {_NO_PIPELINE}")
+        for f in fields(self):
+            value, is_shard = getattr(self, f.name), f.name == "data_parallel_shard_degree"
+            if f.name.startswith(("pipeline_", "module_fqns_")):
+                if value != f.default:
+                    raise ValueError(f"{f.name}={value!r}: must be {f.default!r}: {_NO_PIPELINE}")
+            elif f.name.endswith("_degree") and value < 1 and not (is_shard and value == -1):
+                remaining = ", or -1 for all remaining ranks" if is_shard else ""
+                raise ValueError(f"{f.name}={value}: must be at least 1{remaining}")
         if self.compiled_autograd:
             raise ValueError(f"compiled_autograd=True: must be False: {_NO_COMPILED_AUTOGRAD}")
         if self.context_parallel_rotation == "alltoall":
             raise ValueError(f"context_parallel_rotation='alltoall': must be 'allgather': {_NO_ROTATION}")
 
     def degrees(self, world_size: int) -> Degrees:
-        """Fill in the -1.
+        """Return the sizes of all axes for a number of processes.
 
         Raises:
             ValueError: if the degrees do not multiply to `world_size`.
         """
-        self.__post_init__()  # A field may have been edited since.
         replicate, tp = self.data_parallel_replicate_degree, self.tensor_parallel_degree
         shard, cp = self.data_parallel_shard_degree, self.context_parallel_degree
         if shard == -1:
@@ -123,50 +121,22 @@ class ParallelismConfig:
                 f"parallelism.data_parallel_replicate_degree={replicate} x "
                 f"data_parallel_shard_degree={self.data_parallel_shard_degree} x "
                 f"context_parallel_degree={cp} x "
-                f"tensor_parallel_degree={tp} does not multiply to the world size of {world_size} process"
-                f"{'es' if world_size > 1 else ''}"
+                f"tensor_parallel_degree={tp} does not multiply to the world size of {world_size}"
             )
-        self._check_expert_degrees(num_shards=shard * cp)
-        return Degrees(
-            dp_replicate=replicate,
-            dp_shard=shard,
-            cp=cp,
-            tp=tp,
-            ep=self.expert_parallel_degree,
-            etp=self.expert_tensor_parallel_degree,
-        )
-
-    def _check_expert_degrees(self, *, num_shards: int) -> None:
-        """`num_shards`: ranks that parameters are split over, beside tensor parallelism."""
-        if num_shards % self.expert_parallel_degree:
+        if shard * cp % self.expert_parallel_degree:
             raise ValueError(
                 f"parallelism.expert_parallel_degree={self.expert_parallel_degree} does not divide the "
-                f"{num_shards} ranks that parameters are sharded over, among which it takes its own"
+                f"{shard * cp} ranks that parameters are sharded over, among which it takes its own"
             )
-        if self.expert_tensor_parallel_degree not in (1, self.tensor_parallel_degree):
+        if self.expert_tensor_parallel_degree not in (1, tp):
             raise ValueError(
                 f"parallelism.expert_tensor_parallel_degree={self.expert_tensor_parallel_degree}: must be 1 "
-                f"or tensor_parallel_degree={self.tensor_parallel_degree}"
+                f"or tensor_parallel_degree={tp}"
             )
+        ep, etp = self.expert_parallel_degree, self.expert_tensor_parallel_degree
+        return Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)
 
 
-_DEGREES = (
-    "data_parallel_replicate_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-    "expert_parallel_degree",
-    "expert_tensor_parallel_degree",
-)
-_PIPELINE_DEFAULTS = {
-    "pipeline_parallel_degree": 1,
-    "pipeline_parallel_schedule": "1F1B",
-    "pipeline_parallel_schedule_csv": None,
-    "pipeline_parallel_microbatch_size": 1,
-    "pipeline_parallel_layers_per_stage": None,
-    "module_fqns_per_model_part": None,
-    "pipeline_parallel_first_stage_less_layers": 1,
-    "pipeline_parallel_last_stage_less_layers": 1,
-}
 _NO_PIPELINE = (
     "pipeline parallelism is not supported, because forward_backward packs samples of any length into "
     "micro-batches whose number changes from call to call, while a pipeline needs a fixed number of equal "
@@ -184,10 +154,10 @@ _NO_ROTATION = (
 
 
 def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> DeviceMesh | None:
-    """Axes `dp_replicate`, `dp_shard`, `cp` and `tp`, sizes of 1 included; None for a single process.
+    """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp` and `tp`; None for a single process.
 
     Args:
-        always: make one for a single process too, which then has a process group of its own.
+        always: build a mesh for a single process too, which then needs a process group.
     """
     shape = (degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
     if shape == (1, 1, 1, 1) and not always:
@@ -196,29 +166,30 @@ def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> D
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The axis that parameters are split over: shards and context-parallel ranks together."""
+    """Return the axis over which parameters are sharded: shards and context-parallel ranks together."""
     return mesh[DP_SHARD] if mesh[CP].size() == 1 else mesh[DP_SHARD, CP]._flatten(FSDP)
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 takes: the axis of `fsdp_axis`, behind an axis of replicas where there are several."""
+    """Return the mesh for FSDP2: `fsdp_axis`, behind an axis of replicas if there are several."""
     shards = fsdp_axis(mesh)
     if mesh[DP_REPLICATE].size() == 1:
         return shards
     with warnings.catch_warnings():
-        # Its replacement is not in every version of PyTorch that this runs on.
+        # The replacement is missing from some supported versions of PyTorch.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh[DP_REPLICATE, shards.mesh_dim_names[0]]  # type: ignore[index]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRank:
-    """Which share of the samples this process takes, and whether it speaks for its share."""
+    """This process's share of the samples."""
 
     index: int = 0
     count: int = 1
     speaks: bool = True
-    """True on the first of the context- and tensor-parallel ranks, which all hold the same numbers."""
+    """True on the first of the context- and tensor-parallel ranks, which all hold the same numbers and of which
+    one reports them."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> DataRank:

@@ -1,39 +1,51 @@
-"""Process groups: gloo on a CPU, NCCL on a GPU, none at all for a single process."""
+"""Process groups: gloo on a CPU, NCCL on a GPU, none for a single process; and the record of their collectives.
+
+PyTorch's flight recorder keeps the latest collectives of a process in a ring. It reads its size from the
+environment, once in the life of a process.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.distributed import flight_recorder
-from rl.distributed.gloo import use_one_worker
+from rl.distributed.compat import recorded_collectives, set_group_timeout, use_one_gloo_worker
 from rl.distributed.mesh import CP, fsdp_axis
-from rl.errors import RunError
+from rl.utils.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+WATCHDOG_FILE = "TORCH_FR_DUMP_TEMP_FILE"
+DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 class CollectiveTimeoutError(RunError, TimeoutError):
-    """Other ranks did not take part in a collective within the deadline of the process group."""
+    """Other ranks did not take part in a collective within the process group's deadline."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CommConfig:
-    """How long ranks wait for each other."""
+    """Deadlines between ranks, and the record of their collectives."""
 
     init_timeout_s: float = 300.0
-    """For all ranks to appear, build the model and load its weights."""
+    """Seconds for all ranks to appear, build the model and load its weights."""
     train_timeout_s: float = 300.0
-    """For every collective after that."""
+    """Seconds for every later collective."""
     trace_buffer_size: int = 2000
-    """Latest collectives that each rank remembers, with the code that called them; they are written
-    to the run's folder when one fails. 0: none."""
+    """Number of latest collectives, with their call sites, that each rank remembers and writes to the run's
+    folder when one fails; 0 for none."""
 
     def __post_init__(self) -> None:
         if self.trace_buffer_size < 0:
@@ -45,12 +57,12 @@ class CommConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Which of how many processes this one is, and where they meet."""
+    """Rank of this process among all trainer processes, and their meeting point."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Place among the processes of this machine: which GPU to take."""
+    """Rank among the processes of this machine, which selects the GPU."""
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
 
@@ -60,57 +72,45 @@ class World:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> World:
-        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
         Raises:
-            ValueError: if WORLD_SIZE is above 1 and one of the others is missing, or one of
-                the numbers is none.
+            ValueError: if a number is malformed, or WORLD_SIZE is above 1 and another variable is missing.
         """
-        size = _int(environ, "WORLD_SIZE", 1)
+        size = int(environ.get("WORLD_SIZE", 1))
         if size == 1:
-            return cls(local_rank=_int(environ, "LOCAL_RANK", 0))
+            return cls(local_rank=int(environ.get("LOCAL_RANK", 0)))
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:
             raise ValueError(f"WORLD_SIZE={size} is set in the environment, but {', '.join(missing)} is not")
-        rank = _int(environ, "RANK", 0)
+        rank = int(environ["RANK"])
         return cls(
             rank=rank,
             size=size,
-            local_rank=_int(environ, "LOCAL_RANK", rank),
+            local_rank=int(environ.get("LOCAL_RANK", rank)),
             master_addr=environ["MASTER_ADDR"],
-            master_port=_int(environ, "MASTER_PORT", 0),
+            master_port=int(environ["MASTER_PORT"]),
         )
 
     def default_device(self) -> torch.device:
-        """This process's GPU where there is one, else the CPU."""
+        """Return this process's GPU if there is one, else the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
 
-def _int(environ: Mapping[str, str], name: str, default: int) -> int:
-    value = environ.get(name, str(default))
-    try:
-        return int(value)
-    except ValueError as error:
-        raise ValueError(f"environment variable {name}={value!r}: must be an integer") from error
-
-
 def connect(*, world: World, device: torch.device, comm: CommConfig, always: bool = False) -> bool:
-    """Join the other ranks; returns whether a group was made here (then `disconnect` it).
+    """Join the other ranks and return whether this call created a group, to be left with `disconnect`.
 
-    A single process needs none. A group that exists already is used as it is.
-
-    Args:
-        always: make a group for a single process too.
+    An existing group is used as it is. A single process creates none unless `always` is set.
 
     Raises:
-        ValueError: the existing group is of another size.
-        TimeoutError: not all ranks appeared within `init_timeout_s`.
+        ValueError: if the existing group has another size.
+        TimeoutError: if not all ranks appear within `init_timeout_s`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    use_one_worker()
+    use_one_gloo_worker()
     if dist.is_initialized():
         if dist.get_world_size() != world.size:
             raise ValueError(
@@ -119,7 +119,9 @@ def connect(*, world: World, device: torch.device, comm: CommConfig, always: boo
         return False
     if world.size == 1 and not always:
         return False
-    flight_recorder.configure(comm.trace_buffer_size)
+    os.environ[RECORDER_SIZE] = str(comm.trace_buffer_size)
+    # NCCL's watchdog ends a process whose collective timed out before Python could write anything.
+    os.environ.setdefault(DUMP_ON_TIMEOUT, str(int(comm.trace_buffer_size > 0)))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world.size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]  # Public, though imported on a condition.
@@ -151,13 +153,13 @@ def disconnect() -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks; nothing in a single process without a group."""
+    """Wait for all ranks; return at once without a group."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def everywhere(is_true: bool) -> bool:
-    """Whether it is true on all ranks; collective."""
+    """Return whether the condition holds on all ranks; collective."""
     if not dist.is_initialized():
         return is_true
     found = torch.tensor(int(is_true))
@@ -168,25 +170,25 @@ def everywhere(is_true: bool) -> bool:
 
 
 def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
-    """Deadline of every later collective, in the default group and those of the mesh's axes."""
+    """Set the deadline of every later collective, in the default group and in those of the mesh's axes."""
     if mesh is None:
         return
-    timeout = timedelta(seconds=timeout_s)
     groups = [None, *mesh.get_all_groups()]
     if CP in (mesh.mesh_dim_names or ()):
         groups.append(fsdp_axis(mesh).get_group())
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_group_timeout(timedelta(seconds=timeout_s), group)
 
 
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
-    """Add to the error of a failed collective which call it happened in, and on which rank.
+    """Add the call and the rank to the error of a failed collective.
 
-    `record_in` is a folder that receives the latest collectives of this rank.
+    Args:
+        record_in: folder that receives the latest collectives of this rank.
 
     Raises:
-        CollectiveTimeoutError: what failed did so because of its deadline.
+        CollectiveTimeoutError: if the collective failed because of its deadline.
     """
     started = time.monotonic()
     try:
@@ -194,25 +196,42 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        told = _late(error, what=what, waited_s=time.monotonic() - started) or error
-        told.add_note(f"{_this_rank()}, in {what}")
-        file = None if record_in is None else flight_recorder.write_collectives(record_in)
+        this_rank, raised = f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer", error
+        if not isinstance(error, RunError) and "timed out" in str(error).lower():  # gloo's generic error
+            raised = CollectiveTimeoutError(
+                f"{this_rank}: in {what} the other ranks did not take part within the deadline of a collective "
+                f"(comm.train_timeout_s; {time.monotonic() - started:.1f} s in all): {error}"
+            )
+        raised.add_note(f"{this_rank}, in {what}")
+        file = None if record_in is None else write_collectives(record_in)
         if file is not None:
-            told.add_note(f"the latest collectives of this rank are in {file}")
-        if told is error:
+            raised.add_note(f"the latest collectives of this rank are in {file}")
+        if raised is error:
             raise
-        raise told from error
+        raise raised from error
 
 
-def _late(error: RuntimeError, *, what: str, waited_s: float) -> CollectiveTimeoutError | None:
-    """What gloo raises as any other error, where it is one of a deadline."""
-    if isinstance(error, RunError) or "timed out" not in str(error).lower():
+def name_watchdog_file(folder: str | Path) -> None:
+    """Let NCCL's watchdog write its pickled record to `collectives_rank<r>` in the folder."""
+    os.environ.setdefault(WATCHDOG_FILE, str(Path(folder) / "collectives_rank"))
+
+
+def write_collectives(folder: str | Path) -> Path | None:
+    """Write the recorded collectives, oldest first, as `collectives_rank<r>.json`; return the file.
+
+    Each entry has the name, group, sequence number, sizes, state and call site of a collective. Returns None if
+    nothing was recorded or the disk has no room.
+    """
+    entries = recorded_collectives() if dist.is_initialized() else []
+    if not entries:
         return None
-    return CollectiveTimeoutError(
-        f"{_this_rank()}: in {what} the other ranks did not take part within the deadline of a collective "
-        f"(comm.train_timeout_s; {waited_s:.1f} s in all): {error}"
-    )
-
-
-def _this_rank() -> str:
-    return f"rank {dist.get_rank()} of {dist.get_world_size()} of the trainer"
+    file = Path(folder) / f"collectives_rank{dist.get_rank()}.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(entries, indent=1) + "\n")
+    except OSError as error:  # Must not hide the error of the collective.
+        logger.warning("%s was not written: %s", file, error.strerror or error)
+        with suppress(OSError):
+            file.unlink()
+        return None
+    return file

@@ -1,35 +1,36 @@
-"""What the plans of all models share: options of their blocks, and data parallelism over them.
+"""Data parallelism by FSDP2, shared by the plans of all models, and access to the shards of a tensor.
 
-FSDP2 in all three forms: shards alone, replicas of shards (HSDP), and replicas alone (DDP:
-one shard). Context-parallel ranks are shards too. Gradients are summed over ranks, never
-averaged: `optim_step` divides once.
+FSDP2 serves in all three forms: shards alone, replicas of shards (HSDP), and replicas alone (DDP: one shard).
+Context-parallel ranks are shards too. Gradients are summed over ranks, never averaged: `optim_step` divides once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
-from rl.distributed.async_tensor_parallel import overlap_tensor_parallel
-from rl.distributed.compile import CompileConfig, compile_blocks
+from rl.distributed.compile import CompileConfig, compile_blocks, overlap_tensor_parallel
 from rl.distributed.mesh import TP, data_parallel_mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingOptions:
-    """What a family's `parallelize` needs besides the mesh."""
+    """Options of a model's parallel plan besides the mesh."""
 
     param_dtype: torch.dtype = torch.float32
-    """Forward and backward run in it; parameters are kept, and stepped, in their own."""
+    """Dtype of forward and backward; parameters are stored and stepped in their own dtype."""
     reduce_dtype: torch.dtype = torch.float32
-    """Gradients are summed between ranks in it."""
+    """Dtype in which gradients are summed over ranks."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """See `ParallelismConfig`."""
     loss_parallel: bool = True
@@ -41,13 +42,13 @@ class ShardingOptions:
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     expert_mesh: DeviceMesh | None = None
-    """Of `build_expert_mesh`; None without expert parallelism."""
+    """Mesh of `build_expert_mesh`; None without expert parallelism."""
     expert_tensor_parallel: bool = False
-    """Whether tensor parallelism splits each expert."""
+    """Split each expert over the tensor-parallel ranks."""
 
 
 def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions) -> None:
-    """Checkpoint and compile each block's forward, in place: after tensor parallelism, before sharding."""
+    """Checkpoint and compile each block's forward in place, after tensor parallelism and before sharding."""
     blocks = list(blocks)
     checkpoint_activations(blocks, options.activation_checkpoint)
     if options.async_tensor_parallel:
@@ -58,11 +59,11 @@ def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, opti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnMesh:
-    """A module inside a block whose parameters are split over other ranks than the block's."""
+    """A module inside a block whose parameters are sharded over another mesh than the block's."""
 
     module: nn.Module
     mesh: DeviceMesh
-    """What FSDP2 takes: shards, behind replicas where there are several."""
+    """Mesh for FSDP2: shards, behind replicas if there are several."""
 
 
 def shard_data_parallel(
@@ -73,12 +74,12 @@ def shard_data_parallel(
     options: ShardingOptions,
     apart: Sequence[OwnMesh] = (),
 ) -> None:
-    """`fully_shard` each block and then the root, in place.
+    """Apply `fully_shard` to each block and then to the root, in place.
 
-    Nothing where there is one data-parallel rank alone, unless its parameters live on the host.
+    A single data-parallel rank is left alone unless its parameters live on the host.
 
     Args:
-        apart: modules that are sharded for themselves first.
+        apart: modules to shard first, over their own meshes.
     """
     data_mesh = data_parallel_mesh(mesh)
     if data_mesh.size() == 1 and not options.cpu_offload:
@@ -89,8 +90,8 @@ def shard_data_parallel(
     }
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    # One shard holds the whole block already: gathering it again would only cost a copy, except
-    # from the host, where the copy is what is freed.
+    # A single shard is the whole block: gathering it again would only cost a copy. With parameters on the host
+    # the copy on the device is what is freed.
     can_free = data_mesh.size(-1) > 1 or options.cpu_offload
     for part in apart:
         reshard = options.reshard_after_forward != "never" and (part.mesh.size(-1) > 1 or options.cpu_offload)
@@ -108,7 +109,7 @@ def shard_data_parallel(
 
 
 def materialize(model: nn.Module, *, device: torch.device, cpu_offload: bool) -> None:
-    """Memory for a model on the meta device: parameters and buffers, none of them set."""
+    """Allocate uninitialized parameters and buffers for a model on the meta device."""
     model.to_empty(device=torch.device("cpu") if cpu_offload else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -116,16 +117,16 @@ def materialize(model: nn.Module, *, device: torch.device, cpu_offload: bool) ->
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward has left gathered: parameters are shards again."""
+    """Free the parameters that a forward without a backward left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def call_in_dtype(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """`model(...)` with its parameters cast to `dtype`; gradients come back in their own dtype.
+    """Call the model with its parameters cast to `dtype`; gradients return in the parameters' own dtype.
 
-    What FSDP2's mixed precision does, for a model that FSDP2 does not manage.
+    This is FSDP2's mixed precision for a model that FSDP2 does not manage.
     """
     if isinstance(model, FSDPModule):
         return model(*args, **kwargs)
@@ -134,3 +135,65 @@ def call_in_dtype(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: An
         return model(*args, **kwargs)
     cast = {name: p.to(dtype) for name, p in parameters.items()}
     return torch.func.functional_call(model, cast, args, kwargs)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor without torchao's wrapper for float8 gathering, sharing the parameter's memory."""
+    local = local_tensor(tensor)
+    inner = getattr(local, "_tensor", None)
+    if not isinstance(inner, Tensor):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return inner
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(inner, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_shard_of(full: Tensor, like: Tensor) -> Tensor:
+    """Return the part of a whole tensor that corresponds to this rank's part of `like`, as a view.
+
+    If two axes split one dimension, the later axis (tensor parallel) splits first and the earlier one (FSDP)
+    splits its shards, the order in which the plans are applied.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if full.shape != like.shape:
+        raise ValueError(f"shape {tuple(full.shape)} differs from the model's {tuple(like.shape)}")
+    if not isinstance(like, DTensor):
+        return full
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not part of the parameter's mesh"
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            chunks = full.chunk(like.device_mesh.size(axis), placement.dim)
+            index = coordinate[axis]
+            full = chunks[index] if index < len(chunks) else full.narrow(placement.dim, 0, 0)
+    return full
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Return the number of different parts of the tensor; 1 for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, p in enumerate(tensor.placements) if not p.is_replicate())
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Gather the tensor on every rank of its mesh, with one collective per axis that splits it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements: list[Placement] = list(tensor.placements)
+    # One axis at a time: in one call PyTorch warns about the axis order of FSDP2 with TP.
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

@@ -1,38 +1,38 @@
-"""A batched sampler with a key-value cache, in plain PyTorch on our own model.
+"""A batched sampler with a key-value cache, in plain PyTorch on the trainer's model.
 
-It is what the engine's logprobs are tested against, and what samples in a notebook where
-there is no engine. The model is the trainer's; only its core attention is exchanged while
-this runs.
+It serves the in-process backends and is the reference for the engine's logprobs. While it runs, only the model's
+core attention is replaced.
 
-Shape legend: T packed prompt tokens, P prompts, N sequences being decoded, B of them still
-running, C tokens of one completion, L cached positions, E model width, H query heads,
-K key-value heads, D head size, V vocabulary.
+Shape legend: T packed prompt tokens, P prompts, N sequences being decoded, B of them still running, C tokens of
+one completion or of one chunk, E model width, H query heads, K key-value heads, D head size, V vocabulary,
+M tokens of one prompt, k most likely tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.models.attention import SequenceLayout
-from rl.models.batch_invariant.model import InvariantAttention
-from rl.models.batch_invariant.rows import pad_rows
-from rl.models.prompt_requests import End, PromptRequest, prompt_requests
-from rl.models.qwen3.model import Attention, Qwen3, linear_head
-from rl.models.sampling import check_sampling, draw, processed_logprobs, uniforms
+from rl.models.attention import Segments, SequenceLayout, on_device
+from rl.models.batch_invariant.model import InvariantAttention, pad_rows
+from rl.models.decoder import Attention, Decoder, linear_head
+from rl.models.sampling import End, check_sampling, draw, processed_logprobs, request_seeds, uniforms
 from rl.types import Completion, FinishReason, SamplingParams
+
+CHUNK_TOKENS = 512
+"""Tokens of a prompt whose logits exist at once."""
 
 
 @torch.no_grad()
 def generate(
-    model: Qwen3,
-    prompts: list[np.ndarray],
+    model: Decoder,
+    prompts: Sequence[np.ndarray],
     *,
     sampling: SamplingParams,
     policy_version: int = 0,
@@ -42,106 +42,107 @@ def generate(
     seeds: Sequence[int | None] | None = None,
     ends: Sequence[End | None] | None = None,
 ) -> list[list[Completion]]:
-    """Completions of each prompt ([T] int token ids), `sampling.num_samples` each, in order.
+    """Return `sampling.num_samples` completions of each prompt ([M] int token ids), in order.
 
-    With a seed, a prompt's completions depend on the seed and on that prompt alone, not on
-    what else is in the call (up to the kernels' rounding). Where a prompt and `max_tokens`
-    together pass the model's context, the completion ends there, as "length".
+    With a seed, a prompt's completions depend only on the seed and the prompt, not on the rest of the call, up to
+    the rounding of the kernels. A completion that fills the model's context ends as "length".
 
     Args:
-        max_sequences: most completions decoded at once; bounds the cache.
-        is_cancelled: asked before each token. Once it is true, completions end where they are, as "abort".
-        limits: most tokens of each prompt's completions, in place of `sampling.max_tokens`, which is the most
-            of all.
-        seeds: of each prompt; then what is drawn depends on its seed, its tokens and the number of the
-            completion alone, also where a prompt comes twice. None: as without.
-        ends: for each prompt, asked after each token about all tokens of a completion; true ends it, as
-            "stop".
+        max_sequences: largest number of completions decoded at once; bounds the cache.
+        is_cancelled: called before each token; once it returns true, running completions end as "abort".
+        limits: largest number of tokens for each prompt's completions; None for `sampling.max_tokens`.
+        seeds: seed of each prompt. Completions then depend only on that seed, the prompt and the number of the
+            sample, also if a prompt occurs twice. None stands for `sampling.seed`.
+        ends: for each prompt a condition, called with a completion's tokens after each token; true ends the
+            completion as "stop".
 
     Raises:
-        ValueError: a prompt that is empty or fills the context, or settings out of range, or not as many as
-            prompts.
+        ValueError: if a prompt is empty or fills the context, a setting is out of range, or a sequence has
+            another length than `prompts`.
     """
-    context = model.config.rope.max_positions
+    context, num_samples = model.config.rope.max_positions, sampling.num_samples
     check_sampling(sampling)
     if sampling.stop_texts:
-        raise ValueError(f"sampling.stop_texts={sampling.stop_texts}: must be (), give `ends` instead")
+        raise ValueError(f"sampling.stop_texts={sampling.stop_texts}: must be (), pass `ends` instead")
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(f"prompt {i} has {len(prompt)} tokens: must be 1 to {context - 1}")
-    requests = prompt_requests(prompts, sampling, limits=limits, seeds=seeds, ends=ends)
-    if max_sequences < 1:
-        raise ValueError(f"max_sequences={max_sequences}: must be at least 1")
-    completions: list[list[Completion]] = [[] for _ in prompts]
-    for numbers, samples in _batches(len(prompts), sampling.num_samples, max_sequences):
-        some = [replace(requests[i], seeds=requests[i].seeds[samples]) for i in numbers]
-        batch = _Batch(some, num_samples=len(some[0].seeds), context=context)
-        _decode(model, batch, sampling, is_cancelled)
-        for i, drawn in zip(numbers, batch.completions(policy_version), strict=True):
-            completions[i] += drawn
-    return completions
+    limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
+    ends = [None] * len(prompts) if ends is None else ends
+    drawn = _sample_seeds(prompts, sampling, [None] * len(prompts) if seeds is None else seeds)
+    sequences = [
+        _Sequence(prompt=prompt, limit=min(limit, context - len(prompt)), seed=seed, end=end)
+        for prompt, limit, seeds_of, end in zip(prompts, limits, drawn, ends, strict=True)
+        for seed in seeds_of
+    ]
+    for first in range(0, len(sequences), max_sequences):
+        _decode(model, sequences[first : first + max_sequences], sampling, is_cancelled)
+    completions = [sequence.completion(policy_version) for sequence in sequences]
+    return [completions[i : i + num_samples] for i in range(0, len(completions), num_samples)]
 
 
-def _batches(num_prompts: int, num_samples: int, max_sequences: int) -> Iterator[tuple[range, slice]]:
-    """Which prompts, and which samples of each, are decoded at once: of whole prompts, or part of one."""
-    group = max(1, max_sequences // num_samples)
-    for start in range(0, num_prompts, group):
-        for first in range(0, num_samples, max_sequences):
-            yield range(start, min(start + group, num_prompts)), slice(first, first + max_sequences)
+def _sample_seeds(
+    prompts: Sequence[np.ndarray], sampling: SamplingParams, own: Sequence[int | None]
+) -> list[list[int]]:
+    """Return the seed of each sample of each prompt; prompts without their own share `sampling.seed`."""
+    common = int(torch.randint(2**62, ()).item()) if None in own and sampling.seed is None else sampling.seed
+    others = [prompt for prompt, seed in zip(prompts, own, strict=True) if seed is None]
+    shared = iter(request_seeds(others, seed=common or 0, num_samples=sampling.num_samples))
+    return [
+        next(shared)
+        if seed is None
+        else request_seeds([prompt], seed=seed, num_samples=sampling.num_samples)[0]
+        for prompt, seed in zip(prompts, own, strict=True)
+    ]
 
 
-class _Batch:
-    """Prompts with their sequences: row n is sample n % num_samples of prompt n // num_samples."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Sequence:
+    """A completion being decoded."""
 
-    def __init__(self, requests: Sequence[PromptRequest], *, num_samples: int, context: int) -> None:
-        self.prompts = [request.prompt for request in requests]
-        self.num_samples = num_samples
-        self.ends = [request.end for request in requests]
-        self.prompt_lengths = np.repeat([len(prompt) for prompt in self.prompts], num_samples)
-        limits = np.repeat([request.limit for request in requests], num_samples)
-        self.limits = np.minimum(limits, context - self.prompt_lengths)
-        """[N] most tokens of each sequence."""
-        longest = int(self.limits.max())
-        self.uniforms = torch.stack(
-            [uniforms(seed, longest) for request in requests for seed in request.seeds]
+    prompt: np.ndarray
+    limit: int
+    """Largest number of tokens."""
+    seed: int
+    end: End | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = "abort"
+    """"abort" while it runs."""
+
+    def append(self, token: int, logprob: float, *, stop: tuple[int, ...]) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in stop or (self.end is not None and self.end(self.tokens)):
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+
+    def completion(self, policy_version: int) -> Completion:
+        return Completion(
+            token_ids=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            policy_versions=np.full(len(self.tokens), policy_version, dtype=np.int32),
+            finish_reason=self.finish_reason,
         )
-        """[N, longest] float64, what each draw is decided by."""
-        self.tokens: list[list[int]] = [[] for _ in self.prompt_lengths]
-        self.logprobs: list[list[float]] = [[] for _ in self.prompt_lengths]
-        self.finish_reasons: list[FinishReason | None] = [None] * len(self.tokens)
-
-    def append(self, row: int, token: int, logprob: float, *, stop: tuple[int, ...]) -> None:
-        self.tokens[row].append(token)
-        self.logprobs[row].append(logprob)
-        end = self.ends[row // self.num_samples]
-        if token in stop or (end is not None and end(self.tokens[row])):
-            self.finish_reasons[row] = "stop"
-        elif len(self.tokens[row]) == self.limits[row]:
-            self.finish_reasons[row] = "length"
-
-    def completions(self, policy_version: int) -> list[list[Completion]]:
-        made = [
-            Completion(
-                token_ids=np.array(tokens, dtype=np.int32),
-                logprobs=np.array(logprobs, dtype=np.float32),
-                policy_versions=np.full(len(tokens), policy_version, dtype=np.int32),
-                finish_reason=reason or "abort",
-            )
-            for tokens, logprobs, reason in zip(self.tokens, self.logprobs, self.finish_reasons, strict=True)
-        ]
-        return [made[i : i + self.num_samples] for i in range(0, len(made), self.num_samples)]
 
 
-def _decode(model: Qwen3, batch: _Batch, sampling: SamplingParams, is_cancelled: Callable[[], bool]) -> None:
+def _decode(
+    model: Decoder, sequences: Sequence[_Sequence], sampling: SamplingParams, is_cancelled: Callable[[], bool]
+) -> None:
     if is_cancelled():
         return
     device = model.embed_tokens.weight.device
-    uniforms_NC = batch.uniforms.to(device)
+    prompts = list({id(s.prompt): s.prompt for s in sequences}.values())
+    row_of = {id(prompt): row for row, prompt in enumerate(prompts)}
+    rows_N = torch.tensor([row_of[id(s.prompt)] for s in sequences], device=device)
+    longest = max(s.limit for s in sequences)
+    uniforms_NC = torch.stack([uniforms(s.seed, longest) for s in sequences]).to(device)
     with cached_attention(model) as cache:
-        logits_BV = _prefill(model, cache, batch).repeat_interleave(batch.num_samples, dim=0)
-        cache.repeat(batch.num_samples)
-        rows = list(range(len(batch.tokens)))
-        for step in range(int(batch.limits.max())):
+        logits_BV = _prefill(model, cache, prompts)[rows_N]
+        cache.select(rows_N)
+        rows = list(range(len(sequences)))
+        for step in range(longest):
             logprobs_BV = processed_logprobs(logits_BV, sampling)
             if sampling.temperature == 0:
                 tokens_B = logprobs_BV.argmax(-1)
@@ -149,22 +150,24 @@ def _decode(model: Qwen3, batch: _Batch, sampling: SamplingParams, is_cancelled:
                 tokens_B = draw(logprobs_BV, uniforms_NC[rows, step])
             drawn = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1).tolist()
             for row, token, logprob in zip(rows, tokens_B.tolist(), drawn, strict=True):
-                batch.append(row, token, logprob, stop=sampling.stop_token_ids)
-            keep = [i for i, row in enumerate(rows) if batch.finish_reasons[row] is None]
+                sequences[row].append(token, logprob, stop=sampling.stop_token_ids)
+            keep = [i for i, row in enumerate(rows) if sequences[row].finish_reason == "abort"]
             if not keep or is_cancelled():
                 return
             rows = [rows[i] for i in keep]
-            cache.step(rows, positions=(batch.prompt_lengths[rows] + step).tolist())
+            positions = np.array([len(sequences[row].prompt) + step for row in rows])
+            cache.place(np.array(rows), positions, device=device)
             logits_BV = _forward(model, cache, tokens_B[keep], head=linear_head)[: len(keep)]
 
 
-def _prefill(model: Qwen3, cache: KVCache, batch: _Batch) -> Tensor:
-    """Logits [P, V] of the token after each prompt; fills the cache, one row a prompt."""
+def _prefill(model: Decoder, cache: KVCache, prompts: Sequence[np.ndarray]) -> Tensor:
+    """Fill the cache, one row per prompt, and return the logits of the token after each prompt, [P, V]."""
     device = model.embed_tokens.weight.device
-    lengths = [len(p) for p in batch.prompts]
+    lengths = [len(prompt) for prompt in prompts]
     layout = SequenceLayout.from_lengths(lengths, device=device)
-    tokens_T = torch.from_numpy(np.concatenate(batch.prompts).astype(np.int64)).to(device)
-    cache.prefill(lengths, device=device)
+    tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    cache.place(np.repeat(np.arange(len(lengths)), lengths), positions, device=device, decode=False)
     last_P = layout.offsets[1:].long() - 1
 
     def last_logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -175,117 +178,97 @@ def _prefill(model: Qwen3, cache: KVCache, batch: _Batch) -> Tensor:
 
 
 def _forward(
-    model: Qwen3,
+    model: Decoder,
     cache: KVCache,
     tokens: Tensor,
     *,
     head: Callable[[Tensor, Tensor], Tensor],
     sequences: SequenceLayout | None = None,
 ) -> Tensor:
-    """Logits of the cache's tokens, and after them of the tile's padding, if it pads."""
+    """Return the logits of the cache's tokens, followed by those of padding rows if the cache pads."""
     positions = cache.positions
     if cache.pads_rows:
         tokens, positions = pad_rows(tokens), pad_rows(positions)
     return model(tokens, positions=positions, sequences=sequences, head=head)
 
 
-@dataclass(kw_only=True, slots=True)
 class KVCache:
-    """What the layers' caches share: which rows this forward is about, and at which positions."""
+    """State shared by the layers' caches: places of the tokens of the current forward."""
 
-    layers: list[CachedAttention] = field(default_factory=list)
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[tokens of this forward] int64, cache row of each."""
-    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    positions: Tensor
     """[tokens of this forward] int64."""
-    length: int = 0
-    """Positions in use, of the longest row."""
-    pads_rows: bool = False
-    """Whether the model is batch-invariant: its tokens come in whole tiles."""
+    slots: Tensor
+    """[tokens of this forward] int64, index of each token in the flat cache of rows times `capacity`."""
+    segments: Segments
+    """Keys that each token sees if it is the last of its row."""
 
-    def prefill(self, lengths: list[int], *, device: torch.device) -> None:
-        """The next forward is a packed batch of whole prompts; prompt p fills row p."""
-        self.rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        self.length = max(lengths)
+    def __init__(self, *, pads_rows: bool) -> None:
+        """`pads_rows`: pad tokens to whole tiles, as a batch-invariant model needs."""
+        self.pads_rows = pads_rows
+        self.layers: list[CachedAttention] = []
+        self.num_rows = 0
+        self.capacity = 0
+        """Positions of a row."""
 
-    def step(self, rows: list[int], *, positions: list[int]) -> None:
-        """The next forward has one token for each of `rows`."""
-        device = self.rows.device
-        self.rows = torch.tensor(rows, device=device)
-        self.positions = torch.tensor(positions, device=device)
-        self.length = max(positions) + 1
+    def place(
+        self, rows: np.ndarray, positions: np.ndarray, *, device: torch.device, decode: bool = True
+    ) -> None:
+        """Prepare a forward of tokens in these places: whole prompts first, then to decode one of each row."""
+        longest = int(positions.max()) + 1
+        if longest > self.capacity:
+            # Growing by half keeps the total cost of copying low.
+            capacity = max(longest, self.capacity + self.capacity // 2)
+            for layer in self.layers if self.capacity else ():
+                more = (0, 0, 0, 0, 0, capacity - self.capacity)
+                layer.k, layer.v = (
+                    F.pad(x.unflatten(0, (self.num_rows, -1)), more).flatten(0, 1) for x in (layer.k, layer.v)
+                )
+            self.num_rows = max(self.num_rows, int(rows.max()) + 1)
+            self.capacity = capacity
+        starts = rows * self.capacity
+        self.positions = torch.from_numpy(positions).to(device)
+        self.slots = torch.from_numpy(starts + positions).to(device)
+        if decode:
+            keys = zip(starts.tolist(), (starts + positions + 1).tolist(), strict=True)
+            self.segments = on_device(Segments.of_single_queries(list(keys)), device)
 
-    def repeat(self, times: int) -> None:
-        """Each row becomes `times` rows: the samples of one prompt."""
+    def select(self, rows_N: Tensor) -> None:
+        """Let row n continue the row `rows_N[n]`."""
         for layer in self.layers:
-            layer.k_NKLD = layer.k_NKLD.repeat_interleave(times, dim=0)
-            layer.v_NKLD = layer.v_NKLD.repeat_interleave(times, dim=0)
+            rows = (x.unflatten(0, (self.num_rows, -1))[rows_N].flatten(0, 1) for x in (layer.k, layer.v))
+            layer.k, layer.v = rows
+        self.num_rows = len(rows_N)
 
 
 class CachedAttention(nn.Module):
-    """Core attention that remembers keys and values: packed over prompts, then one token a row."""
+    """Core attention with a cache: packed over prompts first, then one token per row."""
 
     def __init__(self, cache: KVCache, core: nn.Module) -> None:
-        """`core` is the trainer's attention, packed over sequences."""
         super().__init__()
         self.cache = cache
         self.core = core
-        self.k_NKLD = torch.empty(0)
-        self.v_NKLD = torch.empty(0)
+        self.k = torch.empty(0)
+        self.v = torch.empty(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceLayout | None) -> Tensor:
-        """[tokens, H, D], [tokens, K, D], [tokens, K, D] -> [tokens, H, D]."""
-        num_tokens, num_padding = len(self.cache.rows), len(q) - len(self.cache.rows)
+        """Attend from [tokens, H, D] to the cached keys and values; return [tokens, H, D]."""
+        cache, num_tokens = self.cache, len(self.cache.slots)
+        num_padding = len(q) - num_tokens
         q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
-        self._remember(k, v)
+        if self.k.numel() == 0:
+            size = (cache.num_rows * cache.capacity, *k.shape[1:])
+            self.k, self.v = k.new_zeros(size), v.new_zeros(size)
+        self.k[cache.slots], self.v[cache.slots] = k, v
         if sequences is not None:
             out = self.core(q, k, v, sequences)
-        elif self.cache.pads_rows:
-            out = self._attend_invariantly(q)
         else:
-            out = self._attend(q)
+            out = self.core(q, self.k, self.v, cache.segments)
         return F.pad(out, (0, 0, 0, 0, 0, num_padding)) if num_padding else out
-
-    def _attend(self, q: Tensor) -> Tensor:
-        cache = self.cache
-        past = slice(0, cache.length)
-        k_BKLD, v_BKLD = self.k_NKLD[cache.rows, :, past], self.v_NKLD[cache.rows, :, past]
-        seen_BL = torch.arange(cache.length, device=q.device) <= cache.positions.unsqueeze(1)
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), k_BKLD, v_BKLD, attn_mask=seen_BL[:, None, None], enable_gqa=True
-        )
-        return out.squeeze(2)
-
-    def _attend_invariantly(self, q: Tensor) -> Tensor:
-        from rl.models.batch_invariant.functions import attend, offsets
-
-        cache = self.cache
-        lengths = (cache.positions + 1).tolist()
-        rows = list(zip(cache.rows.tolist(), lengths, strict=True))
-        k_NKD, v_NKD = (
-            torch.cat([x[row, :, :length].transpose(0, 1) for row, length in rows])
-            for x in (self.k_NKLD, self.v_NKLD)
-        )
-        return attend(q, k_NKD, v_NKD, offsets([1] * len(rows)), offsets(lengths))
-
-    def _remember(self, k: Tensor, v: Tensor) -> None:
-        cache = self.cache
-        if self.k_NKLD.numel() == 0:
-            size = (int(cache.rows.max()) + 1, k.size(1), cache.length, k.size(2))
-            self.k_NKLD, self.v_NKLD = k.new_zeros(size), v.new_zeros(size)
-        capacity = self.k_NKLD.size(2)
-        if cache.length > capacity:
-            # Half as much again, so that growing costs little in total.
-            more = (0, 0, 0, max(cache.length - capacity, capacity // 2))
-            self.k_NKLD, self.v_NKLD = F.pad(self.k_NKLD, more), F.pad(self.v_NKLD, more)
-        self.k_NKLD[cache.rows, :, cache.positions] = k
-        self.v_NKLD[cache.rows, :, cache.positions] = v
 
 
 @contextmanager
-def cached_attention(model: Qwen3) -> Iterator[KVCache]:
-    """Within it, the model's core attention reads and fills a cache; afterwards it is as before."""
+def cached_attention(model: Decoder) -> Iterator[KVCache]:
+    """Replace the model's core attention by one that reads and fills a cache."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     cores = [attention.core for attention in attentions]
     cache = KVCache(pads_rows=isinstance(cores[0], InvariantAttention))
@@ -297,3 +280,50 @@ def cached_attention(model: Qwen3) -> Iterator[KVCache]:
     finally:
         for attention, core in zip(attentions, cores, strict=True):
             attention.core = core
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Predictions of one prompt; entry m is about token m given the tokens before it."""
+
+    logprobs: np.ndarray
+    """[M] float32, nats, at temperature 1; NaN for the first token."""
+    top_ids: np.ndarray
+    """[M, k] int32, most likely first; -1 for the first token."""
+    top_logprobs: np.ndarray
+    """[M, k] float32, nats; NaN for the first token."""
+
+
+@torch.no_grad()
+def prompt_logprobs(model: Decoder, prompt: np.ndarray, *, top_k: int = 0) -> PromptLogprobs:
+    """Return the predictions of a prompt ([M] int token ids), with its `top_k` most likely tokens.
+
+    With a batch-invariant model the logprobs equal those of the trainer and of `generate` bit for bit.
+    """
+    num_tokens = len(prompt) - 1
+    logprobs_M = np.full(len(prompt), np.nan, dtype=np.float32)
+    ids_Mk = np.full((len(prompt), top_k), -1, dtype=np.int32)
+    top_Mk = np.full((len(prompt), top_k), np.nan, dtype=np.float32)
+
+    def head(hidden_TE: Tensor, weight_VE: Tensor) -> None:
+        for first in range(0, num_tokens, CHUNK_TOKENS):
+            chunk = slice(first, first + CHUNK_TOKENS)
+            logprobs_CV = F.linear(hidden_TE[chunk], weight_VE).float().log_softmax(-1)[: num_tokens - first]
+            targets_C1 = tokens_M[1:][chunk].unsqueeze(1)
+            top_Ck, ids_Ck = logprobs_CV.topk(top_k, dim=-1)
+            for values_M, values_C in (
+                (logprobs_M, logprobs_CV.gather(1, targets_C1).squeeze(1)),
+                (ids_Mk, ids_Ck),
+                (top_Mk, top_Ck),
+            ):
+                values_M[1:][chunk] = values_C.cpu().numpy()
+
+    if num_tokens:
+        tokens_M = torch.from_numpy(prompt.astype(np.int64)).to(model.embed_tokens.weight.device)
+        inputs_T = pad_rows(tokens_M[:-1])
+        # Padding to whole tiles of rows is a sequence of its own.
+        lengths = [num_tokens, *([padding] if (padding := len(inputs_T) - num_tokens) else [])]
+        positions_T = torch.cat([torch.arange(n) for n in lengths]).to(inputs_T.device)
+        layout = SequenceLayout.from_lengths(lengths, device=inputs_T.device)
+        model(inputs_T, positions=positions_T, sequences=layout, head=head)
+    return PromptLogprobs(logprobs=logprobs_M, top_ids=ids_Mk, top_logprobs=top_Mk)

@@ -1,43 +1,44 @@
-"""Hugging Face folders: config.json, tokenizer files, safetensors whole or in shards.
+"""Hugging Face folders: config.json, tokenizer files, safetensors in one file or in shards.
 
-A folder's headers are read and checked when it is opened; tensors are read one at a time.
-Nothing here knows a model family: an adapter (`rl.models.spec`) translates.
+A folder's headers are read and checked when it is opened; tensors are read one at a time. An adapter
+(`rl.models.spec`) translates between a family's parameters and its tensors.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl.atomic_folder import appearing_folder
-from rl.models.buffers import persistent_buffers
-from rl.models.spec import StateDictAdapter
-from rl.models.tokenizer import TOKENIZER_FILES, check_tokenizer_files
+from rl.models.decoder import persistent_buffers
+from rl.models.spec import ModelSpec, StateDictAdapter
+from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files
+from rl.utils.files import atomic_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
-"""Buffers that old versions of transformers saved."""
+"""Endings of buffers that old versions of transformers saved."""
 
 
 class HFFolder:
-    """A folder whose files are all there and whole.
+    """A folder with complete files.
 
     Args:
-        tokenizer: whether the tokenizer's files must be there too.
+        tokenizer: require the tokenizer's files too.
 
     Raises:
-        ValueError: naming the folder, file or tensor that is missing, or the file that is not whole.
+        ValueError: naming the folder, file or tensor that is missing, or the file that is truncated.
     """
 
     def __init__(self, path: str | Path, *, tokenizer: bool = False) -> None:
@@ -48,9 +49,9 @@ class HFFolder:
         if tokenizer:
             check_tokenizer_files(self.path)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of every tensor in the folder."""
+        """Shape of every tensor in the folder."""
         self.files: dict[str, Path] = {}
-        """Which file each tensor is in."""
+        """File of every tensor."""
         self._read_headers()
 
     def _read_headers(self) -> None:
@@ -74,16 +75,16 @@ class HFFolder:
     def check(
         self, model: nn.Module, adapter: StateDictAdapter, *, names: Collection[str] | None = None
     ) -> None:
-        """Whether the tensors are exactly those that the model's parameters are made of.
+        """Check that the tensors are exactly those of the model's parameters.
 
-        `model` may be on the meta device or sharded. A tied model may come with an output head, any
-        model with tensors of its persistent buffers.
+        The model may be on the meta device or sharded. A folder of a tied model may contain an output head, and
+        any folder may contain the model's persistent buffers.
 
         Args:
-            names: of the parameters that count; None counts all.
+            names: parameters to check; None for all.
 
         Raises:
-            ValueError: naming the first tensor that is missing, of another shape, or unknown.
+            ValueError: naming the first tensor that is missing, has another shape, or is unknown.
         """
         known = {"lm_head.weight"}
         for name, parameter in model.named_parameters():
@@ -106,7 +107,7 @@ class HFFolder:
                 )
 
     def present(self, names: Iterable[str], adapter: StateDictAdapter) -> list[str]:
-        """Those of our `names` that the folder has all tensors of."""
+        """Return the parameters whose tensors are all in the folder."""
         return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
@@ -122,7 +123,7 @@ class HFFolder:
 def read_parameters(
     folder: HFFolder, adapter: StateDictAdapter, names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our parameters, whole, on the CPU and in the file's dtype, one at a time in the order of `names`."""
+    """Yield whole parameters on the CPU in the file's dtype, one at a time in the order of `names`."""
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
         for name in names:
@@ -138,7 +139,7 @@ def read_parameters(
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; raises ValueError naming the file and what is wrong with it."""
+    """Return the object in a JSON file; raise ValueError if the file is missing or holds something else."""
     if not file.exists():
         raise ValueError(f"file {file} is missing")
     try:
@@ -151,10 +152,10 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def hf_buffers(model: nn.Module, adapter: StateDictAdapter) -> dict[str, Tensor]:
-    """The persistent buffers that a Hugging Face folder may have, by our names."""
+    """Return the persistent buffers that a Hugging Face folder may contain, by our names."""
     found = {}
     for name, buffer in persistent_buffers(model).items():
-        with suppress(KeyError):  # of a buffer that the family's folders have no place for
+        with suppress(KeyError):  # The family's folders have no place for the buffer.
             adapter.hf_names(name)
             found[name] = buffer
     return found
@@ -169,26 +170,49 @@ def write_hf_folder(
     max_shard_bytes: int = 5 * 10**9,
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Write a folder that transformers and vLLM open; it appears whole or not at all.
+    """Write a folder that transformers and vLLM can open, atomically.
 
-    What processes that were killed while they wrote left beside `path` is removed first. At most
-    about one shard is held in memory. Under several ranks it is called on one, with an iterator
-    whose collectives the others step through at the same time.
+    Remains of processes killed while writing next to `path` are removed first. About one shard is held in memory
+    at a time. With several ranks one rank calls this, with an iterator whose collectives the other ranks step
+    through at the same time.
 
     Args:
-        params: our (name, whole tensor), one at a time.
-        tokenizer_from: folder whose tokenizer files are copied, and whose config's token ids kept.
+        params: our names and whole tensors, one at a time.
+        tokenizer_from: folder whose tokenizer files and token ids are copied.
 
     Raises:
-        FileExistsError: `path` is already there and not an empty folder.
+        FileExistsError: if `path` exists and is not an empty folder.
     """
-    with appearing_folder(path) as temporary:
+    with atomic_folder(path) as temporary:
         config = adapter.hf_config() | {"dtype": str(dtype).removeprefix("torch.")}
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), temporary)
             config |= _token_ids(Path(tokenizer_from))
         _write_json(temporary / "config.json", config)
         _write_shards(temporary, _hf_tensors(params, adapter, dtype), max_shard_bytes=max_shard_bytes)
+
+
+def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Path:
+    """Write a random model with a tokenizer of bytes, unless the folder exists; deterministic given the seed.
+
+    Two processes may call this at once: each writes its own copy, and the first to finish names the folder.
+
+    Raises:
+        ValueError: if the folder exists and does not hold a complete model of the spec.
+    """
+    folder = Path(folder)
+    adapter = spec.adapter(spec.model)
+    if not folder.exists():
+        model = spec.model.build()
+        model.init_weights(seed=seed)
+        with tempfile.TemporaryDirectory() as tokenizer, suppress(FileExistsError):
+            build_byte_tokenizer(tokenizer)
+            params = model.named_parameters()
+            write_hf_folder(folder, params, adapter, dtype=torch.float32, tokenizer_from=tokenizer)
+    with torch.device("meta"):
+        model = spec.model.build()
+    HFFolder(folder, tokenizer=True).check(model, adapter)
+    return folder
 
 
 def _hf_tensors(
@@ -201,7 +225,7 @@ def _hf_tensors(
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int) -> None:
     shards: list[dict[str, int]] = []
-    """Bytes of each tensor of each file written."""
+    """Bytes of each tensor, per file written."""
     pending: dict[str, Tensor] = {}
 
     def flush() -> None:
@@ -218,7 +242,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_sh
     if len(shards) == 1:
         (folder / "0.part").rename(folder / SINGLE_FILE)
         return
-    # The names state how many there are, which is known only now.
+    # The file names contain the number of shards, which is known only now.
     weight_map: dict[str, str] = {}
     for i, sizes in enumerate(shards):
         file_name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -236,7 +260,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
-    """Token ids for config.json: as the folder's own config.json has them, else its generation settings."""
+    """Return the token ids of the folder's config.json, or else of its generation settings."""
     ids: dict[str, Any] = {}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
@@ -246,47 +270,16 @@ def _token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by tensor. The header is 8 bytes of length, then JSON that says where each tensor ends."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"weights file {file} is truncated: its {size} bytes do not hold its header")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ValueError(f"weights file {file} is not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(
-            f"weights file {file} is not a safetensors file: its header is a {type(header).__name__}, "
-            "not an object"
-        )
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    for name, entry in tensors.items():
-        _check_header_entry(file, name, entry)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if size != expected:
-        raise ValueError(f"weights file {file} is truncated: has {size} bytes, its header says {expected}")
-    return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-
-
-def _check_header_entry(file: Path, name: str, entry: Any) -> None:
-    fields = entry if isinstance(entry, dict) else {}
-    for field, is_long_enough in (("shape", lambda n: True), ("data_offsets", lambda n: n == 2)):
-        numbers = fields.get(field)
-        if not (
-            isinstance(numbers, list)
-            and is_long_enough(len(numbers))
-            and all(type(number) is int and number >= 0 for number in numbers)
-        ):
-            raise ValueError(
-                f"weights file {file} is not a safetensors file: its header has {field}={numbers!r} for "
-                f"tensor {name}"
-            )
+    """Return the shape of each tensor in a safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"weights file {file} is truncated or not a safetensors file: {error}") from error
 
 
 def _read_weight_map(file: Path) -> dict[str, str]:
-    """Name of the file that each tensor is in."""
+    """Return the file name of each tensor."""
     weight_map = read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")

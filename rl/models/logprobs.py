@@ -1,14 +1,13 @@
-"""Log-probabilities of given tokens, as the `head` of `Qwen3.forward`.
+"""Log-probabilities of given tokens, as the `head` of `Decoder.forward`.
 
     head = functools.partial(token_logprobs, targets_T=targets, temperatures_T=temperatures)
     logprobs_T, entropy_T = model(tokens, positions=positions, sequences=layout, head=head)
 
-Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum,
-sum of exponentials and the target's logit are reduced over the ranks, [C] numbers each; the
-whole vocabulary is nowhere.
+Under tensor parallelism each rank holds the logits of its part of the vocabulary. Maximum, sum of exponentials
+and the target's logit are reduced over the ranks, [C] numbers each; no rank holds the whole vocabulary.
 
-Shape legend: T packed tokens, C tokens of one chunk, K targets of each, E model width, V vocabulary, W
-the part of the vocabulary that this rank holds.
+Shape legend: T packed tokens, C tokens of one chunk, K targets of each token, E model width, V vocabulary, W part
+of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from rl.distributed.collectives import all_reduce
@@ -29,28 +27,17 @@ from rl.distributed.collectives import all_reduce
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyShard:
-    """Which rows of the head's weight this rank holds."""
+    """This rank's rows of the head's weight."""
 
     first_row: int
     group: str
-    """Name of the process group whose ranks hold the others."""
+    """Name of the process group that shares the vocabulary."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gather:
-    """What turns a rank's logits into whole ones."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    """Of the logits."""
-    vocab_size: int
-
-
-Split = VocabularyShard | Gather | None
-"""How logits are split over ranks, and what is to be done about it; None where they are whole."""
-
-ChunkLogprobs = Callable[[Tensor, Tensor, Tensor, Tensor, Split, bool], tuple[Tensor, Tensor]]
-"""`logprobs_of_chunk`, or a compiled form of it."""
+ChunkLogprobs = Callable[
+    [Tensor, Tensor, Tensor, Tensor, VocabularyShard | None, bool], tuple[Tensor, Tensor]
+]
+"""`logprobs_of_chunk` or a compiled form of it."""
 
 
 def token_logprobs(
@@ -64,36 +51,34 @@ def token_logprobs(
     chunk_logprobs: ChunkLogprobs | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target under `softmax(hidden @ weight.T / temperature)`, and the entropy of that.
+    """Return each target's logprob under `softmax(hidden @ weight.T / temperature)`, and the entropy.
 
-    Logits are computed in the inputs' dtype, as the generator does, everything after in float32.
-    Under tensor parallelism hidden is a DTensor, replicated or sharded by token, and the weight
-    is sharded by vocabulary; every rank returns the same plain tensors.
+    Logits are computed in the inputs' dtype, as in the generator, everything after them in float32. Under tensor
+    parallelism hidden is a DTensor, replicated or sharded by token, and the weight is sharded by vocabulary; every
+    rank returns the same plain tensors.
 
     Args:
-        targets_T: int64; or [T, K], several of the same distribution.
+        targets_T: int64; or [T, K] for several targets of each distribution.
         temperatures_T: float32, above 0.
-        chunk_tokens: with it, logits of at most that many tokens exist at once, in the forward
-            and, by computing them again, in the backward.
-        loss_parallel: leave each rank its part of the vocabulary; False gathers the logits.
+        chunk_tokens: largest number of tokens whose logits exist at once; the backward recomputes them.
+        loss_parallel: keep each rank's part of the vocabulary; False gathers the head's weight.
         chunk_logprobs: a compiled form of `logprobs_of_chunk`.
-        entropy_gradient: let the entropy have a gradient; the backward may then take more memory.
+        entropy_gradient: give the entropy a gradient, which may cost memory in the backward.
 
     Returns:
-        [T] float32 nats with gradient ([T, K] of K targets), and [T] float32 nats, with gradient if that is
-        asked for.
+        Logprobs [T] or [T, K], float32 nats with gradient, and entropy [T], float32 nats.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for no chunks")
     compute = chunk_logprobs or logprobs_of_chunk
-    hidden_TE, weight, split = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
+    hidden_TE, weight, shard = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     num_tokens = targets_T.size(0)
     if chunk_tokens is None or num_tokens <= chunk_tokens:
-        return compute(hidden_TE, weight, targets_T, temperatures_T, split, entropy_gradient)
+        return compute(hidden_TE, weight, targets_T, temperatures_T, shard, entropy_gradient)
     chunks = zip(*(x.split(chunk_tokens) for x in (hidden_TE, targets_T, temperatures_T)), strict=True)
     parts = [
         checkpoint(
-            compute, hidden, weight, targets, temperatures, split, entropy_gradient,
+            compute, hidden, weight, targets, temperatures, shard, entropy_gradient,
             use_reentrant=False, preserve_rng_state=False,
         )
         for hidden, targets, temperatures in chunks
@@ -104,38 +89,26 @@ def token_logprobs(
 
 def _local_inputs(
     hidden_TE: Tensor, weight_VE: Tensor, *, loss_parallel: bool
-) -> tuple[Tensor, Tensor, Split]:
-    """All tokens and this rank's vocabulary rows, as plain tensors."""
+) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+    """Return all tokens and this rank's vocabulary rows as plain tensors, and where those rows lie."""
     if not isinstance(weight_VE, DTensor):
-        if isinstance(hidden_TE, DTensor):
-            hidden_TE = hidden_TE.full_tensor()
-        return hidden_TE, weight_VE, None
-    mesh = weight_VE.device_mesh
-    for placement in weight_VE.placements:
-        if not placement.is_replicate() and not placement.is_shard(0):
-            raise ValueError(f"head weight is placed as {placement}: must be Shard(0) or Replicate()")
-    if not isinstance(hidden_TE, DTensor):
-        hidden_TE = DTensor.from_local(hidden_TE, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    # Each rank's gradient of the hidden states comes from its own vocabulary rows alone.
-    grad_placements = [Partial() if p.is_shard(0) else Replicate() for p in weight_VE.placements]
-    hidden_TE = hidden_TE.redistribute(mesh, [Replicate()] * mesh.ndim)
-    split = _split(weight_VE, loss_parallel=loss_parallel)
-    return hidden_TE.to_local(grad_placements=grad_placements), weight_VE.to_local(), split
-
-
-def _split(weight_VE: DTensor, *, loss_parallel: bool) -> Split:
-    mesh, vocab_size = weight_VE.device_mesh, weight_VE.size(0)
-    sharded = [axis for axis, placement in enumerate(weight_VE.placements) if placement.is_shard(0)]
-    if loss_parallel and len(sharded) == 1:
-        (axis,) = sharded
-        # As DTensor cuts a dim: every part is as large as the first, as far as there are rows.
-        num_rows = -(-vocab_size // mesh.size(axis))
-        return VocabularyShard(
-            first_row=min(mesh.get_local_rank(axis) * num_rows, vocab_size),
-            group=mesh.get_group(axis).group_name,
-        )
-    placements = tuple(Shard(1) if axis in sharded else Replicate() for axis in range(mesh.ndim))
-    return Gather(mesh=mesh, placements=placements, vocab_size=vocab_size)
+        return hidden_TE.full_tensor() if isinstance(hidden_TE, DTensor) else hidden_TE, weight_VE, None
+    mesh, (placement,) = weight_VE.device_mesh, weight_VE.placements
+    if not placement.is_replicate() and not placement.is_shard(0):
+        raise ValueError(f"head weight is placed as {placement}: must be Shard(0) or Replicate()")
+    if isinstance(hidden_TE, DTensor):
+        hidden_TE = hidden_TE.redistribute(mesh, [Replicate()])
+    else:
+        hidden_TE = DTensor.from_local(hidden_TE, mesh, [Replicate()], run_check=False)
+    if placement.is_replicate() or not loss_parallel:
+        whole_VE = weight_VE.redistribute(mesh, [Replicate()]).to_local()
+        return hidden_TE.to_local(), whole_VE, None
+    # DTensor's rule: every part is as large as the first, as far as rows remain.
+    num_rows = -(-weight_VE.size(0) // mesh.size())
+    first_row = min(mesh.get_local_rank() * num_rows, weight_VE.size(0))
+    shard = VocabularyShard(first_row=first_row, group=mesh.get_group().group_name)
+    # Each rank computes the gradient of the hidden states from its own vocabulary rows only.
+    return hidden_TE.to_local(grad_placements=[Partial()]), weight_VE.to_local(), shard
 
 
 def logprobs_of_chunk(
@@ -143,23 +116,22 @@ def logprobs_of_chunk(
     weight: Tensor,
     targets_C: Tensor,
     temperatures_C: Tensor,
-    split: Split,
+    shard: VocabularyShard | None,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `token_logprobs` returns, of plain tensors of which all fits into memory."""
+    """Compute `token_logprobs` from plain tensors in one chunk."""
     logits_CV = F.linear(hidden_CE, weight)
-    if isinstance(split, VocabularyShard):
-        of_targets = _ShardedLogprobs if targets_C.ndim == 1 else _ShardedLogprobsOfSeveral
-        return of_targets.apply(
-            logits_CV, targets_C, temperatures_C, split.first_row, split.group, entropy_gradient
+    if shard is not None:
+        targets_CK = targets_C.view(targets_C.size(0), -1)
+        logprobs_CK, entropy_C = _ShardedLogprobs.apply(
+            logits_CV, targets_CK, temperatures_C, shard, entropy_gradient
         )
-    if split is not None:
-        logits_CV = _gather_vocabulary(logits_CV, split)
+        return logprobs_CK.view_as(targets_C), entropy_C
     logprobs_CV = torch.log_softmax(logits_CV.float() / temperatures_C.unsqueeze(1), dim=-1)
     if targets_C.ndim == 2:
         logprobs_C = logprobs_CV.gather(1, targets_C)
     else:
-        # Not a view, as gather and squeeze would be: FSDP2 warns of views that leave the model.
+        # gather and squeeze would return a view, and FSDP2 warns about views that leave the model.
         logprobs_C = -F.nll_loss(logprobs_CV, targets_C, reduction="none")
     if entropy_gradient:
         return logprobs_C, _Entropy.apply(logprobs_CV)
@@ -172,7 +144,7 @@ def _entropy(logprobs_CV: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """Of logprobs [C, V], which are all that it keeps for the backward: autograd would keep two more."""
+    """Entropy of logprobs [C, V] that keeps one tensor for the backward, where autograd would keep three."""
 
     @staticmethod
     def forward(ctx: Any, logprobs_CV: Tensor) -> Tensor:
@@ -188,66 +160,7 @@ class _Entropy(torch.autograd.Function):
 
 
 class _ShardedLogprobs(torch.autograd.Function):
-    """Of logits [C, W] split over ranks by vocabulary: two reductions of [C] forward, none backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_CW: Tensor,
-        targets_C: Tensor,
-        temperatures_C: Tensor,
-        first_row: int,
-        group: str,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
-        maxima_C = all_reduce(scaled_CW.amax(-1), "max", group)
-        scaled_CW -= maxima_C.unsqueeze(1)
-        rows_C, is_here_C = _local_rows(targets_C, first_row, logits_CW.size(1))
-        target_C = scaled_CW.gather(1, rows_C.unsqueeze(1)).squeeze(1)
-        exponentials_CW = scaled_CW.exp()
-        parts = (
-            exponentials_CW.sum(-1),
-            (exponentials_CW * scaled_CW).sum(-1),
-            torch.where(is_here_C, target_C, 0.0),
-        )
-        total_C, weighted_C, target_C = all_reduce(torch.stack(parts), "sum", group).unbind(0)
-        log_total_C = total_C.log()
-        logprobs_C, entropy_C = target_C - log_total_C, log_total_C - weighted_C / total_C
-        saved = (logits_CW, targets_C, temperatures_C, maxima_C + log_total_C)
-        ctx.save_for_backward(*saved, *((entropy_C,) if entropy_gradient else ()))
-        ctx.first_row = first_row
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy_C)
-        return logprobs_C, entropy_C
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits_CW, targets_C, temperatures_C, log_normalizer_C, *entropy = ctx.saved_tensors
-        logprobs_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
-        logprobs_CW -= log_normalizer_C.unsqueeze(1)
-        # d entropy / d logit = -probability (logprob + entropy), over the temperature.
-        of_entropy = None
-        if entropy:
-            of_entropy = logprobs_CW + entropy[0].unsqueeze(1)
-            of_entropy *= grads[1].unsqueeze(1)
-        # d logprob / d logit = (1 if target else 0) - probability, over the temperature.
-        grad_CW = logprobs_CW.exp_().neg_()
-        if of_entropy is not None:
-            of_entropy *= grad_CW
-        rows_C, is_here_C = _local_rows(targets_C, ctx.first_row, logits_CW.size(1))
-        grad_CW.scatter_add_(1, rows_C.unsqueeze(1), is_here_C.float().unsqueeze(1))
-        if of_entropy is None:
-            grad_CW *= (grads[0] / temperatures_C).unsqueeze(1)
-        else:
-            grad_CW *= grads[0].unsqueeze(1)
-            grad_CW += of_entropy
-            grad_CW /= temperatures_C.unsqueeze(1)
-        return grad_CW.to(logits_CW.dtype), None, None, None, None, None
-
-
-class _ShardedLogprobsOfSeveral(torch.autograd.Function):
-    """As `_ShardedLogprobs`, of targets [C, K]: K + 1 numbers a token where that reduces two."""
+    """Logprobs [C, K] and entropy [C] of vocabulary-sharded logits [C, W], with two reductions in the forward."""
 
     @staticmethod
     def forward(
@@ -255,24 +168,23 @@ class _ShardedLogprobsOfSeveral(torch.autograd.Function):
         logits_CW: Tensor,
         targets_CK: Tensor,
         temperatures_C: Tensor,
-        first_row: int,
-        group: str,
+        shard: VocabularyShard,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         scaled_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
-        maxima_C = all_reduce(scaled_CW.amax(-1), "max", group)
+        maxima_C = all_reduce(scaled_CW.amax(-1), "max", shard.group)
         scaled_CW -= maxima_C.unsqueeze(1)
-        rows_CK, is_here_CK = _local_rows(targets_CK, first_row, logits_CW.size(1))
+        rows_CK, is_here_CK = _local_rows(targets_CK, shard.first_row, logits_CW.size(1))
         here_CK = torch.where(is_here_CK, scaled_CW.gather(1, rows_CK), 0.0)
         exponentials_CW = scaled_CW.exp()
         sums = torch.stack((exponentials_CW.sum(-1), (exponentials_CW * scaled_CW).sum(-1)), dim=1)
-        reduced = all_reduce(torch.cat((sums, here_CK), dim=1), "sum", group)
+        reduced = all_reduce(torch.cat((sums, here_CK), dim=1), "sum", shard.group)
         total_C, weighted_C = reduced[:, 0], reduced[:, 1]
         log_total_C = total_C.log()
         entropy_C = log_total_C - weighted_C / total_C
         saved = (logits_CW, targets_CK, temperatures_C, maxima_C + log_total_C)
         ctx.save_for_backward(*saved, *((entropy_C,) if entropy_gradient else ()))
-        ctx.first_row = first_row
+        ctx.first_row = shard.first_row
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_C)
         return reduced[:, 2:] - log_total_C.unsqueeze(1), entropy_C
@@ -282,30 +194,22 @@ class _ShardedLogprobsOfSeveral(torch.autograd.Function):
         logits_CW, targets_CK, temperatures_C, log_normalizer_C, *entropy = ctx.saved_tensors
         logprobs_CW = logits_CW.float() / temperatures_C.unsqueeze(1)
         logprobs_CW -= log_normalizer_C.unsqueeze(1)
-        grad_CW = logprobs_CW.exp()
+        # d logprob / d logit = (1 if target else 0) - probability, and
+        # d entropy / d logit = -probability (logprob + entropy), both over the temperature.
+        grad_CW = logprobs_CW.exp().neg_()
+        slope = grads[0].sum(1, keepdim=True)
         if entropy:
             logprobs_CW += entropy[0].unsqueeze(1)
-            logprobs_CW *= grads[1].unsqueeze(1)
-            grad_CW *= -(logprobs_CW + grads[0].sum(1, keepdim=True))
-        else:
-            grad_CW *= -grads[0].sum(1, keepdim=True)
+            slope = logprobs_CW.mul_(grads[1].unsqueeze(1)).add_(slope)
+        grad_CW *= slope
         rows_CK, is_here_CK = _local_rows(targets_CK, ctx.first_row, logits_CW.size(1))
         grad_CW.scatter_add_(1, rows_CK, torch.where(is_here_CK, grads[0], 0.0))
         grad_CW /= temperatures_C.unsqueeze(1)
-        return grad_CW.to(logits_CW.dtype), None, None, None, None, None
+        return grad_CW.to(logits_CW.dtype), None, None, None, None
 
 
-def _local_rows(targets_C: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row of each target in this rank's part of the vocabulary, 0 where it is not there; whether it is."""
-    rows_C = targets_C - first_row
-    is_here_C = (rows_C >= 0) & (rows_C < num_rows)
-    return torch.where(is_here_C, rows_C, 0), is_here_C
-
-
-def _gather_vocabulary(logits: Tensor, gather: Gather) -> Tensor:
-    """[C, rows of this rank] -> [C, V], the same on every rank."""
-    shape = torch.Size((logits.size(0), gather.vocab_size))
-    sharded = DTensor.from_local(
-        logits, gather.mesh, gather.placements, run_check=False, shape=shape, stride=(gather.vocab_size, 1)
-    )
-    return sharded.full_tensor()
+def _local_rows(targets_CK: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return each target's row in this rank's part of the vocabulary, or 0, and whether it is there."""
+    rows_CK = targets_CK - first_row
+    is_here_CK = (rows_CK >= 0) & (rows_CK < num_rows)
+    return torch.where(is_here_CK, rows_CK, 0), is_here_CK

@@ -1,18 +1,18 @@
-"""How tokens are drawn, the same for every sampler of ours: seeds, randomness, distribution.
+"""Rules of sampling that all samplers share: seeds, random numbers, distribution, stop conditions.
 
-A draw is the inverse of the cumulative distribution at one uniform number, which depends on
-the request's seed and the token's place in the completion alone. So neither the batch a
-request ran in, nor its being interrupted, nor the sampler that served it changes its tokens
-(up to the rounding of the logits).
+A token is the inverse of the cumulative distribution at one uniform number, which depends only on the request's
+seed and the token's position in the completion. Neither the batch of a request, nor an interruption, nor the
+choice of sampler changes its tokens, up to the rounding of the logits.
 
-Shape legend: B rows drawn at once, V vocabulary, C tokens of one completion.
+Shape legend: B rows sampled at once, V vocabulary, C tokens of one completion.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,15 @@ from torch import Tensor
 
 from rl.types import SamplingParams
 
+End = Callable[[Sequence[int]], bool]
+"""Returns whether a completion of these tokens has to end."""
+
+STOP_TEXT_MARGIN = 8
+"""Extra tokens decoded before the longest stop text, so that its spelling is the same as in the whole text."""
+
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises ValueError naming the first field that is out of range."""
+    """Raise ValueError naming the first field that is out of range."""
     for name, valid, rule in (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
         ("num_samples", sampling.num_samples >= 1, "at least 1"),
@@ -36,9 +42,9 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int) -> list[list[int]]:
-    """A seed for each completion, of the call's seed, the prompt's tokens and the sample's number.
+    """Derive a seed below 2**63 for each completion from the seed, the prompt and the number of the sample.
 
-    A prompt that comes twice counts its samples on. Below 2**63.
+    The samples of a prompt that occurs twice are numbered consecutively.
     """
     seen: Counter[bytes] = Counter()
     seeds = []
@@ -52,14 +58,14 @@ def request_seeds(prompts: Sequence[np.ndarray], *, seed: int, num_samples: int)
 
 
 def uniforms(seed: int, count: int) -> Tensor:
-    """[C] float64 in [0, 1): what each token of a completion is decided by."""
+    """Return the random numbers that decide each token of a completion, [C] float64 in [0, 1)."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
-    """[B, V] float32 logprobs of the distribution that `sampling` draws from, -inf where it never draws.
+    """Return the logprobs of the sampled distribution, [B, V] float32, with -inf for excluded tokens.
 
-    Temperature first, then top-k, then top-p of what is left, as vLLM does. Greedy decoding
+    Temperature applies first, then top-k, then top-p of the remainder, as in vLLM. Greedy decoding
     (temperature 0) reports the logprobs of temperature 1.
     """
     logits_BV = logits_BV.float()
@@ -79,10 +85,22 @@ def processed_logprobs(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """[B] int64: the token at which the cumulative distribution passes the row's uniform number."""
-    # The sum is kept in double precision: in single, a large vocabulary's tail is lost to rounding.
+    """Return the token at which the cumulative distribution passes the row's uniform number, [B] int64."""
+    # Summed in double precision: in single precision a large vocabulary's tail is lost to rounding.
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     points_B1 = uniforms_B.unsqueeze(1) * cumulative_BV[:, -1:]
-    # right=True never lands on a token of probability 0: its cumulative value is its predecessor's.
+    # right=True never selects a token of probability 0, whose cumulative value equals its predecessor's.
     tokens_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True)
     return tokens_B1.squeeze(1).clamp_(max=logprobs_BV.size(1) - 1)
+
+
+def spells_any(texts: Sequence[str], tokens: Sequence[int], *, tokenizer: Any) -> bool:
+    """Return whether the last token completes one of the stop texts, assuming earlier tokens were checked.
+
+    A token is at least one byte, so a text of n bytes lies within the last n tokens.
+    """
+    if not texts:
+        return False
+    num_tokens = max(len(text.encode()) for text in texts) + STOP_TEXT_MARGIN
+    decoded = tokenizer.decode(list(tokens[-num_tokens:]), clean_up_tokenization_spaces=False)
+    return any(text in decoded for text in texts)

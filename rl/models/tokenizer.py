@@ -1,8 +1,11 @@
-"""A tokenizer of bytes for models made here, and loading of any Hugging Face tokenizer."""
+"""Loading of Hugging Face tokenizers, their fingerprints, and a tokenizer of bytes for tiny models."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-"""ChatML's; skipped when decoding with `skip_special_tokens`."""
+"""Special tokens of ChatML; skipped when decoding with `skip_special_tokens`."""
 WORD_TOKENS = ("<think>", "</think>", "[ANSWER]")
 """Single tokens that are part of the text."""
 
@@ -24,7 +27,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
-"""What of a Hugging Face folder belongs to the tokenizer; not every folder has all of them."""
+"""Files of a Hugging Face folder that belong to the tokenizer; most folders have only some of them."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -42,9 +45,9 @@ conversation's tokens are a prefix of its continuation's."""
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
+    """Return the printable character of each byte in a byte-level vocabulary.
 
-    Printable bytes of Latin-1 stand for themselves, the rest for characters from 256 up.
+    Printable bytes of Latin-1 map to themselves, the others to characters from 256 up.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -52,11 +55,10 @@ def byte_characters() -> list[str]:
 
 
 def build_byte_tokenizer(folder: str | Path) -> None:
-    """Write a tokenizer with one token a byte, so that every text is representable.
+    """Write a tokenizer with one token per byte, so that every text is representable.
 
-    Token ids 0 to 255 are the bytes themselves, then `SPECIAL_TOKENS`, then `WORD_TOKENS`:
-    262 in all. Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and
-    generation_config.json into `folder`, which is made if it is missing.
+    Token ids 0 to 255 are the bytes, followed by `SPECIAL_TOKENS` and `WORD_TOKENS`, 262 in all. The files are
+    tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -84,11 +86,11 @@ def build_byte_tokenizer(folder: str | Path) -> None:
 
 
 def check_tokenizer_files(folder: str | Path) -> None:
-    """Raises ValueError naming the first missing file."""
+    """Raise ValueError naming the first missing file."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist")
-    # Slow tokenizers come as two files instead of one.
+    # Slow tokenizers consist of two files instead of one.
     slow = (folder / "vocab.json").exists() and not (folder / "tokenizer.json").exists()
     for name in ("tokenizer_config.json", "merges.txt" if slow else "tokenizer.json"):
         if not (folder / name).exists():
@@ -96,26 +98,24 @@ def check_tokenizer_files(folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's transformers tokenizer; never looks at a model hub.
+    """Load the folder's transformers tokenizer without contacting a model hub.
 
-    Raises ValueError where the folder or one of its tokenizer files is missing, or tokenizer.json
-    is malformed.
+    Raises:
+        ValueError: if the folder or a tokenizer file is missing, or tokenizer.json is malformed.
     """
     check_tokenizer_files(folder)
-    _check_tokenizer_json(Path(folder) / "tokenizer.json")
+    if (file := Path(folder) / "tokenizer.json").exists():  # slow tokenizers have no such file
+        read_tokenizer_json(file)
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except KeyError as error:  # transformers asks for more than the library of tokenizer.json does
+    except KeyError as error:  # transformers needs more entries than the tokenizers library does
         raise ValueError(f"tokenizer folder {folder}: its files lack {error}") from error
 
 
 def read_tokenizer_json(file: Path) -> Any:
-    """The tokenizer of a tokenizer.json alone, as the library `tokenizers` has it: its ids and their texts.
-
-    Raises ValueError where the file is malformed.
-    """
+    """Load tokenizer.json alone with the `tokenizers` library; raise ValueError if it is malformed."""
     from tokenizers import Tokenizer
 
     try:
@@ -124,13 +124,8 @@ def read_tokenizer_json(file: Path) -> Any:
         raise ValueError(f"tokenizer folder {file.parent}: {file.name} is malformed: {error}") from error
 
 
-def _check_tokenizer_json(path: Path) -> None:
-    if path.exists():  # else a slow tokenizer
-        read_tokenizer_json(path)
-
-
 def stop_token_ids(folder: str | Path, *, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a reply: the tokenizer's end of turn, and those of generation_config.json."""
+    """Return the tokens that end a reply: the tokenizer's end of turn and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}
     path = Path(folder) / "generation_config.json"
     if path.exists():
@@ -141,3 +136,36 @@ def stop_token_ids(folder: str | Path, *, tokenizer: Any) -> tuple[int, ...]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+TOKEN_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+"""Files that assign tokens to the rows of the model's weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFingerprint:
+    """Checksums of a tokenizer's files, as recorded in checkpoints."""
+
+    folder: str
+    parts: Mapping[str, str]
+    """Hexadecimal sha256 by file name."""
+
+    def differences(self, other: TokenizerFingerprint, *, tokens_alone: bool) -> list[str]:
+        """Return the names of the files that differ; with `tokens_alone` only those of `TOKEN_FILES`."""
+        return [
+            name
+            for name in (TOKEN_FILES if tokens_alone else TOKENIZER_FILES)
+            if self.parts.get(name) != other.parts.get(name)
+        ]
+
+
+def tokenizer_fingerprint(folder: str | Path, *, known_as: str | Path | None = None) -> TokenizerFingerprint:
+    """Return the fingerprint of the tokenizer in a folder, recorded under the name `known_as`."""
+    files = [Path(folder) / name for name in TOKENIZER_FILES]
+    parts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
+    return TokenizerFingerprint(folder=str(Path(known_as or folder).resolve()), parts=parts)
+
+
+def read_tokenizer_fingerprint(value: Any) -> TokenizerFingerprint | None:
+    """Read the JSON form that `dataclasses.asdict` made; None if no fingerprint was recorded."""
+    return None if value is None else TokenizerFingerprint(folder=value["folder"], parts=value["parts"])

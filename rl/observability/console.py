@@ -1,251 +1,311 @@
-"""What a person sees while a run goes: a line a step, and progress of what takes long.
-
-On a terminal, progress is a bar that goes away when done. Anywhere else (a file, a pipe) it is
-a plain line now and then, without control characters.
-"""
+"""A run on standard output: a live table on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol, TextIO
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
+from rl.config.effect import only_if
 from rl.observability.metrics import Record, reduced
+from rl.observability.progress import format_duration, is_terminal, print_line, progress
+from rl.observability.span_reader import read_states
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 ROWS_PER_HEADER = 20
+MAX_PROCESS_LINES = 12
+MIN_ROWS = 3
+"""Steps that a low terminal shows at least."""
+GAP = 2
+"""Blanks between two columns."""
 
 
-def say(text: str, *, stream: TextIO | None = None) -> None:
-    """Print a line at once; None is standard output.
+@dataclass(kw_only=True, slots=True)
+class ConsoleConfig:
+    """Output on the console during a run."""
 
-    A line that nobody can read (a file on a full disk, a pipe whose reader left) ends no run.
-    """
-    with contextlib.suppress(OSError):
-        print(text, file=stream or sys.stdout, flush=True)
+    style: Literal["auto", "lines", "off"] = "auto"
+    """auto: a live table on a terminal and a line for each step elsewhere; lines: a line for each step; off: no
+    steps."""
+    num_rows: int = field(default=12, metadata=only_if("style", "auto"))
+    """Number of latest steps in the live table."""
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise ValueError(f"num_rows={self.num_rows}: must be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One number of a step's line."""
+class Column(NamedTuple):
+    """One metric of a step's line."""
 
     title: str
-    name: str
-    """Of the metric."""
+    metric: str
     form: str
-    """Format specification, without width."""
+    """Format specification without width."""
 
     @property
     def width(self) -> int:
         return max(len(self.title), 7)
 
+    @property
+    def header(self) -> str:
+        return self.title.rjust(self.width)
+
     def cell(self, record: Record) -> str:
-        value = reduced(record.get(self.name))
+        """Return the metric as text of the column's width."""
+        value = reduced(record.get(self.metric))
         if value is None:
             return "-".rjust(self.width)
         return format(value, self.form if math.isfinite(value) else "").rjust(self.width)
 
 
 COLUMNS = (
-    Column(title="step", name="step", form=".0f"),
-    Column(title="reward", name="reward/mean", form=".3f"),
-    Column(title="correct", name="reward/correct", form=".3f"),
-    Column(title="loss", name="loss/mean", form=".4f"),
-    Column(title="logprob diff", name="logprob_diff/mean", form=".1e"),
-    Column(title="gen tok/s", name="perf/generated_tokens_per_s", form=",.0f"),
-    Column(title="train tok/s", name="perf/trained_tokens_per_s", form=",.0f"),
-    Column(title="step s", name="time/step_s", form=".2f"),
-    Column(title="version", name="policy_version", form=".0f"),
+    Column("step", "step", ".0f"),
+    Column("reward", "reward/mean", ".3f"),
+    Column("correct", "reward/correct", ".3f"),
+    Column("loss", "loss/mean", ".4f"),
+    Column("logprob diff", "logprob_diff/mean", ".1e"),
+    Column("gen tok/s", "perf/generated_tokens_per_s", ",.0f"),
+    Column("train tok/s", "perf/trained_tokens_per_s", ",.0f"),
+    Column("step s", "time/step_s", ".2f"),
+    Column("version", "policy_version", ".0f"),
 )
 
 
-def is_terminal(stream: TextIO | None = None) -> bool:
-    """Whether what was printed can be changed there; None is standard output."""
-    stream = stream or sys.stdout
-    if not stream.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return False
-    from rich.console import Console
-
-    # It draws, and asks the environment too: where it would draw nothing, lines are printed.
-    return Console(file=stream).is_interactive
-
-
-class Console(Protocol):
-    """What shows a run to a person."""
+class Console:
+    """Display of a run; this one shows nothing."""
 
     def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
-        """Around a loop that runs and goes on from these records."""
-        ...
-
-    def write(self, record: Record) -> None:
-        """A step's record, or an evaluation's (it has the key `eval/correct`)."""
-        ...
-
-    def watch(self, title: str, /) -> AbstractContextManager[object]:
-        """Around something long."""
-        ...
-
-
-class NoConsole:
-    """Shows no step."""
-
-    def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
+        """Show the run while its loop runs, continuing after the records of earlier steps."""
         return nullcontext()
 
     def write(self, record: Record) -> None:
-        """Is left out."""
+        """Show the record of a step, or of an evaluation (with the key `eval/correct`)."""
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
+        """Show the title of a long operation while it runs."""
         return nullcontext()
 
 
-class ConsoleSink:
-    """Prints a line a step under a header that comes back, and a sentence an evaluation."""
+def make_console(
+    config: ConsoleConfig, *, num_steps: int, logs: Path, title: str, stream: TextIO | None = None
+) -> Console:
+    """Return the console that suits the config and the stream, by default standard output."""
+    if config.style == "off":
+        return Console()
+    if config.style == "auto" and is_terminal(stream):
+        return LiveConsole(
+            title=title, num_steps=num_steps, num_rows=config.num_rows, logs=logs, stream=stream
+        )
+    return LineConsole(stream=stream)
+
+
+class LineConsole(Console):
+    """Console that prints a line for each step under a repeated header, and a sentence for each evaluation."""
 
     def __init__(self, *, stream: TextIO | None = None) -> None:
-        """`stream` None is standard output."""
         self._stream = stream
         self._num_rows = 0
-
-    def shown(self, records: Sequence[Mapping[str, float]]) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
         return progress(title, stream=self._stream)
 
     def write(self, record: Record) -> None:
-        """A step's record, or an evaluation's (it has the key `eval/correct`)."""
         if "eval/correct" in record:
-            self._print(_evaluation_line(record))
+            print_line(f"evaluation at {_evaluation(record)}", stream=self._stream)
             return
         if self._num_rows % ROWS_PER_HEADER == 0:
-            self._print("  ".join(column.title.rjust(column.width) for column in COLUMNS))
+            print_line("  ".join(column.header for column in COLUMNS), stream=self._stream)
         self._num_rows += 1
-        self._print("  ".join(column.cell(record) for column in COLUMNS))
-
-    def _print(self, line: str) -> None:
-        say(line, stream=self._stream)
+        print_line("  ".join(column.cell(record) for column in COLUMNS), stream=self._stream)
 
 
-def _evaluation_line(record: Record) -> str:
+class LiveConsole(Console):
+    """Table of the latest steps on a terminal, with evaluations, the time left, and what each process does.
+
+    A thread of rich redraws the table every second. Lines printed meanwhile appear above it.
+    """
+
+    def __init__(
+        self,
+        *,
+        title: str,
+        num_steps: int,
+        num_rows: int,
+        logs: Path,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title = title
+        self._num_rows = num_rows
+        self._logs = logs
+        self._stream = stream
+        self._clock = clock
+        self._num_steps = num_steps
+        # The drawing thread reads these while the loop writes them: they are replaced, never changed.
+        self._rows: tuple[Record, ...] = ()
+        self._phases: tuple[str, ...] = ()
+        self._evaluations: tuple[Record, ...] = ()
+        self._start_s = self._last_s = 0.0
+        self._first_step = 0
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def shown(self, records: Sequence[Mapping[str, float]]) -> Iterator[None]:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+
+        self._rows, self._evaluations = (), ()
+        for record in records:
+            self.write(record)
+        self._start_s = self._last_s = self._clock()
+        self._first_step = self._num_done
+        self._is_running = True
+        console = RichConsole(file=_TolerantStream(self._stream or sys.stdout))  # type: ignore[arg-type]
+        live = Live(
+            get_renderable=lambda: self._draw(width=console.width, height=console.height),
+            console=console,
+            refresh_per_second=1.0,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        with live:
+            try:
+                yield
+            finally:
+                self._is_running = False
+
+    def write(self, record: Record) -> None:
+        if "eval/correct" in record:
+            self._evaluations = (*self._evaluations, record)
+        else:
+            self._rows = (*self._rows, record)[-self._num_rows :]
+            self._last_s = self._clock()
+
+    @contextlib.contextmanager
+    def watch(self, title: str, /) -> Iterator[None]:
+        before = self._phases
+        self._phases = (*before, title)
+        try:
+            yield
+        finally:
+            self._phases = before
+
+    @property
+    def _num_done(self) -> int:
+        return int(reduced(self._rows[-1]["step"]) or 0) if self._rows else 0
+
+    def _draw(self, *, width: int, height: int) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        try:
+            below: list[RenderableType] = []
+            if self._evaluations:
+                below.append(Text(f"evaluation: {_evaluation(self._evaluations[-1])}", style="bold"))
+            below.append(self._progress(self._clock()))
+            rows = self._rows
+            if self._is_running:
+                below += [Text(f"now: {phase}", style="cyan") for phase in self._phases[-1:]]
+                below += self._process_lines()
+                # Rich cuts a table that is too high at the bottom, where the newest step is.
+                rows = rows[-max(MIN_ROWS, height - len(below) - 2) :]
+            return Group(Text(self._title, style="bold"), _step_table(rows, width=width), *below)
+        except Exception as error:  # noqa: BLE001  (the drawing thread must survive)
+            return f"the run cannot be shown: {error!r}"
+
+    def _process_lines(self) -> list[RenderableType]:
+        from rich.text import Text
+
+        states = list(read_states(self._logs))
+        shown = states[:MAX_PROCESS_LINES]
+        width = max((len(state.name) for state in shown), default=0) + GAP
+        lines: list[RenderableType] = [
+            Text(
+                f"{state.name:<{width}}{state.describe()}",
+                style="" if state.open else "dim",
+                no_wrap=True,
+                overflow="ellipsis",
+            )
+            for state in shown
+        ]
+        if num_more := len(states) - len(shown):
+            lines.append(Text(f"and {num_more} more", style="dim"))
+        return lines
+
+    def time_left_s(self, now_s: float) -> float | None:
+        """Return the time left at the mean pace so far, or None before the first step."""
+        num_new = self._num_done - self._first_step
+        if num_new <= 0:
+            return None
+        step_s = (self._last_s - self._start_s) / num_new
+        return max(0.0, step_s * (self._num_steps - self._num_done) - (now_s - self._last_s))
+
+    def _progress(self, now_s: float) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        left_s, num_done = self.time_left_s(now_s), self._num_done
+        is_over = left_s is None or num_done >= self._num_steps
+        left = "" if left_s is None or is_over else f", about {format_duration(left_s)} left"
+        passed = format_duration(now_s - self._start_s)
+        line = Table.grid(padding=(0, GAP, 0, 0))
+        line.add_row(
+            ProgressBar(total=max(1, self._num_steps), completed=num_done, width=30),
+            f"{num_done:,}/{self._num_steps:,} steps, {passed} passed{left}",
+        )
+        return line
+
+
+def _evaluation(record: Record) -> str:
     step, correct, num_problems = (
         reduced(record.get(name)) for name in ("step", "eval/correct", "eval/num_problems")
     )
-    line = f"evaluation at step {step}: correct {math.nan if correct is None else correct:.3f}"
+    line = f"step {step}: correct {math.nan if correct is None else correct:.3f}"
     return line if num_problems is None else f"{line} of {num_problems:.0f} problems"
 
 
-class Advance(Protocol):
-    """Moves a progress bar on; `note` is shown beside it until the next."""
-
-    def __call__(self, num: int = 1, *, note: str = "") -> None: ...
-
-
-@contextlib.contextmanager
-def progress(
-    title: str,
-    *,
-    total: int | None = None,
-    stream: TextIO | None = None,
-    interval_s: float = 10.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Advance]:
-    """Show how far something is.
-
-        with progress("warm-up", total=150) as advance:
-            for loss in ...:
-                advance(note=f"loss {loss:.3f}")
-
-    Args:
-        total: What the advances add up to; None where it is not known (a compilation): a moving
-            bar with the time passed.
-        stream: None is standard output.
-        interval_s: Shortest time between two lines where there is no terminal.
-        clock: Seconds.
-    """
-    stream = stream or sys.stdout
-    if is_terminal(stream):
-        with _bar(title, total=total, stream=stream) as advance:
-            yield advance
-    else:
-        lines = _Lines(title, total=total, stream=stream, interval_s=interval_s, clock=clock)
-        try:
-            yield lines
-        except BaseException:
-            lines.end("stopped")
-            raise
-        lines.end("done")
+def fitting_columns(width: int) -> list[Column]:
+    """Return the first columns, as many as fit into the width."""
+    ends = [sum(column.width + GAP for column in COLUMNS[: i + 1]) - GAP for i in range(len(COLUMNS))]
+    return [column for column, end in zip(COLUMNS, ends, strict=True) if end <= width]
 
 
-class _Lines:
-    """Progress where there is no terminal: a line at the start, at most one an interval, one at the end."""
+def _step_table(rows: Sequence[Record], *, width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
 
-    def __init__(
-        self, title: str, *, total: int | None, stream: TextIO, interval_s: float, clock: Callable[[], float]
-    ) -> None:
-        self.title = title
-        self.total = total
-        self.stream = stream
-        self.interval_s = interval_s
-        self.clock = clock
-        self.started = self.printed = clock()
-        self.num_done = 0
-        self.note = ""
-        self._print("started")
-
-    def __call__(self, num: int = 1, *, note: str = "") -> None:
-        self.num_done += num
-        self.note = note
-        if self.clock() - self.printed >= self.interval_s:
-            self.printed = self.clock()
-            self._print(self._count())
-
-    def end(self, how: str) -> None:
-        count = f"{self._count()}, " if self.num_done else ""
-        self._print(f"{count}{how} after {self.clock() - self.started:.1f} s")
-
-    def _count(self) -> str:
-        count = f"{self.num_done:,}" + (f"/{self.total:,}" if self.total is not None else "")
-        return f"{count} ({self.note})" if self.note else count
-
-    def _print(self, text: str) -> None:
-        say(f"{self.title}: {text}", stream=self.stream)
+    columns = fitting_columns(width)
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(column.cell(row)) for column in columns))
+    return table
 
 
-@contextlib.contextmanager
-def _bar(title: str, *, total: int | None, stream: TextIO) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+class _TolerantStream:
+    """Stream that ignores errors, such as those of a terminal that was closed."""
 
-    count = [MofNCompleteColumn(), TimeRemainingColumn()] if total is not None else []
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *count,
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}", style="dim"),
-        console=Console(file=stream),
-        transient=True,
-        # Lines printed meanwhile go above the bar; but what is sent to a file must arrive there.
-        redirect_stdout=sys.stdout.isatty(),
-        redirect_stderr=sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task(title, total=total, note="")
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
-        def advance(num: int = 1, *, note: str = "") -> None:
-            bar.update(task, advance=num, note=note)
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream.write(text)
+        return len(text)
 
-        yield advance
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

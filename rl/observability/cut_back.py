@@ -1,8 +1,7 @@
-"""A run's records, cut back to where it goes on from.
+"""Truncation of a run's records to the checkpoint that the run continues from.
 
-Lines of later steps are removed: they will be written again, and an evaluation that the checkpoint does not
-know of is done again. So are a last line that its process did not end, and lines that are not JSON. A file
-is replaced by one rename, or stays as it is.
+Lines of later steps are removed, since those steps are repeated; so are evaluations that the checkpoint does not
+include, an unfinished last line, and lines that are not JSON. A file is replaced by one rename, or unchanged.
 """
 
 from __future__ import annotations
@@ -10,117 +9,72 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from rl.atomic_file import replacing
-from rl.errors import writing
-from rl.observability.recorder import previous_file
+from rl.observability.bounded_file import previous_file
 from rl.types import LoopPosition
+from rl.utils.errors import writing
+from rl.utils.files import atomic_write
 
-_STEP = re.compile(rb'\{"step": (\d+), ')
-_KIND = re.compile(rb'"kind": "(\w+)"')
-_HEAD_BYTES = 400
-"""A rollout's line says within this what it is of."""
 BEFORE = ".before"
-"""In the names of records of a run that had to start again from its beginning."""
+"""Suffix of the records of a run that had to start again from the beginning."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutFile:
-    """What was done to one file."""
-
-    num_kept: int = 0
-    num_cut: int = 0
-
-
-def cut_back(
-    *, metrics: Path, rollouts: Path, position: LoopPosition | None, keep_old: bool = False
-) -> CutFile:
-    """Cut a run's files; what was done to the metrics.
+def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None, keep_old: bool = False) -> None:
+    """Truncate a run's records.
 
     Args:
-        metrics: metrics.jsonl.
-        rollouts: rollouts.jsonl; the one before it is cut too.
-        position: of the checkpoint; None: the run starts from its beginning.
-        keep_old: a file of which nothing is kept is renamed, as metrics.before.jsonl, not removed.
+        metrics: path of metrics.jsonl.
+        rollouts: path of rollouts.jsonl; rollouts.1.jsonl is truncated too.
+        position: position of the checkpoint; None if the run starts from the beginning.
+        keep_old: rename files without kept lines, such as to metrics.before.jsonl, instead of removing them.
 
     Raises:
-        UnwrittenError: there is no room for what is kept; the file is as it was.
+        UnwrittenError: the disk has no room for the kept lines; the file is unchanged.
     """
-    cut = _cut(metrics, lambda line: _keeps_record(line, position), keep_old=keep_old)
-    for file in (previous_file(rollouts), rollouts):
-        _cut(file, lambda line: _keeps_rollout(line, position), keep_old=keep_old)
-    if cut.num_cut:
-        logger.info("%s: %d lines that are written again were removed", metrics.name, cut.num_cut)
-    if position is not None and cut.num_kept < position.num_records:
+    num_kept = [
+        _cut(file, position, keep_old=keep_old) for file in (metrics, previous_file(rollouts), rollouts)
+    ]
+    if position is not None and num_kept[0] < position.num_records:
         logger.warning(
-            "%s has %d lines up to step %d, %d were written: some are lost",
-            metrics,
-            cut.num_kept,
-            position.step,
-            position.num_records,
-        )
-    return cut
+            "%s has %d lines up to step %d, but %d were written: some are lost",
+            metrics, num_kept[0], position.step, position.num_records,
+        )  # fmt: skip
 
 
-def _keeps_record(line: bytes, position: LoopPosition | None) -> bool:
-    record = json.loads(line)
-    return _keeps(int(record["step"]), any(name.startswith("eval/") for name in record), position)
-
-
-def _keeps_rollout(line: bytes, position: LoopPosition | None) -> bool:
-    step, kind = _STEP.match(line), _KIND.search(line[:_HEAD_BYTES])
-    if step is not None and kind is not None and line.endswith(b"}\n"):
-        return _keeps(int(step[1]), kind[1].startswith(b"eval"), position)
-    said = json.loads(line)
-    return _keeps(int(said["step"]), str(said["kind"]).startswith("eval"), position)
-
-
-def _keeps(step: int, is_evaluation: bool, position: LoopPosition | None) -> bool:
-    if position is None or step > position.step:
-        return False
-    return step < position.step or position.evaluated or not is_evaluation
-
-
-def kept_aside(file: Path) -> Path:
-    """Where a file goes of which nothing is kept."""
-    return file.with_name(f"{file.stem}{BEFORE}{file.suffix}")
-
-
-def _cut(file: Path, keeps: Callable[[bytes], bool], *, keep_old: bool) -> CutFile:
-    """Keep these lines alone; a file without any is removed, or `kept_aside`."""
+def _cut(file: Path, position: LoopPosition | None, *, keep_old: bool) -> int:
+    """Return the number of kept lines; a file without any is removed, or moved to `kept_aside`."""
     if not file.exists():
-        return CutFile()
+        return 0
     with file.open("rb") as lines:
-        kept = [_is_whole_and(keeps, line) for line in lines]
-    done = CutFile(num_kept=sum(kept), num_cut=len(kept) - sum(kept))
+        kept = [_is_kept(line, position) for line in lines]
     with writing(file):
-        if done.num_kept and done.num_cut:
-            _write_kept(file, kept)
-        elif not done.num_kept and keep_old:
-            file.replace(kept_aside(file))
-        elif not done.num_kept:
+        if any(kept) and not all(kept):
+            logger.info("%s: removed %d lines of steps that are repeated", file.name, kept.count(False))
+            with atomic_write(file) as new, file.open("rb") as lines, new.open("wb") as shorter:
+                shorter.writelines(line for line, is_kept in zip(lines, kept, strict=True) if is_kept)
+                shorter.flush()
+                os.fsync(shorter.fileno())
+        elif not any(kept) and keep_old:
+            file.replace(file.with_name(f"{file.stem}{BEFORE}{file.suffix}"))
+        elif not any(kept):
             file.unlink()
-    return done
+    return sum(kept)
 
 
-def _write_kept(file: Path, kept: Sequence[bool]) -> None:
-    with replacing(file) as new, file.open("rb") as lines, new.open("wb") as shorter:
-        shorter.writelines(line for line, keep in zip(lines, kept, strict=True) if keep)
-        shorter.flush()
-        os.fsync(shorter.fileno())
-
-
-def _is_whole_and(keeps: Callable[[bytes], bool], line: bytes) -> bool:
+def _is_kept(line: bytes, position: LoopPosition | None) -> bool:
+    """Return whether a line of metrics or rollouts belongs to the checkpoint."""
     if not line.endswith(b"\n"):
         return False
     try:
-        return keeps(line)
+        record = json.loads(line)
+        step, kind = int(record["step"]), str(record.get("kind", ""))
     except (ValueError, KeyError, TypeError):
-        logger.warning("a line that is no record was removed: %.80r", line)
+        logger.warning("removed a damaged line: %.80r", line)
         return False
+    is_evaluation = kind.startswith("eval") or any(name.startswith("eval/") for name in record)
+    if position is None or step > position.step:
+        return False
+    return step < position.step or position.evaluated or not is_evaluation

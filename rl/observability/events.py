@@ -1,22 +1,24 @@
-"""What happened to a run beside its steps: events.jsonl, one JSON object an event.
+"""Events of a run besides its steps: events.jsonl, one JSON object a line.
 
     {"time": 1764000000.123, "event": "lost", "role": "generator_0", "reason": "rank 0 of 1 is dead"}
     {"time": 1764000012.457, "event": "recovered", "role": "generator_0", "after_s": 12.3}
 
-`time` is the wall clock's, in seconds since 1970; it is there to be read, and decides nothing.
+`time` is the wall clock in seconds since 1970, for readers only.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from rl.observability.metrics import to_json
+from rl.utils.files import AppendFile
 
 EventName = Literal[
     "started",
@@ -29,71 +31,43 @@ EventName = Literal[
     "finished",
 ]
 """started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step);
-checkpoint_damaged (set_aside: the name that its folder has now); stopped (reason); finished."""
-NAMES: tuple[str, ...] = get_args(EventName)
+checkpoint_damaged (set_aside: new name of its folder); stopped (reason); finished."""
 
 logger = logging.getLogger(__name__)
 
 
 class Events:
-    """Appends to a file; used from any thread. What cannot be written is said once, and the run goes on."""
+    """Writer of events.jsonl. Thread-safe; a write error is logged once, and the run goes on."""
 
     def __init__(self, file: Path, *, wall_clock: Callable[[], float] = time.time) -> None:
         self.file = file
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._failed = False
+        self._has_failed = False
 
     def add(self, event: EventName, **fields: object) -> None:
-        """Write one line, whole and at once.
-
-        Raises:
-            ValueError: there is no such event, or a field is called as one that every event has.
-        """
-        if event not in NAMES:
-            raise ValueError(f"event={event!r}: must be one of {', '.join(NAMES)}")
-        if "time" in fields:
-            raise ValueError("time=...: every event gets the time at which it is added")
-        told = {"time": round(self._wall_clock(), 3), "event": event} | fields
-        line = json.dumps({name: _plain(value) for name, value in told.items()}) + "\n"
+        """Append one event."""
+        line = to_json({"time": round(self._wall_clock(), 3), "event": event} | fields) + "\n"
         with self._lock:
             try:
-                self._append(line.encode())
+                if self.file.exists() and not self.file.read_bytes().endswith(b"\n"):
+                    line = f"\n{line}"  # a killed process may have left an unfinished line
+                with closing(AppendFile(self.file)) as file:
+                    file.append(line)
             except OSError as error:
-                if not self._failed:
+                if not self._has_failed:
                     logger.warning("%s: events are not written: %s", self.file, error)
-                self._failed = True
-
-    def _append(self, line: bytes) -> None:
-        descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            end = os.lseek(descriptor, 0, os.SEEK_END)
-            # The last line of a process that was killed, or of a full disk, may have no end.
-            if end and os.pread(descriptor, 1, end - 1) != b"\n":
-                line = b"\n" + line
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+                self._has_failed = True
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events, oldest first; a line that was cut short is left out. None of a file that is not there."""
+    """Return the events, oldest first, without damaged lines; nothing if the file does not exist."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = []
     for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            found.append(event)
-    return found
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has none
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [event for event in found if isinstance(event, dict)]

@@ -1,7 +1,7 @@
-"""Python logging of one process: every line says when, how bad, which role and which rank.
+"""Python logging of one process, with time, level, role and rank on every line.
 
-A run's folder gets `logs/<role>-<rank>.log`; what is at least as bad as the console level is also
-printed. Libraries may fill the file, but only their errors reach the console.
+Records go to `logs/<role>-<rank>.log` in a run's folder, and from the console level up to the console. Of
+libraries only errors reach the console.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from rl.observability.whole_lines import WholeLines
+from rl.utils.files import AppendFile
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
 
@@ -24,7 +24,10 @@ QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""For a process that is about to import these libraries: no handlers or bars of their own."""
+"""Environment that keeps libraries from adding log handlers and progress bars, set before their import."""
+
+_undo: Callable[[], None] | None = None
+"""Undo function of the current set-up, if any."""
 
 
 def setup_logging(
@@ -35,26 +38,27 @@ def setup_logging(
     console_level: int | str = logging.WARNING,
     console: TextIO | None = None,
 ) -> Callable[[], None]:
-    """Send this process's log records where they belong, uncaught exceptions included.
+    """Set up logging in this process, for uncaught exceptions too; an earlier set-up is replaced.
 
-    Replaces an earlier set-up of this process. Records below INFO are kept only if `console_level`
-    is lower.
+    Records below INFO are kept only if `console_level` is lower.
 
     Args:
         role: `controller`, `trainer`, `generator`, `reward`.
-        rank: Within the role.
-        folder: Where `<role>-<rank>.log` is appended to; None writes no file.
-        console_level: Records from this level up are printed too, for example "INFO".
-        console: None is the standard error of the moment.
+        folder: folder of `<role>-<rank>.log`; None writes no file.
+        console_level: level from which records are printed, for example "INFO".
+        console: stream; None is the current standard error.
 
     Returns:
-        A function that undoes it.
+        Function that undoes the set-up.
     """
-    _undo_last()
+    global _undo
+    if _undo is not None:
+        _undo()
     formatter = _LineFormatter(role, rank=rank)
     printed = _ConsoleHandler(console)
     printed.setLevel(console_level)
-    printed.addFilter(_is_for_console)
+    # Our records, and errors of libraries.
+    printed.addFilter(lambda r: r.levelno >= logging.ERROR or r.name.partition(".")[0] in OUR_PACKAGES)
     handlers: list[logging.Handler] = [printed]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,29 +74,21 @@ def setup_logging(
     threading.excepthook = _log_uncaught_in_thread
 
     def undo() -> None:
+        global _undo
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
         root.setLevel(level)
         logging.captureWarnings(False)
         sys.excepthook, threading.excepthook = hook, thread_hook
-        _undo.clear()
+        _undo = None
 
-    _undo.append(undo)
+    _undo = undo
     return undo
 
 
-_undo: list[Callable[[], None]] = []
-"""Of the set-up in force, if there is one."""
-
-
-def _undo_last() -> None:
-    for undo in _undo:
-        undo()
-
-
 class _LineFormatter(logging.Formatter):
-    """Puts time, level, role and rank before every line, those of a traceback too."""
+    """Formatter that prefixes every line, also of tracebacks, with time, level, role and rank."""
 
     default_msec_format = "%s.%03d"
 
@@ -106,7 +102,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Writes to the standard error of the moment, which a progress bar replaces while it is shown."""
+    """Handler for the current standard error, which a progress bar may replace."""
 
     def __init__(self, console: TextIO | None) -> None:
         logging.Handler.__init__(self)
@@ -118,11 +114,11 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Appends to a log file; what the disk does not take is lost, and said once on the console."""
+    """Handler that appends to a file; if the disk is full, records are lost and the console says so once."""
 
     def __init__(self, path: Path, *, console: logging.Handler) -> None:
         super().__init__()
-        self._file = WholeLines(path)
+        self._file = AppendFile(path)
         self._console = console
         self._fails = False
 
@@ -132,26 +128,19 @@ class _FileHandler(logging.Handler):
             self._fails = False
         except OSError as error:
             if not self._fails:
-                self._fails = True
-                self._warn(error)
-        except Exception:  # noqa: BLE001  (a record that cannot be formatted, as any handler of logging does)
+                text = (
+                    f"{self._file.path} was not written: {error.strerror or error}; the run goes on, and later "
+                    "records are written if they fit"
+                )
+                fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+                self._console.handle(logging.makeLogRecord(fields))
+            self._fails = True
+        except Exception:  # noqa: BLE001  (a record that cannot be formatted; every logging handler does this)
             self.handleError(record)
 
     def close(self) -> None:
         self._file.close()
         super().close()
-
-    def _warn(self, error: OSError) -> None:
-        why = error.strerror or str(error)
-        text = f"{self._file.path} was not written: {why}; all goes on, and what fits later is written"
-        self._console.handle(
-            logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, args=None, exc_info=None)
-        )
-
-
-def _is_for_console(record: logging.LogRecord) -> bool:
-    """Ours at any level, those of libraries from ERROR up."""
-    return record.levelno >= logging.ERROR or record.name.partition(".")[0] in OUR_PACKAGES
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,9 +1,9 @@
-"""Metrics: values that know how they are reduced, and the file they end in.
+"""Metrics: values with their reduction, and the file metrics.jsonl.
 
 `metrics.jsonl` has one JSON object a line: a step's (`step`, `policy_version`, `reward/mean`,
 `loss/mean`, `time/step_s`, ...) or an evaluation's (it has the key `eval/correct`). The lines are
-strictly valid JSON: a number that JSON lacks is the string "nan", "inf" or "-inf", so a divergence
-is told from a missing value; `read_metrics` turns it back.
+strictly valid JSON: numbers that are not finite are the strings "nan", "inf" and "-inf", which
+`read_metrics` turns back.
 
 Names end in their unit (`_s`, `_per_s`), logprobs are in nats.
 """
@@ -16,33 +16,35 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
-from rl.errors import writing
+import numpy as np
+
 from rl.observability.background import WRITE_S
-from rl.observability.whole_lines import WholeLines
-from rl.worker_thread import run_aside
+from rl.utils.errors import writing
+from rl.utils.files import AppendFile
+from rl.utils.threads import run_aside
 
 MetricT = TypeVar("MetricT", bound="Metric")
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """A value from one rank, call or step, to be merged with others of its kind."""
+    """Value of one rank, call or step, which merges with others of its kind."""
 
     @property
     def value(self) -> float:
-        """The reduced value; NaN where there was nothing to reduce."""
+        """Reduced value; NaN if there was nothing to reduce."""
         ...
 
     def merge(self: MetricT, other: MetricT) -> MetricT:
-        """Of both together; associative. `other` is the later one."""
+        """Return the reduction of both; associative. `other` is the later one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Weighted mean, kept as a sum and a count so that parts of any size merge exactly."""
+    """Weighted mean, stored as sum and count so that parts of any size merge exactly."""
 
     sum: float
     count: float = 1
@@ -57,8 +59,10 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Std:
-    """Standard deviation of all values (not Bessel-corrected), each part kept as its mean, its count and
-    its squared deviations; merged as Chan, Golub and LeVeque (1983) do."""
+    """Standard deviation without Bessel's correction, stored as mean, count and squared deviations.
+
+    Parts are merged as in Chan, Golub and LeVeque (1983).
+    """
 
     mean: float
     count: float = 1
@@ -92,7 +96,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Largest; NaN if any part is NaN, so that a divergence cannot hide behind a larger number."""
+    """Maximum; NaN if any part is NaN, so that a divergence stays visible."""
 
     value: float
 
@@ -102,7 +106,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The latest: a version, a learning rate."""
+    """Latest value, such as a version or a learning rate."""
 
     value: float
 
@@ -111,10 +115,10 @@ class Last:
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several ranks, calls or steps as one set, each by its own reduction.
+    """Merge the metrics of several ranks, calls or steps, each by its own reduction.
 
     Raises:
-        TypeError: one name has two kinds of reduction.
+        TypeError: a name has two kinds of reduction.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
@@ -131,11 +135,11 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 Record = Mapping[str, Metric | SupportsFloat | None]
-"""One line's values by name; a plain number (of numpy too) is taken as it is, None is left out."""
+"""Values of one line by name; plain numbers (also of numpy) are written as they are, None is omitted."""
 
 
 def reduced(metric: Metric | SupportsFloat | None) -> float | None:
-    """The number of one entry of a record; None where there is nothing to report (a mean over nothing)."""
+    """Return the number of one entry of a record, or None for a mean over nothing."""
     if metric is None or (isinstance(metric, Mean) and not metric.count):
         return None
     value = metric.value if isinstance(metric, Metric) else metric
@@ -143,38 +147,34 @@ def reduced(metric: Metric | SupportsFloat | None) -> float | None:
 
 
 class MetricsWriter:
-    """Appends records to a file, each line whole or not at all; a context manager."""
+    """Writer of metrics.jsonl; each line is written whole or not at all. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UnwrittenError where the file cannot be made."""
+        """Open the file; raises UnwrittenError."""
         self._num_records = len(read_metrics(path)) if path.exists() else 0
-        self._file = WholeLines(path)
+        self._file = AppendFile(path)
         with writing(path):
             self._file.open()
 
     @property
     def num_records(self) -> int:
-        """Lines of the file, those of an earlier writer included."""
+        """Number of lines of the file, including those of an earlier writer."""
         return self._num_records
 
     async def flush_to_disk(self) -> None:
-        """Return when what is written would outlive a power failure; raises UnwrittenError, also after
-        `WRITE_S`."""
+        """Wait until the lines are on the disk; raises UnwrittenError, also after `WRITE_S`."""
         with writing(self._file.path):
             await run_aside(self._file.sync, name="fsync", limit_s=WRITE_S)
 
     def write(self, record: Record) -> None:
-        """Append one line; what there is nothing to report of is left out.
+        """Append one line, without empty metrics.
 
         Raises:
-            UnwrittenError: the disk is full, or the file cannot be written; nothing of the line is in it.
+            UnwrittenError: the line cannot be written; the file is unchanged.
         """
-        line: dict[str, float | str] = {}
-        for name, metric in record.items():
-            if (value := reduced(metric)) is not None:
-                line[name] = value if math.isfinite(value) else str(value)
+        line = {name: value for name, metric in record.items() if (value := reduced(metric)) is not None}
         with writing(self._file.path):
-            self._file.append(json.dumps(line, allow_nan=False) + "\n")
+            self._file.append(to_json(line) + "\n")
         self._num_records += 1
 
     def close(self) -> None:
@@ -189,12 +189,25 @@ class MetricsWriter:
         self.close()
 
 
+def to_json(value: Any) -> str:
+    """Return strictly valid JSON: numbers that are not finite and objects of other types become strings."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file; one that was cut short by the end of its process is left out."""
+    """Return the records of a metrics file, without a last line that was cut short."""
     lines = path.read_text().splitlines(keepends=True)
-    return [parse_record(line) for line in lines if line.endswith("\n")]
-
-
-def parse_record(line: str) -> dict[str, float]:
-    """One line of a metrics file; raises ValueError where it is not JSON."""
-    return {k: float(v) if isinstance(v, str) else v for k, v in json.loads(line).items()}
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: float(v) if isinstance(v, str) else v for k, v in record.items()} for record in records]

@@ -1,16 +1,15 @@
-"""What the model wrote, on disk: rollouts.jsonl, one JSON object a rollout, of bounded size.
+"""Recorded rollouts: rollouts.jsonl, one JSON object a line, of bounded size.
 
     {"step": 3, "kind": "train", "advantage": 0.5, "problem": "sum-digits/47-82", "answer": "21", "sample": 0,
      "reward": 1.0, "correct": true, "parts": {"answer": 1.0}, "end": "done", "turns": [{"messages": [...],
      "reply": "...", "prompt_ids": [...], "token_ids": [...], "logprobs": [...], "policy_versions": [...],
      "trainer_logprobs": [...], "advantages": 0.5, "mask": 1}]}
 
-`kind` is train, dropped (with the reason why its group was), pending (no step had taken it when the run
-stopped), eval (greedy) or eval_sampled (with the set).
-`logprobs` are the generator's, in nats. The last three are of `train` alone: the trainer's logprobs, of the
-pass that the gradient was computed in; advantages; 1 for a token that was trained on, 0 for one that was not.
-Versions, advantages and mask are one number, or one a token where they differ. A number that is not finite is
-written as a text, as in metrics.jsonl: JSON has none. So is the trainer's logprob of what was cut off.
+`kind` is train, dropped (with the reason), pending (not yet trained on when the run stopped), eval (greedy) or
+eval_sampled (with the set). `logprobs` are the generator's, in nats. Only `train` has the last three: the
+trainer's logprobs in the pass that computed the gradient, NaN for tokens that were cut off; advantages; and the
+mask, 1 for tokens that were trained on. Versions, advantages and mask are one number if all tokens have the same.
+Numbers that are not finite are strings, as in metrics.jsonl.
 
 Shape legend: P groups, G scored rollouts of each, C tokens that the model produced, in all turns.
 """
@@ -23,19 +22,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl.config.effect import only_if
-from rl.data.difficulty import write_pass_rates
-from rl.observability.whole_lines import WholeLines
+from rl.observability.bounded_file import BoundedFile, previous_file
+from rl.observability.metrics import to_json
 from rl.rollouts.evaluation import EvaluationResult
-from rl.rollouts.grading import failure_of
-from rl.rollouts.group import Group, Place
+from rl.rollouts.group import Group, RolloutId, failure_of
 from rl.rollouts.producer import Batch
+from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
 
 logger = logging.getLogger(__name__)
@@ -45,20 +44,19 @@ PASS_RATES = "pass_rates.jsonl"
 
 @dataclass(kw_only=True, slots=True)
 class RecorderConfig:
-    """Which rollouts are written to rollouts.jsonl."""
+    """Selection of the rollouts in rollouts.jsonl."""
 
     enable: bool = True
-    """Write any."""
+    """Record rollouts."""
     num_groups: int | None = field(default=2, metadata=only_if("enable", True))
-    """Groups of each step that are written, the first ones, and as many of those that were dropped before it.
-    Rollouts that failed, or in which no answer was found, are written of every other group too, up to as many
-    rollouts. None: all groups."""
+    """Number of groups recorded from each step (the first ones), and from those dropped before it. Of other
+    groups only rollouts that failed or have no answer are recorded, up to as many rollouts. None: all groups."""
     num_eval_problems: int | None = field(default=32, metadata=only_if("enable", True))
-    """Problems of each evaluation set that are written, and as many odd rollouts of others. None: all."""
+    """Number of problems recorded from each evaluation set, and of failed rollouts of others. None: all."""
     tokens: bool = field(default=True, metadata=only_if("enable", True))
-    """Token ids, logprobs of generator and trainer, policy versions, advantages and mask too."""
+    """Record token ids, logprobs of generator and trainer, policy versions, advantages and mask."""
     max_megabytes: float = field(default=256.0, metadata=only_if("enable", True))
-    """Of the file and the one before it, rollouts.1.jsonl, together: the oldest rollouts make room."""
+    """Largest size of rollouts.jsonl and rollouts.1.jsonl together; the oldest rollouts are dropped."""
 
     def __post_init__(self) -> None:
         if (self.num_groups or 0) < 0 or (self.num_eval_problems or 0) < 0:
@@ -72,18 +70,17 @@ class RecorderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedRollout:
-    """What a step knows of the tokens of a scored rollout."""
+    """Training data of a scored rollout's tokens."""
 
     advantages: np.ndarray
     """[C] float32."""
     mask: np.ndarray | None = None
-    """[C] bool, True where the token was trained on; None where nobody asked."""
+    """[C] bool, True for tokens that were trained on; None if unknown."""
     trainer_logprobs: np.ndarray | None = None
-    """[C] float32, nats; NaN of a token that was cut off. None where the trainer was not asked, or did not
-    get as far."""
+    """[C] float32, nats; NaN for tokens that were cut off. None if the trainer did not return them."""
 
     def of_turns(self, turns: Sequence[Turn]) -> list[dict[str, np.ndarray]]:
-        """What the line says of each turn."""
+        """Split the arrays by turns."""
         values = {
             "trainer_logprobs": self.trainer_logprobs,
             "advantages": self.advantages,
@@ -96,143 +93,133 @@ class TrainedRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entry:
-    """A rollout that may get a line."""
+    """Candidate for a line of the file."""
 
     rollout: Rollout
     score: Score
-    said: Mapping[str, Any]
-    """With which the line begins."""
+    head: Mapping[str, Any]
+    """Fields at the beginning of the line."""
     trained: TrainedRollout | None = None
-    place: Place | None = None
-    """In its batch, of one that was scored."""
+    id: RolloutId | None = None
+    """Position of a scored rollout in its batch."""
 
     @property
     def is_odd(self) -> bool:
-        """Written of every group."""
+        """True for a failed or unparsed rollout, which is recorded from any group."""
         return failure_of(self.rollout, self.score) is not None or bool(self.score.unparsed)
 
 
 class Recorder:
-    """Appends lines; when the file has half of what it may, it takes the place of the one before."""
+    """Writer of rollouts.jsonl, which replaces rollouts.1.jsonl when it has half of the allowed size."""
 
     def __init__(self, path: Path, *, config: RecorderConfig) -> None:
         self.path = path
         self.config = config
         self._fails = False
 
-    def places(self, groups: Sequence[Group]) -> list[Place]:
-        """Of the rollouts whose tokens `step` will write: what it is told of others is not looked at."""
+    def recorded_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
+        """Return the ids of the rollouts whose tokens `step` will record."""
         if not (self.config.enable and self.config.tokens):
             return []
         chosen = self._chosen([_entries(group, number=p) for p, group in enumerate(groups)])
-        return [entry.place for entry in chosen if entry.place is not None]
+        return [entry.id for entry in chosen if entry.id is not None]
 
     def step(self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]) -> None:
-        """Of a step's groups, in order, and of those that were dropped before it."""
-        self._append(self._of_step(step, batch, trained_PG))
+        """Record a step's groups, in order, and the groups that were dropped before it."""
+        pairs = zip(batch.groups, trained_PG, strict=True)
+        groups = [_entries(group, trained, step=step, kind="train") for group, trained in pairs]
+        self._append([*self._chosen(groups), *self._chosen(_dropped(step, batch))])
+
+    def stopped(self, step: int, batch: Batch) -> None:
+        """Record the producer's groups when the run stopped before this step's batch."""
+        groups = [_entries(group, step=step, kind="pending") for group in batch.groups]
+        self._append([*self._chosen(groups), *self._chosen(_dropped(step, batch))])
 
     def evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Of each set's problems, in order; where some were drawn several times, also pass_rates.jsonl with
-        the share of right replies to each, for a difficulty filter."""
-        self._append(self._of_evaluation(step, result))
+        """Record an evaluation, and write pass_rates.jsonl if problems were sampled several times.
+
+        The pass rate of a problem is its share of right replies, for a difficulty filter.
+        """
+        chosen: list[Entry] = []
+        for done in result.sets:
+            for kind, groups in (("eval", [[pair] for pair in done.greedy]), ("eval_sampled", done.sampled)):
+                head = {"step": step, "set": done.name, "kind": kind}
+                entries = [[Entry(rollout=r, score=s, head=head) for r, s in group] for group in groups]
+                chosen += _first_and_odd(entries, self.config.num_eval_problems)
+        self._append(chosen)
         if self.config.enable and (rates := result.pass_rates()):
             with self._going_on(PASS_RATES):
                 write_pass_rates(self.path.with_name(PASS_RATES), rates)
 
-    def stopped(self, step: int, batch: Batch) -> None:
-        """Of what the producer had when the run stopped before this step's batch."""
-        pending = [_entries(group, step=step, kind="pending") for group in batch.groups]
-        chosen = chain(self._chosen(pending), self._chosen(_dropped(step, batch)))
-        self._append(self._line(entry) for entry in chosen)
-
-    def stopped_evaluation(self, step: int, result: EvaluationResult) -> None:
-        """Of an evaluation in which too much failed, as far as it got; no rates."""
-        self._append(self._of_evaluation(step, result))
-
-    def _of_step(
-        self, step: int, batch: Batch, trained_PG: Sequence[Sequence[TrainedRollout]]
-    ) -> Iterator[dict[str, Any]]:
-        trained = [
-            _entries(group, of_group, step=step, kind="train")
-            for group, of_group in zip(batch.groups, trained_PG, strict=True)
-        ]
-        for entry in chain(self._chosen(trained), self._chosen(_dropped(step, batch))):
-            yield self._line(entry)
-
     def _chosen(self, entries_PG: Sequence[list[Entry]]) -> Iterator[Entry]:
         return _first_and_odd(entries_PG, self.config.num_groups)
 
-    def _of_evaluation(self, step: int, result: EvaluationResult) -> Iterator[dict[str, Any]]:
-        for done in result.sets:
-            for kind, groups in (("eval", [[pair] for pair in done.greedy]), ("eval_sampled", done.sampled)):
-                said = {"step": step, "set": done.name, "kind": kind}
-                entries = [[Entry(rollout=r, score=s, said=said) for r, s in group] for group in groups]
-                for entry in _first_and_odd(entries, self.config.num_eval_problems):
-                    yield self._line(entry)
-
     def _line(self, entry: Entry) -> dict[str, Any]:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
-        line: dict[str, Any] = dict(entry.said)
-        if trained is not None:
-            line["advantage"] = _shortest(trained.advantages)
-        line |= {
+        failure = failure_of(rollout, score)
+        turns = [self._turn(turn) for turn in rollout.turns]
+        if trained is not None and self.config.tokens:
+            for fields, values in zip(turns, trained.of_turns(rollout.turns), strict=True):
+                fields |= {
+                    name: _rounded(v) if name == "trainer_logprobs" else _shortest(v)
+                    for name, v in values.items()
+                }
+        return {
+            **entry.head,
+            **({} if trained is None else {"advantage": _shortest(trained.advantages)}),
             "problem": rollout.prompt.problem.id,
             "answer": rollout.prompt.problem.answer,
             "sample": rollout.sample,
             "reward": score.reward,
             "correct": score.correct,
-            "parts": dict(score.parts),
+            "parts": score.parts,
             "end": rollout.end,
+            **({} if failure is None else {"failure": failure}),
+            **({"unparsed": score.unparsed} if score.unparsed else {}),
+            "turns": turns,
         }
-        if (failure := failure_of(rollout, score)) is not None:
-            line["failure"] = failure
-        if score.unparsed:
-            line["unparsed"] = list(score.unparsed)
-        turns = [self._turn(turn) for turn in rollout.turns]
-        if trained is not None and self.config.tokens:
-            for said, values in zip(turns, trained.of_turns(rollout.turns), strict=True):
-                said |= {
-                    name: _rounded(v) if name == "trainer_logprobs" else _shortest(v)
-                    for name, v in values.items()
-                }
-        return line | {"turns": turns}
 
     def _turn(self, turn: Turn) -> dict[str, Any]:
-        said: dict[str, Any] = {
+        completion = turn.completion
+        fields: dict[str, Any] = {
             "messages": [{"role": m.role, "content": m.content} for m in turn.messages],
             "reply": turn.text,
-            "finish_reason": turn.completion.finish_reason,
+            "finish_reason": completion.finish_reason,
         }
         if turn.observation.reward:
-            said["reward"] = turn.observation.reward
+            fields["reward"] = turn.observation.reward
         if turn.observation.metrics:
-            said["metrics"] = dict(turn.observation.metrics)
-        if not self.config.tokens:
-            return said
-        completion = turn.completion
-        return said | {
-            "prompt_ids": turn.prompt_ids.tolist(),
-            "token_ids": completion.token_ids.tolist(),
-            "logprobs": _rounded(completion.logprobs),
-            "policy_versions": _shortest(completion.policy_versions),
-        }
+            fields["metrics"] = turn.observation.metrics
+        if self.config.tokens:
+            fields |= {
+                "prompt_ids": turn.prompt_ids,
+                "token_ids": completion.token_ids,
+                "logprobs": _rounded(completion.logprobs),
+                "policy_versions": _shortest(completion.policy_versions),
+            }
+        return fields
 
-    def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def _append(self, entries: Sequence[Entry]) -> None:
         if not self.config.enable:
             return
-        texts = [json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines]
-        with self._going_on(self.path.name):
-            self._write(texts)
+        file = BoundedFile(self.path, max_bytes=int(self.config.max_megabytes * 1e6))
+        with self._going_on(self.path.name), closing(file):
+            for entry in entries:
+                line = to_json(self._line(entry)) + "\n"
+                if len(line) > file.max_line:
+                    logger.warning("a rollout of %d bytes is too long for %s", len(line), self.path.name)
+                elif file.append(line):
+                    logger.info("%s is full: the oldest rollouts are dropped", self.path.name)
 
     @contextmanager
     def _going_on(self, name: str) -> Iterator[None]:
-        """Training needs nothing of it: a full disk is a warning, once until it is written again."""
+        """Warn once about a full disk, until a write succeeds again; training goes on."""
         try:
             yield
         except OSError as error:
             if not self._fails:
                 logger.warning(
-                    "%s was not written: %s; training goes on, and what fits later is written",
+                    "%s was not written: %s; training goes on, and later rollouts are written if they fit",
                     self.path.with_name(name),
                     error.strerror or error,
                 )
@@ -240,38 +227,11 @@ class Recorder:
         else:
             self._fails = False
 
-    def _write(self, texts: list[str]) -> None:
-        limit = self.config.max_megabytes * 1e6 / 2
-        file = WholeLines(self.path)
-        size = self.path.stat().st_size if self.path.exists() else 0
-        while texts:
-            # In ASCII: as many bytes as characters.
-            num_fit = sum(end <= limit - size for end in accumulate(map(len, texts)))
-            if num_fit:
-                with closing(file):
-                    file.append("".join(texts[:num_fit]))
-                del texts[:num_fit]
-            elif size:
-                self.path.replace(previous_file(self.path))
-                logger.info("%s is full: the oldest rollouts make room", self.path.name)
-            else:
-                logger.warning("a rollout of %d bytes is too long for %s", len(texts.pop(0)), self.path.name)
-            size = self.path.stat().st_size if self.path.exists() else 0
-
-
-def previous_file(path: Path) -> Path:
-    """Where what is older than a rollouts.jsonl lies."""
-    return path.with_suffix(f".1{path.suffix}")
-
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Of the file and the one before it, oldest first; a line that its process did not end is left out."""
-    lines = [
-        line
-        for part in (previous_file(path), path)
-        if part.exists()
-        for line in part.read_text(encoding="utf-8").splitlines(keepends=True)
-    ]
+    """Return the rollouts of both files, oldest first, without an unfinished line."""
+    parts = [part for part in (previous_file(path), path) if part.exists()]
+    lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines(keepends=True)]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -280,24 +240,22 @@ def _dropped(step: int, batch: Batch) -> list[list[Entry]]:
 
 
 def _entries(
-    group: Group, trained: Iterable[TrainedRollout] = (), *, number: int = 0, **said: Any
+    group: Group, trained: Iterable[TrainedRollout] = (), *, number: int = 0, **head: Any
 ) -> list[Entry]:
-    """[G]; `trained` is what is known of the group's scored rollouts, or nothing. `number` is the group's."""
+    """Return the entries of group `number`; `trained` belongs to its scored rollouts, or is empty."""
     entries: list[Entry] = []
     of_scored = zip_longest(range(len(group.scored)), trained)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
         if failure_of(rollout, score) is not None:
-            entries.append(Entry(rollout=rollout, score=score, said=said))
+            entries.append(Entry(rollout=rollout, score=score, head=head))
         else:
-            place, known = next(of_scored)
-            entries.append(
-                Entry(rollout=rollout, score=score, said=said, trained=known, place=(number, place))
-            )
+            sample, known = next(of_scored)
+            entries.append(Entry(rollout=rollout, score=score, head=head, trained=known, id=(number, sample)))
     return entries
 
 
 def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int | None) -> Iterator[Entry]:
-    """Those of the first groups, and odd ones of the groups after them as far as there is room."""
+    """Yield the entries of the first `num` groups, and as many odd entries of the others as would fit them."""
     num = len(entries_PG) if num is None else num
     yield from chain.from_iterable(entries_PG[:num])
     room = num * max(map(len, entries_PG), default=0)
@@ -305,25 +263,10 @@ def _first_and_odd(entries_PG: Sequence[list[Entry]], num: int | None) -> Iterat
 
 
 def _shortest(values: np.ndarray) -> list[float] | float:
-    """One number where all are the same."""
+    """Return one number if all are equal, else the list."""
     numbers: list[float] = values.tolist()
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def _rounded(logprobs: np.ndarray) -> list[float]:
     return [round(float(p), 6) for p in logprobs]
-
-
-def _plain(value: Any) -> Any:
-    """The same in what JSON has; what it has no form for as a text."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return str(value)

@@ -1,12 +1,12 @@
-"""The folder of one run: who may write into it, and what is in it.
+"""Folder of one run: its files and its lock.
 
     outputs/<name>/
         config.json  metrics.jsonl  rollouts.jsonl  learning_curve.png  events.jsonl  environment.json
         status.json  timeline.json  report.html
-        logs/  checkpoints/  and, of sinks that are asked for, tensorboard/  wandb/
+        logs/  checkpoints/  and of enabled sinks tensorboard/  wandb/
 
-A lock on `.lock` is held while the run lives; the kernel drops it when the process ends, however
-it ends. `status.json` says whether the run finished.
+The run holds a lock on `.lock`, which the kernel releases when the process ends. `status.json` says whether the
+run finished.
 """
 
 from __future__ import annotations
@@ -22,9 +22,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from rl.atomic_file import SUFFIX, replacing
-from rl.errors import writing
-from rl.folder_lock import LOCK, lock, make_folder, remove_empty, usable
+from filelock import FileLock
+
+from rl.utils.errors import writing
+from rl.utils.files import (
+    LOCK,
+    TMP_SUFFIX,
+    atomic_write,
+    folder_errors,
+    lock_folder,
+    make_folder,
+    remove_empty,
+)
 
 STATUS = "status.json"
 AS_WHAT = "a run's folder"
@@ -49,26 +58,26 @@ OWN_FILES = (
     TIMELINE,
     STATUS,
 )
-PARTIAL_FILES = tuple(f"{name}{SUFFIX}" for name in OWN_FILES)
-"""Of a process that was killed while it wrote; the next run that has the folder removes them."""
+PARTIAL_FILES = tuple(f"{name}{TMP_SUFFIX}" for name in OWN_FILES)
+"""Temporary files of a process that was killed while it wrote; the next run removes them."""
 OWN_FOLDERS = ("logs", "checkpoints")
 TENSORBOARD = "tensorboard"
 SINK_FOLDERS = (TENSORBOARD, "wandb")
-"""Made by sinks; W&B names its own."""
+"""Folders of sinks."""
 WEIGHTS = "weights"
-"""Where weights travel as files, unless they are elsewhere; gone when the run has ended in order."""
+"""Folder of weights that are published as files; removed at a regular end of the run."""
 FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
-"""Of a trainer that stops: the batch of a loss that is not finite, the latest collectives of each rank."""
+"""Files of a trainer that failed: the batch of a loss that is not finite, and the latest collectives of each rank."""
 
 
 class RunFolder:
-    """A run's folder, locked for this process until closed; a context manager.
+    """Folder of a run, locked by this process until it is closed; a context manager.
 
-    Leaving it does not make a run finished: a run that fails or is killed stays unfinished.
+    Closing does not mark the run as finished.
     """
 
     def __init__(
-        self, path: Path, *, checkpoints: Path | None, lock_fd: int | None, created: Path | None
+        self, path: Path, *, checkpoints: Path | None, lock: FileLock | None, created: Path | None
     ) -> None:
         """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
         self.path = path
@@ -81,7 +90,7 @@ class RunFolder:
         self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
         self.timeline = path / TIMELINE
-        self._lock_fd: int | None = lock_fd
+        self._lock = lock
         self._created = created
 
     @classmethod
@@ -96,38 +105,33 @@ class RunFolder:
         checkpoints: Path | None = None,
         wall_clock: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> RunFolder:
-        """Make and lock `dump_folder/name`; with `time_stamp`, `-YYYYmmdd-HHMMSS` is added to the name, and
-        `-2` and so on where there is such a run: a clock that is set back shows a time twice.
+        """Make and lock `dump_folder/name`.
 
         Args:
-            inputs: files and folders, by field, that the run is going to read.
-            checkpoints: a folder elsewhere for them, which is neither made nor cleared here.
-            wall_clock: local time; names the folder and decides nothing.
+            time_stamp: add `-YYYYmmdd-HHMMSS` to the name, and `-2` and so on if that folder exists.
+            inputs: files and folders that the run reads, by config field.
+            checkpoints: another folder for checkpoints, which is neither made nor cleared.
+            wall_clock: local time for the name.
 
         Raises:
-            ValueError: the folder cannot be made, is no run's folder, is in use, or holds a
-                finished or unfinished run and `overwrite` is false; or an input lies in the folder
-                that is to be replaced. Nothing is left behind.
+            ValueError: the folder cannot be made, is not a run's, is in use, or holds a run and `overwrite` is
+                false; or an input lies in the folder that would be replaced. Nothing is left behind.
         """
         if time_stamp:
-            name = _free_name(Path(dump_folder).expanduser(), f"{name}-{wall_clock():%Y%m%d-%H%M%S}")
+            name = f"{name}-{wall_clock():%Y%m%d-%H%M%S}"
+            names = chain((name,), (f"{name}-{number}" for number in count(2)))
+            name = next(free for free in names if not os.path.lexists(Path(dump_folder).expanduser() / free))
         if not name or name in (".", "..") or Path(name).name != name:
             raise ValueError(f"name={name!r} is not a folder name")
         path = Path(dump_folder).expanduser().absolute() / name
         created = make_folder(path, AS_WHAT)
         _refuse_foreign(path)
-        had_lock = (path / LOCK).exists()
+        lock: FileLock | None = None
         try:
-            lock_fd = lock(path, as_what=AS_WHAT, otherwise="choose another name")
-        except ValueError:
-            remove_empty(path, topmost=created)
-            raise
-        try:
-            status = read_status(path)
-            if status is not None and not overwrite:
-                raise ValueError(_occupied(path, status))
+            lock = lock_folder(path, as_what=AS_WHAT, otherwise="choose another name")
+            check_free(path, overwrite=overwrite)
             _refuse_inputs(path, inputs or {})
-            with usable(path, AS_WHAT):
+            with folder_errors(path, AS_WHAT):
                 _clear(path)
                 for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
                     (path / folder).mkdir()
@@ -135,64 +139,61 @@ class RunFolder:
         except BaseException:
             if created is not None:
                 _remove(path, topmost=created)
-            elif not had_lock:
-                for name in OWN_FOLDERS:
-                    with contextlib.suppress(OSError):
-                        (path / name).rmdir()
-                (path / LOCK).unlink()
-            os.close(lock_fd)
+            if lock is not None:
+                lock.release()
             raise
-        return cls(path, checkpoints=checkpoints, lock_fd=lock_fd, created=created)
+        return cls(path, checkpoints=checkpoints, lock=lock, created=created)
 
     @classmethod
     def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Lock the folder of a run that has ended, to go on in it; nothing in it changes before `reopen`.
+        """Lock the folder of a run that has ended, to continue the run after `reopen`.
 
         Raises:
-            ValueError: it is no run's folder, or in use by one that goes on.
+            ValueError: the folder is not a run's, or the run is still going on.
         """
         folder = cls.to_read(path, checkpoints=checkpoints)
-        folder._lock_fd = lock(path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed")
+        folder._lock = lock_folder(
+            path, as_what=AS_WHAT, otherwise="only a run that has ended can be resumed"
+        )
         return folder
 
     @classmethod
     def to_read(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
-        """Without its lock, so that another process may have it: nothing is to be written here.
+        """Open the folder for reading, without its lock.
 
         Raises:
-            ValueError: it is no run's folder.
+            ValueError: the folder is not a run's.
         """
         if not path.is_dir() or read_status(path) is None:
             raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
-        return cls(path, checkpoints=checkpoints, lock_fd=None, created=None)
+        return cls(path, checkpoints=checkpoints, lock=None, created=None)
 
     @property
     def is_finished(self) -> bool:
-        """Whether its run came to its end."""
         return read_status(self.path) == "finished"
 
     def reopen(self) -> None:
-        """The run goes on: it is unfinished again, and what its last process left half done is removed."""
+        """Mark the run as running again, and remove temporary files of its last process."""
         for name in PARTIAL_FILES:
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
-        with usable(self.path, AS_WHAT):
+        with folder_errors(self.path, AS_WHAT):
             for folder in OWN_FOLDERS:
                 if folder == self.logs.name or self.checkpoints.parent == self.path:
                     (self.path / folder).mkdir(exist_ok=True)
             _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
-        """From now on the folder is refused without `overwrite`, as a finished run's.
+        """Mark the run as finished.
 
         Raises:
-            UnwrittenError: status.json cannot be written, so that the run still counts as unfinished.
+            UnwrittenError: status.json cannot be written, so the run still counts as unfinished.
         """
         with writing(self.path / STATUS):
             _write_status(self.path, "finished")
 
     def discard(self) -> None:
-        """Undo `create`: a run that was refused before it began leaves no folder behind."""
+        """Undo `create`, for a run that was refused before it began."""
         if self._created is not None:
             _remove(self.path, topmost=self._created)
         else:
@@ -201,10 +202,10 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Free the folder for others; safe to call twice."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        """Release the lock. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -216,21 +217,22 @@ class RunFolder:
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """What `RunFolder.create` would refuse of the folder, which is only looked at.
-
-    Raises:
-        ValueError: it is no run's folder, or holds a run and `overwrite` is false.
-    """
+    """Raise the ValueError that `RunFolder.create` would raise for an existing folder."""
     if not path.is_dir():
         return
     _refuse_foreign(path)
     status = read_status(path)
-    if status is not None and not overwrite:
-        raise ValueError(_occupied(path, status))
+    if status == "finished" and not overwrite:
+        raise ValueError(f"{path} holds a finished run; choose another name, or --overwrite to replace it")
+    if status == "running" and not overwrite:
+        raise ValueError(
+            f"{path} holds an unfinished run (it failed or was killed); continue it with --resume {path}, "
+            "choose another name, or --overwrite to replace it"
+        )
 
 
 def read_status(path: Path) -> Literal["running", "finished"] | None:
-    """What a run's `status.json` says, "running" also of a run that was killed; None without the file."""
+    """Return the status of a run, "running" also if it was killed; None without status.json."""
     try:
         content = json.loads((path / STATUS).read_text())
     except FileNotFoundError:
@@ -240,11 +242,6 @@ def read_status(path: Path) -> Literal["running", "finished"] | None:
     return "finished" if content.get("status") == "finished" else "running"
 
 
-def _free_name(folder: Path, name: str) -> str:
-    names = chain((name,), (f"{name}-{number}" for number in count(2)))
-    return next(free for free in names if not os.path.lexists(folder / free))
-
-
 def _refuse_foreign(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()}
     if names and not names & {LOCK, STATUS}:
@@ -252,7 +249,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
-    """What the run starts from must outlive the clearing, be it under another name."""
+    """Refuse inputs, or their link targets, inside the folder that would be cleared."""
     for field, given in inputs.items():
         file = Path(os.path.abspath(given.expanduser()))
         links = [entry for entry in file.iterdir() if entry.is_symlink()] if file.is_dir() else []
@@ -264,17 +261,8 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
                 )
 
 
-def _occupied(path: Path, status: str) -> str:
-    if status == "finished":
-        return f"{path} holds a finished run; choose another name, or --overwrite to replace it"
-    return (
-        f"{path} holds an unfinished run (it failed or was killed); go on with it by --resume {path}, choose "
-        "another name, or --overwrite to replace it"
-    )
-
-
 def _clear(path: Path) -> None:
-    """Remove what a run wrote, and nothing else that somebody put there."""
+    """Remove the files that runs write, and no others."""
     failures = [file.name for pattern in FAILURE_FILES for file in path.glob(pattern)]
     for name in (*OWN_FOLDERS, *SINK_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
         target = path / name
@@ -286,12 +274,12 @@ def _clear(path: Path) -> None:
 
 
 def _remove(path: Path, *, topmost: Path) -> None:
-    """Remove a run's folder, and the folders made for it up to `topmost` unless others use them now."""
+    """Remove a run's folder, and its empty parents up to `topmost`."""
     shutil.rmtree(path)
     remove_empty(path.parent, topmost=topmost)
 
 
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with replacing(path / STATUS) as file:
+    with atomic_write(path / STATUS) as file:
         file.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")

@@ -1,125 +1,315 @@
-"""What the processes of a run did, read from logs/spans (`rl.observability.span_file` writes it)."""
+"""Spans: what each process does now, and what it has done.
+
+    RECORDER.start(logs, role="trainer", rank=0)
+    with span("forward_backward", version=3):
+        ...
+
+Two files of a run's logs hold the recording of a process:
+
+- `state/<role>-<rank>.json`: the spans that are open. The file is one JSON object padded to a fixed size and
+  rewritten in place by one system call whenever a span begins or ends, so other processes can read it at any
+  time, also when the process is stopped or dead, and on a full disk.
+- `spans/<role>-<rank>.jsonl`: the spans that have ended, one Chrome trace event a line. Lines wait up to 0.25 s
+  for each other while other spans are open.
+
+`rl.observability.span_reader` reads both.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import json
+import logging
+import math
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import TracebackType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from rl.observability.span_file import SPANS_FOLDER
+from rl.config.effect import only_if
+from rl.observability.bounded_file import BoundedFile
+from rl.utils.processes import identify
 
-Kind = Literal[
-    "generate", "reward", "pack", "forward_backward", "optim", "push", "pull", "wait", "checkpoint", "other"
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-MAX_BYTES = 1 << 27
-"""That are read: about a million spans."""
-WAITS = "waits for "
-"""Begins the names of activities that are waits."""
-_KIND_OF: dict[str, Kind] = {
-    "generate": "generate",
-    "score": "reward",
-    "pack": "pack",
-    "forward_backward": "forward_backward",
-    "optim_step": "optim",
-    "push": "push",
-    "pull": "pull",
-    "save": "checkpoint",
-    "finish_saving": "checkpoint",
-    "load": "checkpoint",
-    "export": "checkpoint",
-}
+P = ParamSpec("P")
+SelfT = TypeVar("SelfT")
+ResultT = TypeVar("ResultT")
+
+STATE_FOLDER = "state"
+"""Folder of the open spans, in a run's logs."""
+SPANS_FOLDER = "spans"
+"""Folder of the ended spans, in a run's logs."""
+STATE_BYTES = 4096
+MAX_OPEN_NAMES = 12
+"""Names of open spans that the state file lists; the oldest are kept."""
+MAX_NAME_CHARACTERS = 100
+MAX_ERROR_CHARACTERS = 200
+BUFFER_S = 0.25
+_MIN_MEGABYTES = 0.1
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Something that a process did from a moment to another, in seconds since 1970."""
+@dataclass(kw_only=True, slots=True)
+class TimelineConfig:
+    """Recording of the spans that have ended."""
 
-    role: str
-    rank: int
-    name: str
+    enable: bool = True
+    """Write logs/spans during the run, and timeline.json at its end."""
+    max_megabytes: float = field(default=32.0, metadata=only_if("enable", True))
+    """Largest size of one process's spans; the oldest spans are dropped."""
+
+    def __post_init__(self) -> None:
+        if not _MIN_MEGABYTES <= self.max_megabytes < math.inf:
+            raise ValueError(
+                f"max_megabytes={self.max_megabytes}: must be at least {_MIN_MEGABYTES} and finite"
+            )
+
+
+class SpanLog:
+    """Append-only file of the ended spans of one process. The caller holds a lock."""
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        """Create the file or continue it; raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines: list[str] = []
+        self._flushed_s = -math.inf
+        self._file = BoundedFile(path, max_bytes=max_bytes)
+        # An earlier process may have been killed in the middle of a line.
+        self._file.append("\n" if path.exists() else "")
+
+    def add(
+        self, name: str, *, start_s: float, end_s: float, version: int | None, error: str | None, more: bool
+    ) -> None:
+        """Add a span that has ended, with times in seconds since 1970.
+
+        Args:
+            more: other spans are open, so that another call will follow.
+        """
+        args = f'"version": {version}' if version is not None else ""
+        if error is not None:
+            args += f'{", " if args else ""}"error": {json.dumps(error)}'
+        self._lines.append(
+            f'{{"ph": "X", "name": {quote(name)}, "ts": {start_s * 1e6:.0f}, '
+            f'"dur": {(end_s - start_s) * 1e6:.1f}, "args": {{{args}}}}}\n'
+        )
+        if not more or end_s - self._flushed_s > BUFFER_S:
+            self.flush()
+            self._flushed_s = end_s
+
+    def flush(self) -> None:
+        """Hand the buffered lines to the kernel; lines that a full disk refuses are lost."""
+        text, self._lines = "".join(self._lines), []
+        if text:
+            with contextlib.suppress(OSError):
+                self._file.append(text)
+
+    def close(self) -> None:
+        """Flush and close the file. Idempotent."""
+        self.flush()
+        self._file.close()
+
+
+class _OpenSpan(NamedTuple):
     start_s: float
-    end_s: float
-    version: int | None = None
-    """Policy version of the weights that were read or made."""
-    error: str | None = None
-    """That it ended with: its class and the beginning of its message."""
-
-    @property
-    def process(self) -> str:
-        """Such as "trainer[0]"."""
-        return f"{self.role}[{self.rank}]"
-
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
-
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.name)
+    version: int | None
 
 
-def kind_of(name: str) -> Kind:
-    """What an activity of this name is, for colours and sums."""
-    return "wait" if name.startswith(WAITS) else _KIND_OF.get(name, "other")
+class SpanRecorder:
+    """Recorder of the spans of one process. Thread-safe.
 
-
-def read_spans(logs: Path, *, max_bytes: int = MAX_BYTES) -> list[Span]:
-    """Of all processes of a run, by their starts; none where nothing was written.
-
-    A line that was cut short is left out, as is what follows no header. Of more than `max_bytes` each process
-    has its newest spans, as many as its part has room for.
+    Times are those of the monotonic clock plus an offset to the wall clock that is read once, so that setting
+    the wall clock changes no duration.
     """
-    files: dict[str, list[Path]] = defaultdict(list)
-    for file in sorted((logs / SPANS_FOLDER).glob("*.jsonl"), reverse=True):  # x-0.jsonl, then x-0.1.jsonl
-        files[file.name.removesuffix(".jsonl").removesuffix(".1")].append(file)
-    room = max_bytes // max(1, len(files))
-    spans = [span for of_process in files.values() for span in _newest(of_process, num_bytes=room)]
-    return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+
+    def __init__(self, *, log: SpanLog | None = None, wall_clock: Callable[[], float] = time.time) -> None:
+        """`log` receives the ended spans, until `start` or `stop`."""
+        self.log = log
+        self.on_begin: Callable[[str], None] | None = None
+        """Callback with the name of each span, called after the span was recorded as open."""
+        self._offset_s = wall_clock() - time.monotonic()
+        self._lock = threading.Lock()
+        self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
+        self._numbers = itertools.count()
+        self._policy_version: int | None = None
+        self._idle_since_s = self._now_s()
+        self._failed = "null"
+        self._head = ""
+        self._file: Path | None = None
+        self._descriptor: int | None = None
+        self._num_writes = 0
+
+    def start(self, logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> Path:
+        """Record under this name from now on, and return the state file.
+
+        Without `timeline` only the open spans are recorded. Raises OSError if the state file cannot be made.
+        """
+        file = logs / STATE_FOLDER / f"{role}-{rank}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        process = identify(os.getpid())
+        assert process is not None
+        head = {
+            "role": role,
+            "rank": rank,
+            "host": socket.gethostname(),
+            "pid": process.pid,
+            "start_ticks": process.start_ticks,
+            "clock_offset_s": self._offset_s,
+        }
+        with self._lock:
+            self._close()
+            if self._file is not None and self._file != file:
+                self._file.unlink(missing_ok=True)  # a process has one name at a time
+            self._file = file
+            self._head = json.dumps(head)[1:-1]
+            self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.ftruncate(self._descriptor, STATE_BYTES)
+            self._write_state(self._now_s())
+            if timeline is not None and timeline.enable:
+                self.log = _open_log(logs / SPANS_FOLDER / f"{role}-{rank}.jsonl", timeline)
+        return file
+
+    def stop(self) -> None:
+        """Record nothing from now on; the files stay."""
+        with self._lock:
+            self._close()
+
+    def begin(self, name: str, version: int | None) -> int:
+        """Open a span and return its number."""
+        number = next(self._numbers)
+        with self._lock:
+            start_s = self._now_s()
+            if version is not None:
+                self._policy_version = version
+            self._open.setdefault(name, {})[number] = _OpenSpan(start_s, version)
+            self._write_state(start_s)
+        if self.on_begin is not None:
+            self.on_begin(name)
+        return number
+
+    def end(self, name: str, number: int, error: BaseException | None = None) -> None:
+        """Close a span; a cancelled span counts as ended without an error."""
+        message = _describe_error(error) if isinstance(error, Exception) else None
+        with self._lock:
+            end_s = self._now_s()
+            same_name = self._open[name]
+            ended = same_name.pop(number)
+            if not same_name:
+                del self._open[name]
+                if not self._open:
+                    self._idle_since_s = end_s
+            if message is not None:
+                self._failed = json.dumps(
+                    {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
+                )
+            self._write_state(end_s)
+            if self.log is not None:
+                self.log.add(
+                    name,
+                    start_s=ended.start_s,
+                    end_s=end_s,
+                    version=ended.version,
+                    error=message,
+                    more=bool(self._open),
+                )
+
+    def _now_s(self) -> float:
+        return time.monotonic() + self._offset_s
+
+    def _write_state(self, now_s: float) -> None:
+        if self._descriptor is None:
+            return
+        self._num_writes += 1
+        spans = []
+        for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
+            oldest = next(iter(same_name.values()))
+            spans.append(
+                f'{{"name": {quote(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
+                f'"version": {_or_null(oldest.version)}, "since_s": {oldest.start_s:.3f}}}'
+            )
+        while len(state := self._state(spans, now_s)) > STATE_BYTES:
+            spans.pop()
+        with contextlib.suppress(OSError):  # a run goes on without its recording
+            os.pwrite(self._descriptor, state.ljust(STATE_BYTES - 1) + b"\n", 0)
+
+    def _state(self, spans: list[str], now_s: float) -> bytes:
+        # A reader that finds two different numbers has read during a write.
+        return (
+            f'{{"write": {self._num_writes}, {self._head}, "policy_version": {_or_null(self._policy_version)}, '
+            f'"failed": {self._failed}, "changed_s": {now_s:.3f}, "idle_since_s": {self._idle_since_s:.3f}, '
+            f'"open": [{", ".join(spans)}], "end": {self._num_writes}}}'
+        ).encode()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self.log is not None:
+            self.log.close()
+            self.log = None
 
 
-def _newest(files: Sequence[Path], *, num_bytes: int) -> Iterator[Span]:
-    """Of one process; its newest file first."""
-    for file in files:
-        with suppress(FileNotFoundError):  # the process has just renamed it
-            num_left = num_bytes - file.stat().st_size
-            if num_bytes > 0:
-                yield from _read_file(file, num_bytes=num_bytes)
-            num_bytes = num_left
+class span:  # noqa: N801  (used like a function)
+    """Span of this process: a context manager, or a decorator of a coroutine method.
+
+    A decorated method's span has the version of the object's `policy_version`, if there is one.
+    """
+
+    __slots__ = ("_name", "_number", "_version")
+
+    def __init__(self, name: str, *, version: int | None = None) -> None:
+        """`version` is the policy version of the weights that are read or made."""
+        self._name = name
+        self._version = version
+
+    def __enter__(self) -> None:
+        self._number = RECORDER.begin(self._name, self._version)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        RECORDER.end(self._name, self._number, error)
+
+    def __call__(
+        self, method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]]
+    ) -> Callable[Concatenate[SelfT, P], Coroutine[Any, Any, ResultT]]:
+        name = self._name
+
+        @functools.wraps(method)
+        async def recorded(self: SelfT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+            with span(name, version=getattr(self, "policy_version", None)):
+                return await method(self, *args, **kwargs)
+
+        return recorded
 
 
-def _read_file(file: Path, *, num_bytes: int) -> Iterator[Span]:
-    """So many bytes at its end, under the header that it begins with."""
-    header: dict[str, Any] | None = None
-    with file.open("rb") as lines:
-        num_skipped = os.fstat(lines.fileno()).st_size - num_bytes
-        for line in lines:
-            try:
-                said = json.loads(line)
-                if "role" in said:
-                    header = {"role": str(said["role"]), "rank": int(said["rank"])}
-                elif header is not None:
-                    yield _span(said, header)
-            except (ValueError, KeyError, TypeError):
-                continue
-            if num_skipped > 0:
-                if num_skipped > lines.tell():
-                    lines.seek(num_skipped)
-                    lines.readline()  # the rest of one
-                num_skipped = 0
+@functools.lru_cache(maxsize=1024)
+def quote(name: str) -> str:
+    """Return the name as JSON; spans have few names."""
+    return json.dumps(name)
 
 
-def _span(said: dict[str, Any], header: dict[str, Any]) -> Span:
-    return Span(
-        name=str(said["name"]),
-        start_s=float(said["start_s"]),
-        end_s=float(said["end_s"]),
-        version=said.get("version"),
-        error=said.get("error"),
-        **header,
-    )
+def _or_null(value: int | None) -> int | str:
+    return "null" if value is None else value
+
+
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR_CHARACTERS]
+
+
+def _open_log(path: Path, timeline: TimelineConfig) -> SpanLog | None:
+    try:
+        return SpanLog(path, max_bytes=int(timeline.max_megabytes * 1e6))
+    except OSError as error:
+        logger.warning("%s: spans are not recorded: %s", path, error.strerror or error)
+        return None
+
+
+RECORDER = SpanRecorder()
+"""The recorder of this process."""

@@ -1,63 +1,74 @@
-"""Where a process is in its code: the stacks of its threads and of its asyncio tasks, asked for by a signal.
+"""Stacks of the threads and asyncio tasks of another process of this machine, requested by a signal.
 
-    catch_signal()                                     # in the main thread, before anybody may ask
-    write_stacks_to(logs / "state" / "trainer-0.stacks")
+    catch_signal()                             # in the main thread of the process, once
+    write_stacks_to(logs, role="trainer", rank=0)
     ...
-    text = await ask(state, folder)                    # in any process of the same machine
+    text = await request_stacks(state, logs)   # in any process of the machine
 
-The threads' stacks are written by the signal's handler itself (`faulthandler`), also where the process is
-stuck in native code, or nobody gets the interpreter's lock; those of the tasks as soon as the main thread
-runs Python.
+`faulthandler` writes the threads' stacks in the signal handler itself, even if the process is stuck in native
+code or in a deadlock on the interpreter's lock. The tasks' stacks follow as soon as the main thread runs
+Python. `excerpt` picks the few lines that an error message has room for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
-import fcntl
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from rl.observability.process_state import ProcessState
-from rl.process_id import catches, is_alive, kernel_state
+from rl.observability.span_reader import ProcessState
+from rl.observability.spans import STATE_FOLDER
+from rl.utils.processes import catches, is_alive, kernel_state
 
 SIGNAL = signal.SIGUSR1
-ASK_S = 2.0
-"""For a process to write its stacks; on a busy machine it takes some 10 ms."""
-LOOK_EVERY_S = 0.02
+REQUEST_S = 2.0
+"""Time a process has to write its stacks, which takes some 10 ms."""
+POLL_S = 0.02
 END = "-- end of the stacks --\n"
 ORDER = "(most recent call first):"
-"""As `faulthandler` says it, so that both kinds of stacks read alike."""
+"""Words of `faulthandler`, used for tasks too."""
+
+MAX_STACKS = 6
+MAX_FRAMES = 4
+"""Frames of each stack of an excerpt."""
+ROOT = f"{Path(__file__).resolve().parent.parent.parent}/"
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_NOT_OURS = re.compile(
+    r"/(site|dist)-packages/|/lib/python3\.|<|/(process_main|threads|launch|interpreter)\.py$"
+)
+"""Files of Python, of packages, and of this project that are in the stacks of idle threads too."""
 
 _file: BinaryIO | None = None
 
 
 def catch_signal() -> None:
-    """From now on being asked does not end this process; in its main thread, elsewhere without effect."""
+    """Handle the signal in this process. Call it in the main thread; elsewhere it has no effect."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(SIGNAL, _on_signal)
 
 
-def write_stacks_to(file: Path) -> None:
-    """From now on this is where the stacks are written when somebody asks for them."""
+def write_stacks_to(logs: Path, *, role: str, rank: int) -> None:
+    """Write the stacks of this process to the run's logs whenever they are requested."""
     global _file
+    file = _stacks_file(logs, role=role, rank=rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    stop_writing()
-    # Appended to, so that it begins anew when whoever asks has made it empty.
+    stop_writing_stacks()
+    # In append mode, so that the file starts anew when the requesting process has truncated it.
     _file = file.open("ab", buffering=0)
-    # A handler that is not there must not be gone on to: without one the signal ends the process.
+    # Chaining to the default handler would end the process.
     chain = signal.getsignal(SIGNAL) is _on_signal
     faulthandler.register(SIGNAL, file=_file, all_threads=True, chain=chain)
 
 
-def stop_writing() -> None:
-    """Being asked has no effect any more."""
+def stop_writing_stacks() -> None:
+    """Ignore requests from now on."""
     global _file
     faulthandler.unregister(SIGNAL)
     if _file is not None:
@@ -65,97 +76,95 @@ def stop_writing() -> None:
         _file = None
 
 
-async def ask(state: ProcessState, folder: Path, *, timeout_s: float = ASK_S) -> str:
-    """The stacks of a process of this machine, or one line that says why there are none.
-
-    Args:
-        folder: the one that `state` was read from.
-    """
+async def request_stacks(state: ProcessState, logs: Path, *, timeout_s: float = REQUEST_S) -> str:
+    """Return the stacks of a process of this machine, or one line that says why there are none."""
     if not state.is_here:
         return f"no stacks: it runs on {state.host}"
-    if not is_alive(state.process):
+    activity = kernel_state(state.process)
+    if activity is None or not is_alive(state.process):
         return "no stacks: the process is dead"
-    doing = kernel_state(state.process)
-    if doing is not None and "stopped" in doing:
-        return f"no stacks: the process {doing}"
+    if "stopped" in activity:
+        return f"no stacks: the process {activity}"
     if not catches(state.process, SIGNAL):
         return "no stacks: the process does not listen yet"
-    file = folder / f"{state.role}-{state.rank}.stacks"
+    file = _stacks_file(logs, role=state.role, rank=state.rank)
+    deadline_s = time.monotonic() + timeout_s
+    text = ""
     try:
-        return await _ask(state, file, deadline=time.monotonic() + timeout_s) or (
-            f"no stacks within {timeout_s:g} s: the process {kernel_state(state.process) or 'is dead'}"
-        )
-    except OSError as error:
-        return f"no stacks: {error}"
-
-
-async def _ask(state: ProcessState, file: Path, *, deadline: float) -> str:
-    """What it wrote until the deadline."""
-    with file.open("r+b") as stacks:
-        while not _locked(stacks):  # Somebody else is asking.
-            if time.monotonic() > deadline:
-                return ""
-            await asyncio.sleep(LOOK_EVERY_S)
-        stacks.truncate(0)
+        os.truncate(file, 0)
         os.kill(state.process.pid, SIGNAL)
-        while True:
-            text = os.pread(stacks.fileno(), os.fstat(stacks.fileno()).st_size, 0).decode(errors="replace")
+        while time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S)
+            text = file.read_text(errors="replace")
             if text.endswith(END):
                 return text.removesuffix(END)
-            if time.monotonic() > deadline:
-                return text and f"{text}(no stacks of tasks: the main thread does not run Python)\n"
-            await asyncio.sleep(LOOK_EVERY_S)
+    except OSError as error:
+        return f"no stacks: {error}"
+    if text:
+        return f"{text}(no stacks of tasks: the main thread does not run Python)\n"
+    return f"no stacks within {timeout_s:g} s: the process {kernel_state(state.process) or 'is dead'}"
 
 
-def _locked(stacks: BinaryIO) -> bool:
-    try:
-        fcntl.flock(stacks, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _stacks_file(logs: Path, *, role: str, rank: int) -> Path:
+    return logs / STATE_FOLDER / f"{role}-{rank}.stacks"
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """In the main thread, between two instructions of whatever it does."""
+    """Write the tasks' stacks, in the main thread between two instructions of other code."""
     if _file is None:
         return
     try:
-        text = "".join(f"\n{block}\n" for block in task_stacks())
-        _file.write(f"{text}{END}".encode())
-    except Exception as error:  # noqa: BLE001  (it must not come up in the middle of other code)
+        _file.write(f"{_task_stacks()}{END}".encode())
+    except Exception as error:  # noqa: BLE001  (must not surface in the code that was interrupted)
         os.write(2, f"stacks of tasks: {error!r}\n".encode())
 
 
-def task_stacks() -> list[str]:
-    """Where each asyncio task of this process waits, in whatever event loop; equal ones are told once."""
-    at: dict[str, list[str]] = {}
-    for task in _all_tasks():
-        if not task.done():
-            at.setdefault("\n".join(_frames(task.get_coro())), []).append(task.get_name())
-    return [
-        f"Task {names[0]}{f' and {len(names) - 1} more at the same place' if len(names) > 1 else ''} "
-        f"{ORDER}\n{frames}"
-        for frames, names in at.items()
-        if frames
-    ]
+def _task_stacks() -> str:
+    """Return the stacks of the unfinished asyncio tasks of all event loops; equal stacks are merged."""
+    names_at: dict[str, list[str]] = {}
+    for attribute in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # depends on the version of Python
+        for task in list(getattr(asyncio.tasks, attribute, ())):
+            if not task.done() and (frames := _coroutine_frames(task.get_coro())):
+                names_at.setdefault(frames, []).append(task.get_name())
+    blocks = []
+    for frames, names in names_at.items():
+        more = f" and {len(names) - 1} more at the same place" if len(names) > 1 else ""
+        blocks.append(f"\nTask {names[0]}{more} {ORDER}\n{frames}\n")
+    return "".join(blocks)
 
 
-def _all_tasks() -> Iterable[asyncio.Task[Any]]:
-    """`asyncio.all_tasks` lists those of one event loop, which has to be known."""
-    found: list[asyncio.Task[Any]] = []
-    for name in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # By the version of Python.
-        found += list(getattr(asyncio.tasks, name, ()))
-    return dict.fromkeys(found)
-
-
-def _frames(coroutine: Any) -> list[str]:
-    """From what it waits in, to where it began."""
-    frames = []
+def _coroutine_frames(coroutine: Any) -> str:
+    """Return the frames of a suspended coroutine, innermost first."""
+    frames: list[str] = []
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
             break
         code = frame.f_code
-        frames.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frames.insert(0, f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return frames[::-1]
+    return "\n".join(frames)
+
+
+def excerpt(text: str) -> list[str]:
+    """Return a line for each stack with our code, threads before tasks.
+
+    Text without stacks is returned as it is.
+    """
+    stacks = re.split(rf"^(.*) {re.escape(ORDER)}\n", text, flags=re.MULTILINE)
+    if len(stacks) == 1:
+        return [line for line in text.splitlines() if line.strip()]
+    lines = []
+    for title, frames in zip(stacks[1::2], stacks[2::2], strict=True):
+        matches = [match for line in frames.splitlines() if (match := _FRAME.match(line))]
+        ours = [m for m in matches if not _NOT_OURS.search(m["file"])]
+        if ours:
+            calls = [f"{m['file'].removeprefix(ROOT)}:{m['line']} {m['function']}" for m in ours[:MAX_FRAMES]]
+            lines.append(f"{'task' if title.startswith('Task ') else 'thread'} at {' < '.join(calls)}")
+    if not lines:
+        return ["no thread is busy"]
+    lines.sort(key=lambda line: line.startswith("task"))
+    return [
+        *lines[:MAX_STACKS],
+        *([f"and {len(lines) - MAX_STACKS} more"] if len(lines) > MAX_STACKS else []),
+    ]

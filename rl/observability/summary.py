@@ -1,12 +1,23 @@
-"""What a run came to, in the few lines that it ends with."""
+"""Results of a finished run: its summary in a few lines, and its learning curve."""
 
 from __future__ import annotations
 
+import logging
+import math
+import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rl.observability.limits import bottleneck, typical
+from rl.observability.bottleneck import bottleneck, typical
+from rl.observability.metrics import read_metrics
+from rl.observability.progress import format_duration
 from rl.observability.run_folder import RunFolder
+from rl.utils.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
+REWARD, CORRECT, EVALUATION = "#8a94a6", "#2f6fbb", "#d1495b"
 
 
 def summary(
@@ -16,8 +27,7 @@ def summary(
     run_s: float,
     config: Mapping[str, Any] | None = None,
 ) -> str:
-    """Steps, time, first and last evaluation, where the results are, and what took the time, as far as there
-    is any of it.
+    """Return the last lines of a run: steps, time, evaluations, results and the bottleneck.
 
     finished: 80 steps in 4 min 12 s
       evaluation      correct 0.375 -> 0.979 of 512 problems
@@ -28,14 +38,14 @@ def summary(
       timeline        outputs/x/timeline.json
       report          python -m rl.report outputs/x
       bottleneck      generation takes 61% of a step and reaches 8% of what the machine can do: ...
-      would move it   --loop.max_policy_age 1
+      would move it   --loop.max_off_policy_steps 1
 
     Args:
-        records: of metrics.jsonl.
+        records: records of metrics.jsonl.
         config: `values` of config.json.
     """
     num_steps = round(max((record["step"] for record in records), default=0))
-    lines = [f"finished: {num_steps} steps in {duration(run_s)}"]
+    lines = [f"finished: {num_steps} steps in {format_duration(run_s)}"]
     if text := _evaluations([record for record in records if "eval/correct" in record]):
         lines.append(f"  evaluation      {text}")
     results = {
@@ -53,18 +63,80 @@ def summary(
     return "\n".join(lines)
 
 
-def duration(seconds: float) -> str:
-    """With the two largest of its units: 48 s, 4 min 12 s, 2 h 5 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 def _evaluations(records: Sequence[Mapping[str, float]]) -> str:
     if not records:
         return ""
     first, last = records[0], records[-1]
     start = f"{first['eval/correct']:.3f} -> " if len(records) > 1 else ""
     return f"correct {start}{last['eval/correct']:.3f} of {last['eval/num_problems']:.0f} problems"
+
+
+def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
+    """Draw reward and correctness over steps, and below them the logprob difference of trainer and generator.
+
+    Raises:
+        ValueError: the file has no step and no evaluation yet.
+    """
+    records = read_metrics(metrics_path)
+    if not any(
+        name in record for record in records for name in ("reward/mean", "reward/correct", "eval/correct")
+    ):
+        raise ValueError(f"{metrics_path} has no steps to draw")
+
+    # pyplot would share its global state with a notebook.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
+    for name, label, color in (
+        ("reward/mean", "reward, mean of the step", REWARD),
+        ("reward/correct", "correct, share of the step's samples", CORRECT),
+    ):
+        steps, values = _points(records, name)
+        if steps:
+            upper.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
+            upper.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=label)
+    steps, values = _points(records, "eval/correct")
+    if steps:
+        label = f"correct, held-out problems (greedy), last {values[-1]:.2f}"
+        upper.plot(steps, values, color=EVALUATION, linewidth=1.4, marker="o", markersize=5, label=label)
+    for name, label, width in (("logprob_diff/max", "max", 0.9), ("logprob_diff/mean", "mean", 1.8)):
+        steps, values = _points(records, name)
+        if any(v > 0 for v in values):
+            lower.plot(steps, values, color=CORRECT, linewidth=width, label=label)
+            lower.set_yscale("log")
+        elif values:
+            lower.text(0.5, 0.6, "identical", transform=lower.transAxes, ha="center", color=CORRECT)
+    upper.set_ylabel("reward, share correct")
+    lower.set_ylabel("|trainer - generator|\nlogprob, nats")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.grid(True, color="#e6e8ec", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", frameon=False, fontsize=9)
+    with atomic_write(png_path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
+    """Draw the learning curve; a full disk is a warning, since the numbers are in the file."""
+    try:
+        write_learning_curve(metrics_path, png_path)
+    except OSError as error:
+        logger.warning("%s was not written: %s", png_path, error.strerror or error)
+
+
+def _points(records: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
+    pairs = [
+        (record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))
+    ]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Return running means over a window of up to a twentieth of the run."""
+    width = max(1, len(values) // 20)
+    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]

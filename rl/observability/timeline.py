@@ -1,28 +1,27 @@
-"""A run's timeline in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A run's timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A track a process, from logs/spans, in lanes (`rl.observability.lanes`). What a process has not ended is in it
-too, up to the last moment that any process told of. Counters are how many activities of one name go on at
-once, the policy version that a process pushed or pulled last and, where metrics.jsonl lies beside the logs, a
-step's numbers at its end; events.jsonl are marks across all tracks.
+Each process is a track with one async event for each span, so that spans may overlap. Open spans reach to the
+last moment at which any process ended a span. Counters are the policy version of each push and pull, and the
+metrics of each step at its end. The events of events.jsonl are marks across all tracks.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.atomic_file import replacing
-from rl.observability.activity import STATE_FOLDER
 from rl.observability.events import read_events
-from rl.observability.lanes import MAIN, lanes_of
-from rl.observability.process_state import ProcessState, read_states
-from rl.observability.spans import Span, read_spans
+from rl.observability.metrics import read_metrics
+from rl.observability.run_folder import EVENTS, METRICS
+from rl.observability.span_reader import Span, read_spans, read_states
+from rl.observability.spans import TimelineConfig
+from rl.utils.files import atomic_write
 
 COUNTERS = (
     "reward/mean",
@@ -30,72 +29,85 @@ COUNTERS = (
     "perf/generated_tokens_per_s",
     "perf/trained_tokens_per_s",
 )
-"""Of a step's record, and all of `limit/`."""
+"""Metrics shown as counters, besides all of `limit/`."""
 _FIRST_ROLES = ("controller", "trainer", "generator", "reward")
-"""From top to bottom; others come after them."""
+"""Roles from top to bottom; others follow."""
 
 Event = dict[str, Any]
 
+logger = logging.getLogger(__name__)
+
 
 class NoSpansError(ValueError):
-    """Nothing was kept of what a run's processes did."""
+    """A run has no recorded spans."""
 
 
 def write_timeline(logs: Path, destination: Path) -> int:
-    """Replace `destination`; how many spans are in it. The run may go on meanwhile.
-
-    Args:
-        logs: of a run, in whose folder metrics.jsonl and events.jsonl may lie.
+    """Replace `destination` by the timeline of a run, which may still go on; return the number of spans.
 
     Raises:
-        NoSpansError: there are no spans.
-        OSError: it cannot be written; what was there stays.
+        NoSpansError: no spans were recorded.
+        OSError: the file cannot be written; an earlier file stays.
     """
     spans = read_spans(logs)
     if not spans:
         raise NoSpansError(
             f"{logs} holds no spans: the run was made with timeline.enable=False, or by an older version"
         )
-    end_s = max(span.end_s for span in spans)
-    spans += _under_way(read_states(logs / STATE_FOLDER), until_s=end_s)
-    happened = _happened(logs.parent / "events.jsonl")
-    origin_s = min([*(span.start_s for span in spans), *(event["time"] for event in happened)])
-    by_process: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_process[span.process].append(span)
-    events: Iterator[Event] = itertools.chain(
-        *(
-            _track(pid, by_process[process], origin_s=origin_s)
-            for pid, process in enumerate(sorted(by_process, key=_order), start=1)
-        ),
-        _metrics(logs.parent / "metrics.jsonl", spans, origin_s=origin_s),
-        _marks(happened, origin_s=origin_s),
+    num_ended, end_s = len(spans), max(span.end_s for span in spans)
+    spans += [
+        Span(
+            role=state.role,
+            rank=state.rank,
+            name=span.name,
+            start_s=span.since_s,
+            end_s=max(end_s, span.since_s),
+            version=span.version,
+        )
+        for state in read_states(logs)
+        for span in state.open
+    ]
+    marks = [
+        e
+        for e in read_events(logs.parent / EVENTS)
+        if isinstance(e.get("time"), int | float) and "event" in e
+    ]
+    origin_s = min([*(span.start_s for span in spans), *(mark["time"] for mark in marks)])
+    pids = {name: pid for pid, name in enumerate(sorted({span.process for span in spans}, key=_order), 1)}
+    events = itertools.chain(
+        _names(pids),
+        _span_events(spans, pids, origin_s=origin_s, num_ended=num_ended),
+        _metric_counters(logs.parent / METRICS, spans, origin_s=origin_s),
+        (_mark(mark, origin_s) for mark in marks),
     )
-    with replacing(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with atomic_write(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
         head = {"displayTimeUnit": "ms", "otherData": {"begins_at_s": origin_s}}
         file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n')
-        for number, event in enumerate(events):
-            file.write(",\n" * (number > 0) + json.dumps(event))
+        file.writelines(",\n" * (number > 0) + json.dumps(event) for number, event in enumerate(events))
         file.write("\n]}\n")
     return len(spans)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Unended(Span):
-    """Of which nobody knows the end."""
+def write_timeline_of_run(logs: Path, destination: Path, *, timeline: TimelineConfig) -> None:
+    """Write the timeline at the end of a run, if it is enabled; errors are logged."""
+    if not timeline.enable:
+        return
+    try:
+        write_timeline(logs, destination)
+    except Exception as error:  # noqa: BLE001  (the run has its results, or an error of its own)
+        logger.warning("%s was not written: %s", destination, getattr(error, "strerror", None) or error)
 
 
-def _under_way(states: Iterable[ProcessState], *, until_s: float) -> Iterator[Span]:
-    for state in states:
-        for doing in state.doing:
-            yield _Unended(
-                role=state.role,
-                rank=state.rank,
-                name=doing.what,
-                start_s=doing.since.since,
-                end_s=max(until_s, doing.since.since),
-                version=doing.version,
-            )
+def _names(pids: dict[str, int]) -> Iterator[Event]:
+    for name, pid in pids.items():
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+
+
+def _mark(event: Event, origin_s: float) -> Event:
+    args = {name: value for name, value in event.items() if name not in ("time", "event")}
+    place = {"ph": "i", "s": "g", "pid": 1, "tid": 0}
+    return {**place, "name": event["event"], "ts": _us(event["time"], origin_s), "args": args}
 
 
 def _order(process: str) -> tuple[int, str]:
@@ -104,99 +116,41 @@ def _order(process: str) -> tuple[int, str]:
     return (places[0] if places else len(_FIRST_ROLES), process)
 
 
-def _track(pid: int, spans: Sequence[Span], *, origin_s: float) -> Iterator[Event]:
-    """Of one process, in lanes."""
-    yield _named(pid, 0, "process_name", name=spans[0].process)
-    yield _named(pid, 0, "process_sort_index", sort_index=pid)
-    lane = 0
-    for name, lanes in lanes_of(spans):
-        for number, members in enumerate(lanes):
-            lane += 1
-            yield _named(pid, lane, "thread_name", name=name if number == 0 else f"{name} {number + 1}")
-            yield _named(pid, lane, "thread_sort_index", sort_index=lane)
-            for span in members:
-                yield _slice(pid, lane, span, origin_s=origin_s)
-        if name != MAIN:
-            yield from _at_once(pid, name, itertools.chain(*lanes), origin_s=origin_s)
-    for span in spans:
+def _span_events(
+    spans: Iterable[Span], pids: dict[str, int], *, origin_s: float, num_ended: int
+) -> Iterator[Event]:
+    for number, span in enumerate(spans):
+        pid, end_us = pids[span.process], _us(span.end_s, origin_s)
+        args: dict[str, Any] = {"version": span.version, "error": span.error}
+        args = {name: value for name, value in args.items() if value is not None}
+        if number >= num_ended:
+            args["unfinished"] = True
+        event = {"pid": pid, "tid": 0, "id": number, "cat": span.kind, "name": span.name}
+        yield {"ph": "b", **event, "ts": _us(span.start_s, origin_s), "args": args}
+        yield {"ph": "e", **event, "ts": end_us}
         if span.kind in ("push", "pull") and span.version is not None:
-            yield _counter(pid, "policy version", span.version, _us(span.end_s, origin_s))
+            yield _counter(pid, "policy version", span.version, end_us)
 
 
-def _at_once(pid: int, name: str, spans: Iterable[Span], *, origin_s: float) -> Iterator[Event]:
-    moments = [(at_s, change) for s in spans for at_s, change in ((s.start_s, 1), (s.end_s, -1))]
-    num = 0
-    for at_s, change in sorted(moments):
-        num += change
-        yield _counter(pid, f"{name} at once", num, _us(at_s, origin_s))
-
-
-def _metrics(file: Path, spans: Iterable[Span], *, origin_s: float) -> Iterator[Event]:
-    """Numbers of steps, at the end of each; of a step that was done again, as it is in the file."""
+def _metric_counters(file: Path, spans: Iterable[Span], *, origin_s: float) -> Iterator[Event]:
+    """Yield the metrics of each step at its end, as far as the file is readable."""
     ends = {s.name: s.end_s for s in spans if s.role == "controller" and s.name.startswith("step ")}
-    for record in _records(file):
+    records: list[dict[str, float]] = []
+    with suppress(OSError, ValueError):
+        records = read_metrics(file)
+    for record in records:
         end_s = ends.get(f"step {record.get('step')}")
         if end_s is None or "time/step_s" not in record:
             continue
         for name, value in record.items():
-            if (name in COUNTERS or name.startswith("limit/")) and isinstance(value, float | int):
+            if (name in COUNTERS or name.startswith("limit/")) and math.isfinite(value):
                 yield _counter(1, name, value, _us(end_s, origin_s))
-
-
-def _records(file: Path) -> Iterator[Mapping[str, Any]]:
-    """As far as they can be read: whoever looks at a timeline has other questions than the metrics'."""
-    if not file.exists():
-        return
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
-
-
-def _happened(file: Path) -> list[Event]:
-    """What can be read of it; the first is before the first span has begun."""
-    try:
-        found = read_events(file)
-    except ValueError:  # it is no text
-        return []
-    return [
-        e for e in found if isinstance(e, dict) and isinstance(e.get("time"), int | float) and "event" in e
-    ]
-
-
-def _marks(happened: Iterable[Event], *, origin_s: float) -> Iterator[Event]:
-    for event in happened:
-        said = {name: value for name, value in event.items() if name not in ("time", "event")}
-        yield {
-            "ph": "i", "s": "g", "pid": 1, "tid": 0, "name": event["event"], "args": said,
-            "ts": _us(event["time"], origin_s),
-        }  # fmt: skip
-
-
-def _slice(pid: int, lane: int, span: Span, *, origin_s: float) -> Event:
-    said: dict[str, Any] = {}
-    if span.version is not None:
-        said["version"] = span.version
-    if span.error is not None:
-        said["error"] = span.error
-    if isinstance(span, _Unended):
-        said["unfinished"] = True
-    return {
-        "ph": "X", "pid": pid, "tid": lane, "name": span.name, "cat": span.kind, "args": said,
-        "ts": _us(span.start_s, origin_s), "dur": _us(span.end_s, span.start_s),
-    }  # fmt: skip
 
 
 def _counter(pid: int, name: str, value: float, ts: float) -> Event:
     return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": ts, "args": {"value": value}}
 
 
-def _named(pid: int, tid: int, what: str, **said: str | int) -> Event:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": said}
-
-
 def _us(at_s: float, origin_s: float) -> float:
-    """Microseconds since the origin, as far as the clock has them."""
+    """Return the microseconds since the origin, to the clock's precision."""
     return round((at_s - origin_s) * 1e6, 1)

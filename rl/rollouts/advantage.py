@@ -1,4 +1,4 @@
-"""From rewards to advantages: what is taken off, what it is divided by, and which tokens get it.
+"""Advantages from rewards: baseline, scale and credit assignment.
 
 Shape legend: P groups of a batch (one prompt each), G samples of a group, C tokens of a sample that the model
 produced.
@@ -16,12 +16,12 @@ import numpy as np
 
 @dataclass(kw_only=True, slots=True)
 class Advantage:
-    """A = (value - baseline) / scale, of all samples of a batch.
+    """Advantage estimator: A = (value - baseline) / scale, over all samples of a batch.
 
-    With `credit` "sequence" a value is the sum of a sample's rewards, one number that all of its tokens get.
-    With "token" each token has its own, the discounted sum of the rewards at it and after it. Means and
-    standard deviations are over such values: of samples in the first case, of tokens in the second, where a
-    long sample counts for more.
+    With `credit` "sequence" the value is the sum of a sample's rewards, the same for all of its tokens. With
+    "token" each token has a value of its own, the discounted sum of the rewards at it and after it. Means and
+    standard deviations are over samples in the first case and over tokens in the second, where a long sample
+    counts for more.
 
     The default is GRPO's (arXiv 2402.03300, section 4.1.2) without the division, which Dr. GRPO
     (arXiv 2503.20783, section 3) shows to weigh easy and hard prompts more. `scale` "group_std" divides as
@@ -29,21 +29,20 @@ class Advantage:
     "token" is REINFORCE++ (arXiv 2501.03262), "group_mean" with "batch_std" its form with a baseline.
 
     Against a baseline of its group, a group in which all samples have the same sum of rewards gets exact
-    zeros. Where all values are equal a baseline leaves exact zeros, and a scale changes nothing.
+    zeros. If all values are equal, a baseline leaves exact zeros, and a scale changes nothing.
 
     Raises:
-        ValueError: when made or called, if a field is out of range or has no effect; when called, if a reward
-            is not finite.
+        ValueError: a field is out of range or has no effect; when called, a reward is not finite.
     """
 
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """What is taken off: the mean over the group, the group's other samples or the batch; or nothing."""
+    """Baseline that is subtracted: the mean over the group, the group's other samples or the batch; or nothing."""
     scale: Literal["none", "group_std", "batch_std"] = "none"
-    """What the rest is divided by: nothing, or its standard deviation over the group or the batch."""
+    """Divisor: nothing, or the standard deviation over the group or the batch."""
     credit: Literal["sequence", "token"] = "sequence"
-    """Who gets a reward: all tokens of the sample, or those before it and at it."""
+    """Tokens that get a reward: all of the sample, or those up to the reward."""
     discount: float = 1.0
-    """What a reward counts for one token earlier; with credit "token" alone."""
+    """Factor by which a reward counts less for each token earlier; only with credit "token"."""
     eps: float = 1e-6
     """Added to the standard deviation."""
 
@@ -59,14 +58,13 @@ class Advantage:
             )
 
     def __call__(self, rewards_PG: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """[P][<=G][C] float32 advantages of the tokens.
+        """Return the [P][<=G][C] float32 advantages of the tokens.
 
         Args:
-            rewards_PG: [P][<=G][C] float64, what each token earned: a sample's reward at its last token, a
-                turn's at the turn's last token, a penalty by token everywhere. A sample without tokens
-                counts in no mean.
+            rewards_PG: [P][<=G][C] float64 rewards of the tokens: a sample's at its last token, a turn's at
+                the turn's last token, a penalty by token everywhere. A sample without tokens counts in no
+                mean.
         """
-        self.__post_init__()  # A field may have been edited since.
         _check_finite(rewards_PG)
         values_PG = [[self._values(rewards_C) for rewards_C in group_G] for group_G in rewards_PG]
         centered_PG = self._centered(values_PG)
@@ -84,7 +82,7 @@ class Advantage:
         ]
 
     def _values(self, rewards_C: np.ndarray) -> np.ndarray:
-        """[1] of the sample, or [C] of its tokens; [0] of a sample without tokens."""
+        """Return [1] for the sample or [C] for its tokens; [0] for a sample without tokens."""
         rewards_C = rewards_C.astype(np.float64)
         if self.credit == "sequence":
             return rewards_C.sum(keepdims=True)[: len(rewards_C)]
@@ -113,14 +111,14 @@ class Advantage:
         return [[values / self._std(_joined(values_G)) for values in values_G] for values_G in values_PG]
 
     def _std(self, values: np.ndarray) -> float:
-        """Bessel-corrected, as in the reference implementations, with eps; 1 where nothing varies."""
+        """Return the Bessel-corrected standard deviation plus eps; 1 if all values are equal."""
         if len(values) < 2 or np.ptp(values) == 0:
             return 1.0
         return float(values.std(ddof=1)) + self.eps
 
 
 def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray:
-    """[C] float64, of each token the sum over k of discount^k times the reward k tokens later."""
+    """Return [C] float64: for each token the sum over k of discount^k times the reward k tokens later."""
     if discount == 1:
         return np.cumsum(rewards_C[::-1])[::-1]
     returns_C = rewards_C.astype(np.float64)
@@ -130,7 +128,7 @@ def returns_to_go(rewards_C: np.ndarray, *, discount: float = 1.0) -> np.ndarray
 
 
 def _leave_one_out(values_G: list[np.ndarray]) -> list[np.ndarray]:
-    """Each sample's values less the mean of the other samples' values; zeros where there are no others."""
+    """Subtract the mean of the other samples' values from each sample's; zeros if there are no others."""
     total, count = sum(v.sum() for v in values_G), sum(map(len, values_G))
     return [
         values - (total - values.sum()) / (count - len(values))
@@ -141,7 +139,7 @@ def _leave_one_out(values_G: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Exact where all are equal, so that nothing is left of them; 0 of none."""
+    """Return the mean, exact if all values are equal; 0 for no values."""
     if not len(values):
         return 0.0
     return float(values[0] if np.ptp(values) == 0 else values.mean())

@@ -1,4 +1,4 @@
-"""Evaluation on held-out sets: one greedy rollout of each problem, and further ones for pass@k.
+"""Evaluation on held-out sets: one greedy rollout of each problem, and further samples for pass@k.
 
 Shape legend: P problems, G samples of each.
 """
@@ -6,40 +6,65 @@ Shape legend: P problems, G samples of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl.errors import RunError
+from rl.config.effect import unless
 from rl.observability.metrics import Mean, Metric, Sum, merge
-from rl.protocols import Scorer
-from rl.rollouts.episodes import Episodes
-from rl.rollouts.grading import failure_of
-from rl.rollouts.score_metrics import PASS_AT, score_metrics
-from rl.rollouts.settings import Evaluation
+from rl.protocols import Rewarder
+from rl.rollouts.episode import Episodes
+from rl.rollouts.group import failure_of
+from rl.rollouts.rubric import ENVIRONMENT
 from rl.types import Problem, Rollout, SamplingParams, Score
+from rl.utils.errors import RunError
 
 SEED = 20_240_607
-"""Of what is sampled for pass@k: the same at every evaluation of every run."""
+"""Seed of the samples for pass@k, the same at every evaluation of every run."""
+OF_STEP = frozenset({"mean", "std", "correct", "equal_groups", "kl", "num_failed", "num_unparsed"})
+OF_EVALUATION = frozenset({"correct", "reward", "num_problems", "turns_mean", "num_failed", "num_unparsed"})
+"""Metrics of a step's rewards and of an evaluation that are not those of a reward function."""
+PASS_AT = "pass@"
+"""Metric of an evaluation, followed by the number of tries."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """Replies that an evaluation draws for each problem, besides the greedy one."""
+
+    num_samples: int = 0
+    """Replies sampled at `temperature`: `eval/pass@k` is the probability that one of k of them is right, for
+    k = 1, 2, 4, ... up to this number. 0: none."""
+    temperature: float = field(default=1.0, metadata=unless("num_samples", 0))
+    """Temperature of the sampled replies."""
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 0:
+            raise ValueError(f"num_samples={self.num_samples} is less than 0")
+        if not 0.01 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature}: must be at least 0.01 and finite (a greedy reply is always "
+                "drawn too)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvaluatedSet:
-    """Rollouts of one set with their scores."""
+    """Rollouts of one evaluation set with their scores."""
 
     name: str
     greedy: list[tuple[Rollout, Score]]
     """[P]."""
     sampled: list[list[tuple[Rollout, Score]]]
-    """[P][G]; empty where only greedy ones are drawn."""
+    """[P][G]; empty if only greedy replies are drawn."""
 
     @property
     def failures(self) -> list[str]:
-        """Of greedy and sampled ones."""
+        """Failures of greedy and sampled rollouts."""
         pairs = [*self.greedy, *(pair for group in self.sampled for pair in group)]
         return [why for pair in pairs if (why := failure_of(*pair)) is not None]
 
     def sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
-        """A problem's id, and which of its sampled replies are right; of those that did not fail, if any."""
+        """Yield each problem's id with the correctness of its sampled replies, without failed ones."""
         for group in self.sampled:
             correct_G = [score.correct for r, score in group if failure_of(r, score) is None]
             if correct_G:
@@ -48,13 +73,17 @@ class EvaluatedSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvaluationResult:
+    """All sets of one evaluation."""
+
     sets: list[EvaluatedSet]
 
     def metrics(self) -> dict[str, Metric]:
-        """`eval/correct`, `eval/reward`, `eval/num_problems`, `eval/num_failed`, `eval/num_unparsed`,
-        `eval/<name>` of each reward function. What failed is counted, also of the sampled replies, and left
-        out of the means; where more than the greedy replies are drawn, `eval/pass@<k>`; where a rollout of
-        the set has several turns, `eval/turns_mean`. Of sets after the first `eval/<set>/...`."""
+        """Return the metrics `eval/<name>` of the first set and `eval/<set>/<name>` of the others.
+
+        Names are `correct`, `reward`, `num_problems`, `num_failed`, `num_unparsed`, each reward function's,
+        `pass@<k>` if further replies are sampled, and `turns_mean` if a rollout of the set has several turns.
+        Failed rollouts, sampled ones too, are counted and left out of the means.
+        """
         merged: dict[str, Metric] = {}
         for place, done in enumerate(self.sets):
             prefix = f"eval/{done.name}" if place else "eval"
@@ -62,15 +91,16 @@ class EvaluationResult:
             merged |= score_metrics([score for _, score in whole], prefix=prefix)
             merged[f"{prefix}/num_failed"] = Sum(len(done.failures))
             parts: list[dict[str, Metric]] = [{"num_problems": Sum(len(done.greedy))}]
-            parts += [_score_metrics(score) for _, score in whole]
-            parts += _turn_metrics([rollout for rollout, _ in whole])
+            parts += [{"correct": Mean(s.correct), "reward": Mean(s.reward)} for _, s in whole]
+            nums_turns = [len(rollout.turns) for rollout, _ in whole]
+            if max(nums_turns, default=1) > 1:
+                parts += [{"turns_mean": Mean(num)} for num in nums_turns]
             parts += [_pass_metrics(correct_G) for _, correct_G in done.sampled_correct()]
             merged |= {f"{prefix}/{name}": metric for name, metric in merge(parts).items()}
         return merged
 
     def pass_rates(self) -> dict[str, float]:
-        """Share of right replies among those sampled of each problem, by its id; empty where only greedy ones
-        were drawn. What failed does not count."""
+        """Return the share of right replies among each problem's sampled ones, by id, without failed ones."""
         return {
             problem_id: sum(correct_G) / len(correct_G)
             for done in self.sets
@@ -78,37 +108,28 @@ class EvaluationResult:
         }
 
 
-class FailedEvaluationError(RunError):
-    """Too many rollouts of an evaluation could not be scored."""
-
-    def __init__(self, message: str, result: EvaluationResult) -> None:
-        super().__init__(message)
-        self.result = result
-        """As far as it got."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Evaluator:
-    """Draws, scores and counts."""
+    """Draws and scores rollouts of the evaluation sets."""
 
     sets: Mapping[str, Sequence[Problem]]
     episodes: Episodes
-    scorer: Scorer
+    rewarder: Rewarder
     settings: Evaluation
     sampling: SamplingParams
-    """Of training, from which the length and the stop tokens are taken."""
+    """Sampling of training, from which the length and the stop tokens are taken."""
     max_failed: float = 0.0
-    """Share of the rollouts of a set that may fail, of the greedy ones and of the sampled ones."""
+    """Largest share of failed rollouts among the greedy ones of a set, and among its sampled ones."""
     num_problems: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_problems = sum(map(len, self.sets.values()))
 
     async def run(self) -> EvaluationResult:
-        """Of the weights that the sampler has now.
+        """Evaluate the weights that the generator has now.
 
         Raises:
-            FailedEvaluationError: if too many rollouts could not be scored.
+            RunError: too many rollouts could not be scored.
         """
         greedy = replace(self.sampling, temperature=0.0, num_samples=1, seed=None)
         sampled = replace(
@@ -119,42 +140,34 @@ class Evaluator:
         )
         sets: list[EvaluatedSet] = []
         for name, problems in self.sets.items():
-            firsts = [pair for (pair,) in await self._scored(problems, greedy)]
-            sets.append(EvaluatedSet(name=name, greedy=firsts, sampled=[]))
-            self._check_failures(sets, num_rollouts=len(firsts))
-            if self.settings.num_samples:
-                num_failed = len(sets[-1].failures)
-                further = await self._scored(problems, sampled)
-                sets[-1] = replace(sets[-1], sampled=further)
-                self._check_failures(sets, num_rollouts=sum(map(len, further)), num_before=num_failed)
+            firsts = await self._scored(name, problems, greedy)
+            further = await self._scored(name, problems, sampled) if self.settings.num_samples else []
+            sets.append(EvaluatedSet(name=name, greedy=[pair for (pair,) in firsts], sampled=further))
         return EvaluationResult(sets=sets)
 
-    def _check_failures(
-        self, sets: Sequence[EvaluatedSet], *, num_rollouts: int, num_before: int = 0
-    ) -> None:
-        """Of the rollouts that came last, the failures of the last set after the first `num_before`."""
-        failures = sets[-1].failures[num_before:]
-        # The quotient, as 0.29 * 100 is less than 29.
-        if failures and len(failures) / num_rollouts > self.max_failed:
-            raise FailedEvaluationError(
-                f"{len(failures)} of {num_rollouts} rewards failed in the evaluation of {sets[-1].name!r}, "
-                f"where loop.max_failed_rewards={self.max_failed:g} allows that share; "
-                f"the first: {failures[0]}",
-                EvaluationResult(sets=list(sets)),
-            )
-
     async def _scored(
-        self, problems: Sequence[Problem], sampling: SamplingParams
+        self, name: str, problems: Sequence[Problem], sampling: SamplingParams
     ) -> list[list[tuple[Rollout, Score]]]:
-        # Of no session: that would send all of them to one generator.
+        """Return the [P][G] rollouts of a set with their scores; raise RunError if too many failed."""
+        # No session, which would send all requests to one generator.
         groups = await self.episodes.run(problems, sampling=sampling)
-        # A single reply of a problem has no others that it could be compared with.
-        scores = await self.scorer.score(groups, alone=sampling.num_samples == 1)
-        return [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
+        # The single reply to a problem cannot be compared with others.
+        scores = await self.rewarder.score(groups, alone=sampling.num_samples == 1)
+        pairs_PG = [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
+        pairs = [pair for group in pairs_PG for pair in group]
+        failures = [why for pair in pairs if (why := failure_of(*pair)) is not None]
+        # Compare the quotient, because 0.29 * 100 is less than 29.
+        if failures and len(failures) / len(pairs) > self.max_failed:
+            raise RunError(
+                f"{len(failures)} of {len(pairs)} rewards failed in the evaluation of {name!r}; "
+                f"loop.max_failed_rewards={self.max_failed:g} is the largest share allowed. The first "
+                f"failure: {failures[0]}"
+            )
+        return pairs_PG
 
 
 def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
-    """The chance that k of the samples, drawn without putting back, hold a right one: unbiased for pass@k.
+    """Return the unbiased estimate of pass@k: the probability that k samples contain a right one.
 
     Chen et al., "Evaluating large language models trained on code" (arXiv:2107.03374), equation 1.
     """
@@ -163,21 +176,33 @@ def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
 
 def _pass_metrics(correct_G: Sequence[bool]) -> dict[str, Metric]:
     num_samples, num_correct = len(correct_G), sum(correct_G)
+    powers_of_two = (2**i for i in range(num_samples.bit_length()))
     return {
         f"{PASS_AT}{k}": Mean(pass_at(k, num_samples=num_samples, num_correct=num_correct))
-        for k in _powers_of_two(num_samples)
+        for k in powers_of_two
     }
 
 
-def _powers_of_two(limit: int) -> Iterable[int]:
-    return (2**i for i in range(limit.bit_length()))
+def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[str, Metric]:
+    """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad scores.
+
+    `<prefix>/num_failed` counts failed scores, `<prefix>/num_unparsed` rollouts in which a function found no
+    answer. All scores of a step must be passed at once: the environment's part, missing where it is 0, is
+    averaged over all of them if any has it.
+    """
+    good = [score for score in scores if score.failure is None]
+    metrics: dict[str, Metric] = {
+        f"{prefix}/num_failed": Sum(len(scores) - len(good)),
+        f"{prefix}/num_unparsed": Sum(sum(bool(score.unparsed) for score in good)),
+    }
+    for name in dict.fromkeys(name for score in good for name in score.parts):
+        values = [score.parts[name] for score in good if name in score.parts]
+        count = len(good) if name == ENVIRONMENT else len(values)
+        metrics[f"{prefix}/{_reported_name(name)}"] = Mean(sum(values), count)
+    return metrics
 
 
-def _turn_metrics(rollouts: Sequence[Rollout]) -> list[dict[str, Metric]]:
-    """Of a set with conversations; nothing where each rollout is one reply."""
-    nums = [len(rollout.turns) for rollout in rollouts]
-    return [{"turns_mean": Mean(num)} for num in nums] if max(nums, default=1) > 1 else []
-
-
-def _score_metrics(score: Score) -> dict[str, Metric]:
-    return {"correct": Mean(score.correct), "reward": Mean(score.reward)}
+def _reported_name(name: str) -> str:
+    """Return `function_<name>` if another metric has the function's name."""
+    is_taken = name in OF_STEP | OF_EVALUATION or name.startswith(PASS_AT)
+    return f"function_{name}" if is_taken else name

@@ -1,63 +1,106 @@
-"""From a problem to a scored group: what one rollout worker does.
+"""Groups of rollouts of one problem, and the worker that draws and scores them.
 
-Shape legend: G samples of a problem.
+Shape legend: G samples of a problem, C tokens that the model produced.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rl.clock import BusyClock, now_s
-from rl.protocols import Scorer
-from rl.rollouts.episodes import Episodes
-from rl.rollouts.grading import ScoredRollout, scored
-from rl.rollouts.overlong import OVERLONG, OverlongPunishment
+import numpy as np
+
+from rl.protocols import Rewarder
+from rl.rollouts.episode import Episodes
+from rl.rollouts.penalties import OverlongPunishment
 from rl.rollouts.renderer import PromptTooLongError
+from rl.rollouts.rubric import OVERLONG
 from rl.types import Problem, Rollout, SamplingParams, Score
+from rl.utils.clock import BusyClock, now_s
 
 logger = logging.getLogger(__name__)
 
+RolloutId = tuple[int, int]
+"""Number of a rollout's group, and its index among the scored rollouts of the group."""
 
-Place = tuple[int, int]
-"""Of a rollout in a batch: the number of its group, and its own among those of the group that were scored."""
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredRollout:
+    """A rollout with a score that did not fail."""
+
+    rollout: Rollout
+    score: Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
-    """The rollouts of one problem, scored."""
+    """The rollouts of one problem with their scores."""
 
     number: int
-    """Place of its problem in the task's order."""
+    """Number of the problem in the task's order."""
     rollouts: list[Rollout]
-    """[G], all that were drawn; none where the prompt was too long."""
+    """[G]; empty if the prompt was too long."""
     scores: list[Score]
     """[G]."""
-    scored: list[ScoredRollout]
-    """[<=G], those that could be scored."""
-    generated_at: float
-    """By the event loop's clock, when the last token was here."""
+    generated_at: float = 0.0
+    """Time on the event loop's clock at which the last token arrived."""
+
+    @property
+    def scored(self) -> list[ScoredRollout]:
+        """[<=G], without failed rollouts and scores."""
+        pairs = zip(self.rollouts, self.scores, strict=True)
+        return [ScoredRollout(rollout=r, score=s) for r, s in pairs if failure_of(r, s) is None]
+
+
+def failure_of(rollout: Rollout, score: Score) -> str | None:
+    """Return the reason why a rollout is neither trained on nor part of a mean; None if there is none."""
+    return rollout.failure if score.failure is None else score.failure
+
+
+def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:
+    """Return True if all samples of a group have the same reward, or there are none.
+
+    The overlong punishment does not count: DAPO's dynamic sampling (arXiv 2503.14476, equation 11) asks if
+    all replies are right, or none.
+    """
+    return len({member.score.reward for member in group_G}) <= 1
+
+
+def token_rewards(member: ScoredRollout, *, by_turn: bool) -> np.ndarray:
+    """Return [C] float64: the reward, including the overlong punishment, at the last token.
+
+    With `by_turn`, the environment's reward of each turn stands at the last token of that turn instead.
+    """
+    rewards_C = np.zeros(member.rollout.num_completion_tokens, dtype=np.float64)
+    rewards_C[-1] = member.score.reward + member.score.overlong
+    if by_turn:
+        ends = np.cumsum([len(turn.completion.token_ids) for turn in member.rollout.turns]) - 1
+        for end, turn in zip(ends, member.rollout.turns, strict=True):
+            rewards_C[end] += turn.observation.reward
+            rewards_C[-1] -= turn.observation.reward
+    return rewards_C
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutWorker:
-    """Draws a problem's rollouts and has them scored; many run at once."""
+    """Draws the rollouts of problems and has them scored; many calls of `run` overlap."""
 
     episodes: Episodes
-    scorer: Scorer
+    rewarder: Rewarder
     sampling: SamplingParams
-    """Of every group; the seed is each group's own."""
+    """Sampling of every group; each group gets a seed of its own."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
     drop_long_prompts: bool = False
-    """A problem whose prompt leaves no room for a reply is a group without rollouts, no error."""
+    """Return a group without rollouts if a prompt leaves no room for a reply; otherwise that is an error."""
     scoring: BusyClock = field(default_factory=BusyClock)
 
     async def run(self, number: int, problem: Problem) -> Group:
-        """The result depends on the problem's number, the run's seed and the weights alone.
+        """Draw and score one group; the result depends only on its number, the run's seed and the weights.
 
-        All that is asked of the sampler for a group is of one session.
+        All of the group's requests to the generator belong to one session.
         """
         sampling = replace(self.sampling, seed=self.seed * 1_000_003 + number)
         try:
@@ -66,24 +109,17 @@ class RolloutWorker:
             if not self.drop_long_prompts:
                 raise
             logger.warning("%s; it is left out", error)
-            return Group(number=number, rollouts=[], scores=[], scored=[], generated_at=now_s())
+            return Group(number=number, rollouts=[], scores=[], generated_at=now_s())
         generated_at = now_s()
         with self.scoring.active():
-            (scores,) = await self.scorer.score([rollouts])
+            (scores,) = await self.rewarder.score([rollouts])
         scores = [self._with_overlong(r, s) for r, s in zip(rollouts, scores, strict=True)]
-        return Group(
-            number=number,
-            rollouts=rollouts,
-            scores=scores,
-            scored=scored(rollouts, scores),
-            generated_at=generated_at,
-        )
+        return Group(number=number, rollouts=rollouts, scores=scores, generated_at=generated_at)
 
     def _with_overlong(self, rollout: Rollout, score: Score) -> Score:
-        """With what its last reply's length takes off; earlier turns are not looked at.
+        """Add the overlong punishment of the last reply.
 
-        A reply that was cut off, or an episode that ended for want of tokens, is at the limit, whatever room
-        there was for it.
+        A reply that was cut off, or an episode that ran out of tokens, counts as a reply at the limit.
         """
         if not self.overlong.enable:
             return score

@@ -1,4 +1,4 @@
-"""A language model as a reward function: it reads a reply and answers with a grade.
+"""A language model as a judge: a reward function that asks a server for a grade.
 
     judge = Judge(
         base_url="http://127.0.0.1:8000/v1",
@@ -9,7 +9,7 @@
     )
     Rubric(criteria=(Criterion(name="polite", function=judge),))
 
-Any server that speaks OpenAI's chat completions will do, such as `vllm serve`.
+Any server with OpenAI's chat completions API will do, such as `vllm serve`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 import openai
 
-from rl.rollouts.rubric_functions import shortened
+from rl.rollouts.rubric import shortened
 from rl.types import Rollout
 
 PLACEHOLDER = re.compile(r"\{(question|answer|reply|conversation)\}")
@@ -35,9 +35,9 @@ NUMBER = (
     r"(?im)^(?:[^\w\n-]|-[ \t])*(?:[a-z ]*(?:score|grade|rating)(?:[^\w\n-]|-[ \t])*)?"
     r"(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?[^\w\n]*$"
 )
-"""A line that is a number alone, or one after "score", "grade" or "rating": `7`, `**Score:** 7/10`."""
+"""A line with only a number, or a number after "score", "grade" or "rating": `7`, `**Score:** 7/10`."""
 LABEL = r"(?im)^[^\w\n]*(?:[a-z ]*(?:verdict|grade|answer|judge?ment)[^\w\n]*)?({labels})[^\w\n]*$"
-"""A line that is a label alone, or one after "verdict", "grade", "answer" or "judgement"."""
+"""A line with only a label, or a label after "verdict", "grade", "answer" or "judgement"."""
 TEMPLATE = """Grade the reply to a question from 0 (useless) to 10 (nothing could be better).
 
 Question:
@@ -54,148 +54,120 @@ Grade: 7"""
 
 
 class JudgeError(Exception):
-    """There is no grade; the message says whom was asked and what came back. It never has the key."""
+    """The judge gave no grade; the message has the URL and the answer, and never the key."""
 
 
 class Grade(Protocol):
-    """How a judge's answer becomes a number. A dataclass, so that it can be pickled."""
-
-    @property
-    def wanted(self) -> str:
-        """What is looked for, for the message where it is not there."""
-        ...
+    """Parser of a judge's answer; must be picklable."""
 
     def read(self, text: str) -> float | None:
-        """The number; None where the text has none that is valid."""
+        """Return the grade; None if the text has no valid one."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberGrade:
-    """The last number that the pattern finds, from `lowest` to `highest`, mapped to 0..1."""
+    """Grade that is the last number the pattern finds, from `lowest` to `highest`, mapped to 0..1."""
 
     lowest: float = 0.0
     highest: float = 10.0
     pattern: str = NUMBER
-    """A regular expression whose first group is the number; a second, where there is one, what it is out of:
-    no grade where that is not `highest`."""
+    """Regular expression whose first group is the number. An optional second group is the maximum, which must
+    be `highest`."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lowest) and math.isfinite(self.highest) and self.lowest < self.highest):
+        if not -math.inf < self.lowest < self.highest < math.inf:
             raise ValueError(
                 f"lowest={self.lowest}, highest={self.highest}: must be finite, the first below the second"
             )
-        _check_pattern(self.pattern)
-
-    @property
-    def wanted(self) -> str:
-        return f"a number from {self.lowest:g} to {self.highest:g}"
+        re.compile(self.pattern)
 
     def read(self, text: str) -> float | None:
         found = list(re.finditer(self.pattern, text))
         try:
-            number, out_of = (float(group) for group in (found[-1][1], _out_of(found[-1]) or self.highest))
+            number, out_of = float(found[-1][1]), float([*found[-1].groups(), None][1] or self.highest)
         except (IndexError, TypeError, ValueError):
             return None
-        if out_of != self.highest:
-            return None
-        if not self.lowest <= number <= self.highest:
+        if out_of != self.highest or not self.lowest <= number <= self.highest:
             return None
         return (number - self.lowest) / (self.highest - self.lowest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelGrade:
-    """The last of a few words that the pattern finds, whatever its case, and what it is worth."""
+    """Grade that is the value of the last label the pattern finds, ignoring case."""
 
     labels: Mapping[str, float]
     pattern: str = LABEL
-    """A regular expression whose first group is the label; `{labels}` stands for all of them."""
+    """Regular expression whose first group is the label; `{labels}` stands for all of them."""
 
     def __post_init__(self) -> None:
         if len({label.lower() for label in self.labels}) < 2 or "" in self.labels:
             raise ValueError(f"labels={dict(self.labels)}: must be at least two different words")
-        for label, value in self.labels.items():
-            if not math.isfinite(value):
-                raise ValueError(f"labels: {label!r} is worth {value}, not a finite number")
-        _check_pattern(self._expression())
-
-    @property
-    def wanted(self) -> str:
-        return f"one of {', '.join(self.labels)}"
+        if not all(map(math.isfinite, self.labels.values())):
+            raise ValueError(f"labels={dict(self.labels)}: every value must be a finite number")
 
     def read(self, text: str) -> float | None:
-        found = [match[1] for match in re.finditer(self._expression(), text)]
+        # Longest first, because one label may be the beginning of another.
+        labels = "|".join(re.escape(label) for label in sorted(self.labels, key=len, reverse=True))
+        found = [match[1] for match in re.finditer(self.pattern.replace("{labels}", labels), text)]
         values = {label.lower(): float(value) for label, value in self.labels.items()}
         return values.get(found[-1].lower()) if found and found[-1] is not None else None
-
-    def _expression(self) -> str:
-        # The longest first, as one label may begin another.
-        labels = "|".join(re.escape(label) for label in sorted(self.labels, key=len, reverse=True))
-        return self.pattern.replace("{labels}", labels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judge:
-    """An async reward function; picklable, with a client of its own in each event loop.
+    """Async reward function that asks a model; picklable, with one client in each event loop.
 
-    What is no grade fails the score, and its failure names the URL and what came back: an answer that cannot
-    be read, a status other than 2xx after the retries, no answer in time.
+    The score fails if the answer has no grade, if the status is not 2xx after the retries, or if no answer
+    comes in time; the failure names the URL and the answer.
 
     Raises:
-        ValueError: when it is made, naming the field; also if the key's variable is not set here. It has to
-            be set where rewards are computed.
+        ValueError: a field is invalid, or the key's environment variable is not set; it must be set both here
+            and where rewards are computed.
     """
 
     base_url: str
-    """Without `/chat/completions`, which is put behind it."""
+    """URL before `/chat/completions`."""
     model: str
-    """As the server names it."""
+    """Name of the model on the server."""
     api_key_env: str | None = "OPENAI_API_KEY"
-    """Name of the environment variable that has the key; None for a server that asks for none."""
+    """Environment variable that holds the key; None: the server needs no key."""
     template: str = TEMPLATE
-    """What the judge is told. {question}, {answer}, {reply} (the last one) and {conversation} (all of it)
-    stand for what is of the rollout; other braces stay as they are."""
+    """Prompt of the judge, in which {question}, {answer}, {reply} (the last one) and {conversation} (all of
+    it) are filled in; other braces stay as they are."""
     system: str = ""
-    """A system message before it."""
+    """System message before the prompt; empty: none."""
     grade: Grade = field(default_factory=NumberGrade)
     temperature: float = 0.0
     max_tokens: int | None = 512
-    """Of the judge's answer, which has no grade if it was cut off. None is not sent: for servers that want
-    another name for it, in `extra_body`."""
+    """Longest answer of the judge; an answer that is cut off has no grade. None: not sent, for servers with
+    another name for it, to set in `extra_body`."""
     timeout_s: float = 60.0
-    """Longest wait for the server, each time that it is asked. `reward.time_limit_s` is over all of it."""
+    """Timeout of each request. `reward.time_limit_s` limits all tries together."""
     max_retries: int = 2
-    """Times that it is asked again, after a growing pause: after 408, 409, 429, 5xx, or no answer."""
+    """Most retries, after growing pauses, of a request with status 408, 409, 429 or 5xx, or without answer."""
     max_concurrency: int = 16
-    """Requests at once, in each process that scores."""
+    """Concurrent requests of each reward process."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the request, such as {"chat_template_kwargs": {"enable_thinking": False}}."""
+    """Further fields of the request, such as {"chat_template_kwargs": {"enable_thinking": False}}."""
 
     def __post_init__(self) -> None:
         url = urlsplit(self.base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
+        if url.scheme not in ("http", "https") or not url.hostname or url.password or url.query:
             raise ValueError(
-                f"base_url={self.base_url!r}: must begin with http:// or https:// and name a host"
-            )
-        if url.username is not None or url.password is not None or url.query or url.fragment:
-            raise ValueError(
-                f"base_url: {url.scheme}://{url.hostname}... must have neither a user, a query nor a "
-                "fragment; a key belongs into the variable that api_key_env names"
+                "base_url: must be http:// or https:// with a host, without a password or a query; put the key "
+                "into the variable that api_key_env names"
             )
         if not self.model:
-            raise ValueError("model='': must be the name that the server has for it")
+            raise ValueError("model='': must be the name of the model on the server")
         if not {"{reply}", "{conversation}"} & {m[0] for m in PLACEHOLDER.finditer(self.template)}:
             raise ValueError(
-                f"template={shortened(self.template)!r}: must have {{reply}} or {{conversation}}, or the "
-                "judge does not see what it grades"
+                f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}, which "
+                "the judge grades"
             )
-        for name, least in (
-            ("max_tokens", 1),
-            ("max_retries", 0),
-            ("max_concurrency", 1),
-            ("temperature", 0),
-        ):
+        smallest = {"max_tokens": 1, "max_retries": 0, "max_concurrency": 1, "temperature": 0}
+        for name, least in smallest.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
@@ -204,19 +176,15 @@ class Judge:
         _key(self.api_key_env)
 
     async def __call__(self, rollout: Rollout) -> float:
-        """The grade.
-
-        Raises:
-            JudgeError: there is none.
-        """
+        """Return the grade; raises JudgeError if there is none."""
         text = await self._ask(self.prompt(rollout))
         number = self.grade.read(text)
         if number is None:
-            raise self._error(f"{self.grade.wanted} is not in its answer {self._clean(text)!r}")
+            raise self._error(f"no valid grade is in its answer {self._clean(text)!r}")
         return number
 
     def prompt(self, rollout: Rollout) -> str:
-        """The template with the rollout in it; what is put in is not looked through for braces."""
+        """Fill the rollout into the template; braces in the rollout are not expanded."""
         problem = rollout.prompt.problem
         texts = {
             "question": problem.question,
@@ -239,16 +207,15 @@ class Judge:
         try:
             answer = await self._client().chat.completions.with_raw_response.create(**request)
         except openai.APIStatusError as error:
-            body = self._clean(error.response.text)
-            raise self._error(f"HTTP {error.status_code}{_tries(error)}: {body}") from None
-        except openai.APITimeoutError as error:
-            raise self._error(f"no answer within timeout_s={self.timeout_s:g}{_tries(error)}") from None
+            raise self._error(f"HTTP {error.status_code}: {self._clean(error.response.text)}") from None
+        except openai.APITimeoutError:
+            raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
         except openai.APIConnectionError as error:
-            raise self._error(f"no connection{_tries(error)}: {self._clean(repr(error.__cause__))}") from None
+            raise self._error(f"no connection: {self._clean(repr(error.__cause__))}") from None
         return self._text(answer.text)
 
     def _text(self, body: str) -> str:
-        """Of a server's answer: what the judge wrote."""
+        """Return the judge's text from the body of the server's answer."""
         try:
             choice = json.loads(body)["choices"][0]
             text, reason = choice["message"]["content"], choice.get("finish_reason")
@@ -262,14 +229,14 @@ class Judge:
         return text
 
     def _client(self) -> Any:
-        """Kept for each event loop, which its connections are of."""
+        """Return the client of the running event loop, to which its connections belong."""
         key = _key(self.api_key_env)
         settings = (self.base_url, key, self.timeout_s, self.max_retries)
         clients = _clients.setdefault(asyncio.get_running_loop(), {})
         if settings not in clients:
             clients[settings] = openai.AsyncOpenAI(
                 base_url=self.base_url,
-                # An empty one is refused, and a server that asks for none ignores it.
+                # The client refuses an empty key; a server without keys ignores this one.
                 api_key=key or "none",
                 timeout=self.timeout_s,
                 max_retries=self.max_retries,
@@ -280,8 +247,7 @@ class Judge:
         return JudgeError(f"judge {self.model!r} at {self.base_url}: {what}")
 
     def _clean(self, text: str) -> str:
-        """What came back, without the key, as a server may send back what it was sent; then at a length for
-        a message."""
+        """Shorten an answer for a message and remove the key, which a server may echo."""
         key = _key(self.api_key_env)
         return shortened(text.replace(key, "***") if key else text)
 
@@ -295,26 +261,7 @@ def _key(api_key_env: str | None) -> str | None:
     key = os.environ.get(api_key_env)
     if not key:
         raise ValueError(
-            f"api_key_env={api_key_env!r}: this environment variable is not set here; set it to the key, or "
-            "let api_key_env be None for a server that asks for none"
+            f"api_key_env={api_key_env!r}: this environment variable is not set; set it to the key, or set "
+            "api_key_env=None for a server without keys"
         )
     return key
-
-
-def _tries(error: Any) -> str:
-    """How often the client asked, which writes that into its requests."""
-    num_again = int(error.request.headers.get("x-stainless-retry-count", 0))
-    return f" (asked {num_again + 1} times)" if num_again else ""
-
-
-def _out_of(match: re.Match[str]) -> str | None:
-    return match[2] if match.re.groups > 1 else None
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        num_groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from None
-    if num_groups < 1:
-        raise ValueError(f"pattern={pattern!r} has no group: its first group is what is read")

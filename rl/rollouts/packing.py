@@ -1,9 +1,11 @@
-"""From samples of any length to packed micro-batches, the same plan on every rank.
+"""Packing of samples of any length into micro-batches, with the same plan on every rank.
 
-Every rank gets the whole list of samples, makes the whole plan and takes its own part of
-it. All ranks get equally many micro-batches, because FSDP gathers parameters in each; a
-rank that has none left gets one of padding alone. Samples of one prompt go together where
-they fit, and their prompt is in a micro-batch once (`shared_prompts.py`).
+Every rank gets all samples, makes the whole plan and takes its own part of it. All ranks get equally many
+micro-batches, because FSDP gathers parameters in each; a rank with none left gets one of padding alone.
+
+Samples of one prompt go together if they fit, and share their prompt: all completions of a prompt have the
+same tokens before them, and causal attention gives these the same hidden states. Only tokens that no sample
+is trained on are shared, and not the last of them, because a different token follows it in each sample.
 
 Shape legend: T packed tokens, L tokens of one sample (its inputs: one fewer than its token
 ids), K targets of a token, M micro-batches, R data-parallel ranks.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,23 +25,40 @@ import torch
 from torch import Tensor
 
 from rl.models.attention import Segments, SequenceLayout, on_device
-from rl.rollouts.shared_prompts import Piece, families, pieces_of
 from rl.types import TrainingSample
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
 OPTIONAL = (*OPTIONAL_LOGPROBS, "targets", "ratio_mask")
 """Fields of a sample that may be None."""
 _PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
-"""Those of which there are K for a token that has K targets."""
+"""Fields with K values for a token that has K targets."""
+
+
+SMALLEST_SAVING = 0.05
+"""Smallest share of a micro-batch's tokens for which sharing is worth moving keys away from their queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Inputs `begin` to `end` of a sample, which follow those of another piece or nothing."""
+
+    sample: int
+    begin: int
+    end: int
+    prefix: int | None = None
+    """Number of the piece with the inputs before `begin`."""
+
+    def __len__(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
-    """One micro-batch. Entry t is about input token t and its target, the next token where no other is said.
+    """One micro-batch. Entry t belongs to input token t and its target, by default the next token.
 
-    With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K].
-    Padding is a sequence of its own at the end: its mask is False and its sequence id is
-    `num_sequences`. A shared prompt has the mask False and the sequence id of one of its samples.
+    With K targets a token, `targets`, `mask`, `advantages` and all logprobs are [T, K]. Padding is a sequence
+    of its own at the end: its mask is False and its sequence id is `num_sequences`. A shared prompt has the
+    mask False and the sequence id of one of its samples.
     """
 
     input_ids: Tensor
@@ -48,48 +68,48 @@ class PackedBatch:
     positions: Tensor
     """[T] int64, from 0 in each sequence."""
     sequences: SequenceLayout | Segments
-    """Where each sequence lies, the padding included; segments where prompts are shared."""
+    """Layout of the sequences, padding included; segments if prompts are shared."""
     mask: Tensor
     """[T] bool, True where the target is trained on."""
     advantages: Tensor
     """[T] float32."""
     generator_logprobs: Tensor
-    """[T] float32, nats; NaN where the generator drew nothing."""
+    """[T] float32, nats; NaN at tokens of prompts."""
     temperatures: Tensor
     """[T] float32; 1 in the padding."""
     sequence_ids: Tensor
     """[T] int64."""
     reference_logprobs: Tensor | None = None
-    """[T] float32, nats; None where the samples bring none."""
+    """[T] float32, nats; None if the samples have none."""
     proximal_logprobs: Tensor | None = None
-    """[T] float32, nats; None where the samples bring none."""
+    """[T] float32, nats; None if the samples have none."""
     ratio_mask: Tensor | None = None
-    """[T] bool; None where the samples bring none."""
+    """[T] bool; None if the samples have none."""
     num_sequences: int
-    """Samples in this micro-batch; 0 for one of padding alone."""
+    """Samples in this micro-batch; 0 for padding alone."""
     sample_indices: tuple[int, ...]
-    """Which samples of the packed list these are, in order."""
+    """Indices of the samples in the packed list, in order."""
     lengths: tuple[int, ...]
     """L of each sample, in order."""
     rows: tuple[tuple[slice, ...], ...]
-    """Where the inputs of each sample lie, in order."""
+    """Rows of the inputs of each sample, in order."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same with its tensors on `device`."""
+        """Return a copy with its tensors on `device`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         return PackedBatch(**(values | moved | {"sequences": on_device(self.sequences, device)}))
 
     @property
     def all_lengths(self) -> list[int]:
-        """L of each sequence, the padding included, of a batch in which no prompt is shared."""
+        """L of each sequence, padding included, of a batch without shared prompts."""
         num_padding = self.input_ids.numel() - sum(self.lengths)
         return [*self.lengths, num_padding] if num_padding else list(self.lengths)
 
     def scatter(self, values_T: np.ndarray) -> dict[int, np.ndarray]:
-        """Values per token as one [L + 1] array a sample, by its index; entry 0, no target, is 0.
+        """Split values per token into one [L + 1] array for each sample, by its index; entry 0 is 0.
 
-        [T, K] ones as [L + 1, K].
+        Values of shape [T, K] become [L + 1, K].
         """
         pad = np.zeros((1, *values_T.shape[1:]), dtype=values_T.dtype)
         return {
@@ -109,25 +129,24 @@ def pack(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> list[PackedBatch]:
-    """The micro-batches of one data-parallel rank; equally many on every rank, at least one.
+    """Return the micro-batches of one data-parallel rank; equally many on every rank, at least one.
 
     Args:
         max_tokens: most tokens of a micro-batch, padding not counted, shared ones each time.
         max_sequences: most samples of a micro-batch.
         max_length: most tokens of a sample.
         pad_multiple: T becomes a multiple of it, for sequence parallelism.
-        share_prompts: samples of a micro-batch with the same prompt have it in common.
+        share_prompts: store the prompt once for all samples of a micro-batch that have it.
 
     Raises:
-        ValueError: for a sample that is longer than `max_tokens` or `max_length`, has fewer than two tokens,
-            or whose arrays differ in shape; for samples of which some have what others lack, or another K.
+        ValueError: a sample is longer than `max_tokens` or `max_length`, has fewer than two tokens, or has
+            arrays of different shapes; or samples differ in K or in their optional fields.
     """
-    _check_optional(samples)
-    _check_targets(samples)
-    lengths = [_input_length(sample, index, max_tokens, max_length) for index, sample in enumerate(samples)]
+    _check(samples, max_tokens=max_tokens, max_length=max_length)
+    lengths = [len(sample.token_ids) - 1 for sample in samples]
     plan = plan_micro_batches(
         lengths,
-        families=families(samples) if share_prompts else None,
+        families=families_of(samples) if share_prompts else None,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
         max_sequences=max_sequences,
@@ -146,17 +165,16 @@ def plan_micro_batches(
     num_ranks: int,
     max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
-    """[R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in each.
+    """Return [R][M] lists of sample indices: tokens balanced over ranks, then packed tightly in each.
 
-    Ranks get samples longest first, each to the one with the fewest tokens so far. Within a
-    rank, too, longer samples come first, into the first micro-batch with room; so a
-    micro-batch holds samples of similar length, which attention on a grid likes. What is said
-    of samples holds of `families` of them, which are divided where they would unbalance ranks or
-    do not fit a micro-batch.
+    Samples are assigned longest first, each to the rank with the fewest tokens so far. Within a rank, too,
+    longer samples come first, into the first micro-batch with room; so a micro-batch holds samples of similar
+    length, which suits attention on a grid. Samples of a family are treated as one unit, which is divided if
+    it would unbalance ranks or does not fit a micro-batch.
     """
     units = [[index] for index in range(len(lengths))] if families is None else families
     if num_ranks > 1:
-        # Pieces of a quarter of a rank's share leave its balance to the smallest of them.
+        # With units of at most a quarter of a rank's share, the smallest ones decide the balance.
         limit = sum(lengths) // (4 * num_ranks)
         units = [part for unit in units for part in _divided(unit, lengths, limit)]
     sizes = [(sum(lengths[i] for i in unit), sorted(unit, key=lambda i: (-lengths[i], i))) for unit in units]
@@ -174,7 +192,7 @@ def plan_micro_batches(
 
 
 def _divided(unit: Sequence[int], lengths: Sequence[int], limit: int) -> Iterable[list[int]]:
-    """Parts of at most `limit` tokens, or of one sample."""
+    """Divide a unit into parts of at most `limit` tokens, or of one sample."""
     ends = list(accumulate(lengths[i] for i in unit))
     cuts = [0]
     for place, end in enumerate(ends):
@@ -186,7 +204,7 @@ def _divided(unit: Sequence[int], lengths: Sequence[int], limit: int) -> Iterabl
 def _first_fit(
     units: Iterable[Sequence[int]], lengths: Sequence[int], max_tokens: int, max_sequences: int
 ) -> list[list[int]]:
-    """Samples of a unit into one micro-batch as long as it has room."""
+    """Put the samples of each unit into one micro-batch as long as it has room."""
     micro_batches: list[list[int]] = []
     room: list[int] = []
     for unit in units:
@@ -203,67 +221,40 @@ def _first_fit(
     return micro_batches
 
 
-def _check_optional(samples: Sequence[TrainingSample]) -> None:
-    """All samples bring logprobs of another policy, targets or a second mask, or none does."""
-    for name in OPTIONAL:
-        for index, sample in enumerate(samples):
+def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: int | None) -> None:
+    """Check lengths and shapes, and that each optional field is set in all samples or in none."""
+    for index, sample in enumerate(samples):
+        num_tokens = len(sample.token_ids)
+        if num_tokens < 2:
+            raise ValueError(
+                f"sample {index} has {num_tokens} tokens: must have at least 2, one input and one target"
+            )
+        if max_length is not None and num_tokens > max_length:
+            raise ValueError(
+                f"sample {index} has {num_tokens} tokens, more than max_sequence_length={max_length}"
+            )
+        if num_tokens - 1 > max_tokens:
+            raise ValueError(
+                f"sample {index} has a length of {num_tokens - 1} input tokens, "
+                f"more than max_tokens_per_microbatch={max_tokens}"
+            )
+        targets = samples[0].targets
+        num_targets = () if targets is None else targets.shape[1:]
+        if targets is not None and (
+            len(num_targets) > 1 or 0 in num_targets or targets.dtype.kind not in "iu"
+        ):
+            raise ValueError("targets must be whole numbers of shape [T] or [T, K]")
+        if num_targets and sample.ratio_mask is not None:
+            raise ValueError(f"sample {index}: ratio_mask must be None with targets of shape [T, K]")
+        for name in (*_PER_TARGET, "targets", "ratio_mask"):
             values = getattr(sample, name)
             if (values is None) != (getattr(samples[0], name) is None):
-                which = f"sample {index} has none" if values is None else f"sample {index} has"
-                raise ValueError(f"{name} must be there in all samples or in none: {which}")
-
-
-def _check_targets(samples: Sequence[TrainingSample]) -> None:
-    """Each sample has as many targets a token as the first, and what is said of targets has their shape."""
-    first = None if not samples else samples[0].targets
-    for index, sample in enumerate(samples):
-        targets = sample.targets
-        shape = (len(sample.token_ids),) if targets is None else targets.shape
-        if targets is not None:
-            if targets.ndim not in (1, 2) or 0 in shape or targets.dtype.kind not in "iu":
-                raise ValueError(
-                    f"sample {index}: targets is {targets.dtype} of shape {list(shape)}: must be whole "
-                    "numbers of shape [T] or [T, K]"
-                )
-            assert first is not None, "all samples have targets, or none"
-            if shape[1:] != first.shape[1:]:
-                raise ValueError(
-                    f"sample {index}: targets has shape {list(shape)}, that of sample 0 {list(first.shape)}: "
-                    "all samples must have as many targets a token"
-                )
-            if targets.ndim == 2 and sample.ratio_mask is not None:
-                raise ValueError(
-                    f"sample {index}: ratio_mask must be None with targets of shape {list(shape)}: a "
-                    "sequence has one ratio only where each token has one target"
-                )
-        for name in _PER_TARGET:
-            values = getattr(sample, name)
-            if values is not None and values.shape[1:] != shape[1:]:
+                raise ValueError(f"sample {index}: {name} must be set in all samples or in none")
+            shape = (num_tokens,) if name == "ratio_mask" else (num_tokens, *num_targets)
+            if values is not None and values.shape != shape:
                 raise ValueError(
                     f"sample {index}: {name} has shape {list(values.shape)}: must be {list(shape)}"
                 )
-
-
-def _input_length(sample: TrainingSample, index: int, max_tokens: int, max_length: int | None) -> int:
-    num_tokens = len(sample.token_ids)
-    for name in (*_PER_TARGET, *OPTIONAL):
-        values = getattr(sample, name)
-        if values is not None and len(values) != num_tokens:
-            raise ValueError(f"sample {index}: {name} has {len(values)} entries for {num_tokens} tokens")
-    if num_tokens < 2:
-        raise ValueError(
-            f"sample {index} has {num_tokens} tokens: must have at least 2, one input and one target"
-        )
-    if max_length is not None and num_tokens > max_length:
-        raise ValueError(
-            f"sample {index} has {num_tokens} tokens, more than max_sequence_length={max_length}"
-        )
-    if num_tokens - 1 > max_tokens:
-        raise ValueError(
-            f"sample {index} has a length of {num_tokens - 1} input tokens, "
-            f"more than max_tokens_per_microbatch={max_tokens}"
-        )
-    return num_tokens - 1
 
 
 def _pack_one(
@@ -271,7 +262,7 @@ def _pack_one(
 ) -> PackedBatch:
     chosen = [samples[i] for i in indices]
     lengths = [len(sample.token_ids) - 1 for sample in chosen]
-    pieces = pieces_of(chosen, share=share_prompts)
+    pieces = _pieces_of(chosen, share=share_prompts)
     num_tokens = sum(map(len, pieces))
     num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
     if num_padding:
@@ -281,7 +272,7 @@ def _pack_one(
     sequence_ids = np.repeat([piece.sample for piece in pieces], lengths_P)
 
     def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
-        """Of all pieces but the padding."""
+        """Return the values of all pieces, with padding."""
         shape = (num_tokens + num_padding, *getattr(samples[0], name).shape[1:])
         values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
         for piece, place in zip(pieces, rows, strict=True):
@@ -315,14 +306,14 @@ def _pack_one(
 
 
 def _rows(pieces: Sequence[Piece]) -> list[slice]:
-    """Where each lies: one after another."""
+    """Return the rows of the pieces, one after another."""
     return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, pieces), initial=0))]
 
 
 def _rows_of_samples(
     pieces: Sequence[Piece], rows: Sequence[slice], *, num_samples: int
 ) -> tuple[tuple[slice, ...], ...]:
-    """What lies before a sample's own rows, and these; without the padding."""
+    """Return each sample's own rows after those of its shared prefix, without the padding."""
     parts: dict[int, tuple[slice, ...]] = {}
     for piece, place in zip(pieces, rows, strict=True):
         parts[piece.sample] = (place,) if piece.prefix is None else (rows[piece.prefix], place)
@@ -336,3 +327,42 @@ def _layout(pieces: Sequence[Piece], rows: Sequence[slice]) -> SequenceLayout | 
     nothing = slice(0, 0)
     prefixes = [nothing if piece.prefix is None else rows[piece.prefix] for piece in pieces]
     return Segments.after_prefixes(lengths, [(prefix.start, prefix.stop) for prefix in prefixes])
+
+
+def num_shareable(sample: TrainingSample) -> int:
+    """Return the number of first inputs whose targets are not trained on; 0 for a sample with own targets."""
+    if sample.targets is not None:
+        return 0
+    counts = sample.mask if sample.ratio_mask is None else sample.mask | sample.ratio_mask
+    return int(np.argmax(counts[1:])) if counts[1:].any() else 0
+
+
+def families_of(samples: Sequence[TrainingSample]) -> list[list[int]]:
+    """Group samples that begin with the same prompt; most families are groups of rollouts."""
+    members: dict[tuple[bytes, float], list[int]] = defaultdict(list)
+    alone: list[list[int]] = []
+    for index, sample in enumerate(samples):
+        shareable = num_shareable(sample)
+        if shareable:
+            # The target after the last shared input is part of the prompt too.
+            prompt = np.asarray(sample.token_ids[: shareable + 1], dtype=np.int64)
+            members[prompt.tobytes(), sample.temperature].append(index)
+        else:
+            alone.append([index])
+    return [*members.values(), *alone]
+
+
+def _pieces_of(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
+    """Return the pieces of a micro-batch in order: each shared prompt before what follows it."""
+    apart = [Piece(i, 0, len(sample.token_ids) - 1) for i, sample in enumerate(samples)]
+    if not share:
+        return apart
+    pieces: list[Piece] = []
+    for family in families_of(samples):
+        shared = num_shareable(samples[family[0]]) if len(family) > 1 else 0
+        prefix = len(pieces) if shared else None
+        if shared:
+            pieces.append(Piece(family[0], 0, shared))
+        pieces.extend(Piece(i, shared, apart[i].end, prefix) for i in family)
+    saving = 1.0 - sum(map(len, pieces)) / max(1, sum(map(len, apart)))
+    return pieces if saving >= SMALLEST_SAVING else apart

@@ -1,133 +1,172 @@
-"""Groups of rollouts, made ahead of the steps that train on them.
+"""Groups of rollouts, produced ahead of the steps that train on them.
 
-    problems -> start (as the age bound allows) -> worker -> drop or keep -> next_batch
+    problems -> start (as the staleness bound allows) -> worker -> drop or keep -> next_batch
 
-`RolloutProducer` starts a task for each group as soon as there is a place for it, in the task's order.
-It is unblocked by `serve` (newer weights), by `next_batch` (places of a taken batch), and by a group that
-is dropped. Whoever awaits `next_batch` is unblocked by finished groups, or by an error of any of them.
+`RolloutProducer` starts a task for each group as soon as the bound allows, in the task's order. New groups
+start after `serve` (newer weights), after `next_batch` (places of a taken batch), and after a dropped group.
+`next_batch` waits for finished groups, or for an error of any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
-from rl.errors import RunError
-from rl.observability.activity import during
-from rl.rollouts.age_bound import AgeBound
-from rl.rollouts.grading import equal_rewards
-from rl.rollouts.group import Group
-from rl.types import Problem, Score
+from rl.observability.spans import span
+from rl.rollouts.group import Group, equal_rewards
+from rl.rollouts.staleness import StalenessBound
+from rl.types import LoopPosition, Problem, Score
+from rl.utils.errors import RunError
 
 DropReason = Literal["failed", "equal", "oversize", "long_prompt"]
 
 
 class NothingToLearnError(RunError):
-    """Too many steps, or groups, in a row from which there is nothing to learn."""
+    """Too many steps, or groups, in a row without anything to learn from."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupFilter:
-    """Which finished groups are not trained on."""
+@runtime_checkable
+class RandomAccess(Protocol):
+    """Problems that can be requested by number, in any order."""
 
-    drop_equal: bool
-    """Those without policy gradient."""
-    max_sample_tokens: int | None
-    """Those with a longer sample, prompt included; None: no limit."""
+    def problem(self, number: int) -> Problem: ...
 
-    def reason_to_drop(self, group: Group) -> DropReason | None:
-        if not group.rollouts:
-            return "long_prompt"
-        if not group.scored:
-            return "failed"
-        longest = max(rollout.num_tokens for rollout in group.rollouts)
-        if self.max_sample_tokens is not None and longest > self.max_sample_tokens:
-            return "oversize"
-        return "equal" if self.drop_equal and equal_rewards(group.scored) else None
+
+class NumberedProblems:
+    """Iterator over training problems and their numbers in the task's order, from 0.
+
+    Continued from a position, it first gives the problems that were outstanding there, then the next ones. A
+    source without random access is drawn again from the beginning.
+    """
+
+    def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
+        self.num_drawn = 0 if position is None else position.num_problems
+        """Problems drawn from the task so far, outstanding ones included."""
+        self._again = set() if position is None else set(position.outstanding)
+        """Outstanding problems of the position that were not given again yet."""
+        self._numbered: Iterator[tuple[int, Problem]]
+        if isinstance(problems, RandomAccess):
+            numbers = itertools.chain(sorted(self._again), itertools.count(self.num_drawn))
+            self._numbered = ((number, problems.problem(number)) for number in numbers)
+        else:
+            self._numbered = self._skipping(enumerate(problems))
+
+    def __iter__(self) -> Iterator[tuple[int, Problem]]:
+        return self
+
+    def __next__(self) -> tuple[int, Problem]:
+        number, problem = next(self._numbered)
+        self._again.discard(number)
+        self.num_drawn = max(self.num_drawn, number + 1)
+        return number, problem
+
+    def position(self, step: int, *, outstanding: Collection[int]) -> LoopPosition:
+        """Return the position after `step`, given the numbers that were drawn and not used."""
+        left = tuple(sorted(self._again.union(outstanding)))
+        return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
+
+    def _skipping(self, numbered: Iterator[tuple[int, Problem]]) -> Iterator[tuple[int, Problem]]:
+        num_seen, again = self.num_drawn, set(self._again)
+        return ((number, p) for number, p in numbered if number >= num_seen or number in again)
+
+
+def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | None) -> DropReason | None:
+    """Return why a finished group is not trained on, or None.
+
+    Args:
+        drop_equal: drop groups without policy gradient.
+        max_sample_tokens: drop groups with a longer sample, prompt included; None: no limit.
+    """
+    if not group.rollouts:
+        return "long_prompt"
+    if not group.scored:
+        return "failed"
+    longest = max(rollout.num_tokens for rollout in group.rollouts)
+    if max_sample_tokens is not None and longest > max_sample_tokens:
+        return "oversize"
+    return "equal" if drop_equal and equal_rewards(group.scored) else None
 
 
 @dataclass(kw_only=True, slots=True)
 class FailedRewards:
-    """Counts rewards that could not be computed, and stops a run in which they are too many."""
+    """Counts rewards that could not be computed, and stops a run that has too many."""
 
     max_share: float
-    """Of the rewards since the last batch."""
+    """Largest share of failed rewards since the last batch."""
     rewards_of_step: int
-    """The share is of at least as many, so that it means the same at a batch's first rewards."""
+    """Smallest denominator of the share, so that the first failure of a batch does not count as all of it."""
     num_scored: int = 0
     failures: list[str] = field(default_factory=list)
 
     def add(self, scores: Sequence[Score]) -> None:
-        """Raises RunError, which shows the first failure, if there are too many now."""
+        """Count scores; raise RunError with the first failure if there are too many failures."""
         self.num_scored += len(scores)
         self.failures += [s.failure for s in scores if s.failure is not None]
         num_rewards = max(self.num_scored, self.rewards_of_step)
-        # The quotient, as 0.29 * 100 is less than 29.
+        # Compare the quotient, because 0.29 * 100 is less than 29.
         if len(self.failures) / num_rewards > self.max_share:
             raise RunError(
-                f"{len(self.failures)} of {self.num_scored} rewards failed since the last batch, where "
-                f"loop.max_failed_rewards={self.max_share:g} allows that share of these or, if there are "
-                f"fewer, of a step's {self.rewards_of_step}; the first: {self.failures[0]}"
+                f"{len(self.failures)} of {self.num_scored} rewards failed since the last batch; "
+                f"loop.max_failed_rewards={self.max_share:g} allows that share of the larger of this number "
+                f"and a step's {self.rewards_of_step}. The first failure: {self.failures[0]}"
             )
 
     def clear(self) -> None:
-        """A batch was taken."""
+        """Start counting anew after a batch was taken."""
         self.num_scored, self.failures = 0, []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """What one step consumes."""
+    """The groups that one step consumes."""
 
     groups: list[Group]
     """[P], in the order they were started."""
     dropped: list[tuple[DropReason, Group]]
-    """Since the batch before, in the task's order."""
+    """Groups dropped since the previous batch, in the task's order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Held:
-    """What a producer has between two batches, and another one goes on with."""
+class ProducerState:
+    """State of a producer between two batches, from which another producer continues; its counts start anew."""
 
     finished: tuple[tuple[Group, int], ...] = ()
-    """Groups that no batch has taken, each with its last step (`AgeBound`)."""
+    """Groups that no batch has taken, each with its last step (`StalenessBound`)."""
     dropped: tuple[tuple[DropReason, Group], ...] = ()
-    """Since the last batch."""
-    dropped_in_row: Mapping[DropReason, int] = field(default_factory=dict)
-    num_scored: int = 0
-    failures: tuple[str, ...] = ()
-    """Both of rewards since the last batch."""
+    """Groups dropped since the last batch."""
 
 
 class RolloutProducer:
-    """Runs groups concurrently, as many as the bound has places for."""
+    """Runs as many groups concurrently as the bound allows."""
 
     def __init__(
         self,
         *,
-        bound: AgeBound,
+        bound: StalenessBound,
         worker: Callable[[int, Problem], Awaitable[Group]],
         problems: Iterator[tuple[int, Problem]],
-        group_filter: GroupFilter,
+        reason_to_drop: Callable[[Group], DropReason | None],
         failed_rewards: FailedRewards,
         max_dropped: int,
-        held: Held | None = None,
+        state: ProducerState | None = None,
     ) -> None:
-        """
+        """Take collaborators that no other producer uses.
+
         Args:
-            problems: with their numbers in the task's order, without those of finished groups in `held`.
-            failed_rewards: of this producer alone.
-            max_dropped: groups in a row that may be dropped; one more stops the run.
-            held: of an earlier producer that is continued.
+            problems: problems with their numbers, without those of finished groups in `state`.
+            reason_to_drop: returns why a finished group is not trained on; None: it is.
+            max_dropped: most groups in a row that may be dropped; one more stops the run.
+            state: state of an earlier producer to continue from.
         """
         self.bound = bound
         self._worker = worker
         self._problems = problems
-        self._filter = group_filter
+        self._reason_to_drop = reason_to_drop
         self._failed_rewards = failed_rewards
         self._max_dropped = max_dropped
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,27 +176,30 @@ class RolloutProducer:
         self._used_up = False
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
-        if held is not None:
-            self._take_over(held)
+        if state is not None:
+            for group, last_step in state.finished:
+                self._finished[group.number] = group
+                self.bound.hold(group.number, last_step=last_step)
+            self._dropped = list(state.dropped)
 
     def serve(self, step: int) -> None:
-        """Every generator has the weights after `step`: more groups may start."""
+        """Record that every generator has the weights after `step`, and start the groups that now may."""
         self.bound.serve(step)
         self._start_groups()
 
     def fail(self, error: BaseException) -> None:
-        """Let `next_batch` raise this: something that it waits for will not come."""
+        """Let `next_batch` raise this error."""
         self._error = self._error or error
         self._changed.set()
 
-    @during("waits for a batch")
+    @span("waits for a batch")
     async def next_batch(self) -> Batch:
-        """The groups of the next step; waits until there are enough of them.
+        """Wait for the groups of the next step and return them.
 
         Raises:
             RunError: the problems are used up, or too many rewards failed.
             NothingToLearnError: too many groups in a row were dropped.
-            Exception: what a worker raised.
+            Exception: raised by a worker.
         """
         while True:
             if self._error is not None:
@@ -176,33 +218,21 @@ class RolloutProducer:
         return batch
 
     def unused(self) -> Batch:
-        """What was finished or dropped since the last batch; after an error, to show what led to it."""
+        """Return the groups that finished or were dropped since the last batch, to explain an error."""
         groups = [self._finished[n] for n in sorted(self._finished)]
         return Batch(groups=groups, dropped=_in_order(self._dropped))
 
-    def held(self) -> Held:
-        """What there is now; of value between two batches."""
-        # By another event loop's clock they were generated long ago.
-        of_old = {n: replace(group, generated_at=-math.inf) for n, group in self._finished.items()}
-        return Held(
-            finished=tuple((of_old[n], self.bound.last_step(n)) for n in sorted(of_old)),
+    def state(self) -> ProducerState:
+        """Return the state between two batches."""
+        # The time of generation means nothing to another event loop's clock.
+        finished = {n: replace(group, generated_at=-math.inf) for n, group in self._finished.items()}
+        return ProducerState(
+            finished=tuple((finished[n], self.bound.last_step(n)) for n in sorted(finished)),
             dropped=tuple(_in_order(self._dropped)),
-            dropped_in_row=dict(self._dropped_in_row),
-            num_scored=self._failed_rewards.num_scored,
-            failures=tuple(self._failed_rewards.failures),
         )
 
-    def _take_over(self, held: Held) -> None:
-        for group, last_step in held.finished:
-            self._finished[group.number] = group
-            self.bound.hold(group.number, last_step=last_step)
-        self._dropped = list(held.dropped)
-        self._dropped_in_row.update(held.dropped_in_row)
-        self._failed_rewards.num_scored = held.num_scored
-        self._failed_rewards.failures = list(held.failures)
-
     async def close(self) -> None:
-        """End what is under way. Idempotent."""
+        """Cancel the groups under way. Idempotent."""
         self._error = self._error or asyncio.CancelledError()
         tasks = list(self._tasks)
         for task in tasks:
@@ -227,24 +257,24 @@ class RolloutProducer:
             group = await self._worker(number, problem)
             self._settle(group)
         except asyncio.CancelledError as error:
-            if self._error is None:  # not `close`: nobody would ever learn of it
+            if self._error is None:  # cancelled by its own code, not by `close`
                 cancelled = RunError(
                     f"the rollouts of problem {problem.id!r} were cancelled by their own code"
                 )
                 cancelled.__cause__ = error
                 self.fail(cancelled)
             raise
-        except Exception as error:  # noqa: BLE001  (raised where the loop waits)
+        except Exception as error:  # noqa: BLE001  (raised by `next_batch`)
             self.fail(error)
 
     def _settle(self, group: Group) -> None:
-        """A group is finished: keep or drop it."""
+        """Keep or drop a finished group."""
         try:
             self._failed_rewards.add(group.scores)
         except RunError:
-            self._finished[group.number] = group  # for `unused`: no batch is taken any more
+            self._finished[group.number] = group  # for `unused`; no batch is taken any more
             raise
-        reason = self._filter.reason_to_drop(group)
+        reason = self._reason_to_drop(group)
         if reason is None:
             self._finished[group.number] = group
             self._dropped_in_row.clear()
@@ -262,19 +292,19 @@ class RolloutProducer:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._dropped_in_row.items())
             raise NothingToLearnError(
                 f"{count} groups in a row could not be trained on ({reasons}), more than the "
-                f"{self._max_dropped} of loop.max_empty_steps times loop.num_prompts: the task is solved or "
+                f"{self._max_dropped} of loop.max_empty_steps times loop.groups_per_batch: the task is solved or "
                 "out of reach, or its replies do not fit"
             )
 
     def _check_used_up(self) -> None:
-        num_left, needed = len(self.bound.outstanding), self.bound.num_prompts
+        num_left, needed = len(self.bound.outstanding), self.bound.groups_per_batch
         if self._used_up and num_left < needed:
             raise RunError(
-                f"the task's training problems are used up: {num_left} are left, of loop.num_prompts="
-                f"{needed} that a step takes; let `train_problems` repeat them, or lower loop.num_steps"
+                f"the task's training problems are used up: {num_left} are left, but a step takes "
+                f"loop.groups_per_batch={needed}; let `train_problems` repeat them, or lower loop.num_steps"
             )
 
 
 def _in_order(dropped: Sequence[tuple[DropReason, Group]]) -> list[tuple[DropReason, Group]]:
-    """By number, whatever finished first: sums over them are then the same in every run."""
+    """Sort by number rather than by time of finishing, so that sums are the same in every run."""
     return sorted(dropped, key=lambda pair: pair[1].number)

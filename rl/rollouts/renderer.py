@@ -1,102 +1,73 @@
-"""Messages to tokens and back: a conversation as token ids that are only ever added to.
+"""Renderers: messages to tokens and back, as a token sequence that only grows.
 
     opening -> completion -> continuation -> completion -> ...
 
-What the model produced is never tokenized again; what it is told is tokenized once, when it is said. A
-template (`rl/rollouts/templates/`) makes text of the messages; everything about tokens is here.
-docs/renderers.md tells the kinds apart.
+The model's tokens are never tokenized again, and each message is tokenized once. A template
+(`rl/rollouts/templates.py`) turns messages into text; a renderer turns text into tokens. docs/tasks.md
+compares the kinds.
 
-Shape legend: N tokens of what the model is told at once, C tokens of one completion.
+Shape legend: N tokens of the messages between two completions, C tokens of a completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from rl.models.tokenizer import IM_END, IM_START
-from rl.rollouts.templates.chatml import NO_THOUGHTS, ChatML
-from rl.rollouts.templates.template import RawText, Template
-from rl.rollouts.templates.tokenizer_template import TokenizerTemplate
+from rl.rollouts.templates import NO_THOUGHTS, ChatML, RawText, Template, TokenizerTemplate
 from rl.types import Completion, Message, Problem, Prompt
-
-
-class Renderer(Protocol):
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end a reply."""
-
-    def opening(self, messages: Sequence[Message]) -> np.ndarray:
-        """[N] int32: the messages, to where the model's reply begins."""
-        ...
-
-    def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
-        """[N] int32: everything between the last token of `after` and where the next reply begins."""
-        ...
-
-    def reply(self, text: str) -> np.ndarray:
-        """[C] int32 of a demonstration, ended as the model should end it."""
-        ...
-
-    def text(self, token_ids: np.ndarray) -> str:
-        """A completion ([C] int32) decoded, special tokens removed."""
-        ...
-
-    def check_multi_turn(self) -> None:
-        """Raises ValueError, which says why, where a conversation cannot go on after a reply."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
 class RendererConfig:
-    """How messages become tokens."""
+    """Choice and options of a renderer."""
 
     kind: Literal["template", "chatml", "qwen3", "raw"] = "template"
     """template: the tokenizer's own chat template; chatml, qwen3: ChatML as those models read it; raw: the
-    text of the messages and nothing around it."""
+    bare text of the messages."""
     thinking: bool = True
-    """Off lets every reply begin with an empty think block, as Qwen3's chat template does; of kinds template
-    (which is told `enable_thinking`) and qwen3."""
+    """Off lets every reply begin with an empty think block, as Qwen3's chat template does. Only for the kinds
+    template, which gets `enable_thinking`, and qwen3."""
     system: str = ""
-    """A system message before every opening that has none; empty: none."""
+    """System message before every opening that has none; empty: none."""
     separator: str = "\n"
-    """Of kind raw: between messages, and before those that follow a reply."""
+    """Text between messages, and between a reply and the next message. Only for kind raw."""
     keep_replies: bool = False
-    """Of kind template, for several turns: also take a template that writes earlier replies differently in
-    hindsight (without their thoughts, trimmed); the tokens keep them as they were produced."""
+    """Accept, for several turns, a template that renders earlier replies differently in hindsight (without
+    their thoughts, trimmed); the tokens keep them as they were produced. Only for kind template."""
 
     def __post_init__(self) -> None:
-        if not self.thinking and self.kind not in ("template", "qwen3"):
-            raise ValueError(
-                f"renderer.thinking=False: kind={self.kind!r} knows no thoughts; choose kind template or "
-                "qwen3, or leave it on"
+        of_other_kinds = [
+            name
+            for name, is_set, kinds in (
+                ("thinking=False", not self.thinking, ("template", "qwen3")),
+                ("separator", self.separator != "\n", ("raw",)),
+                ("keep_replies=True", self.keep_replies, ("template",)),
             )
-        if self.separator != "\n" and self.kind != "raw":
+            if is_set and self.kind not in kinds
+        ]
+        if of_other_kinds:
             raise ValueError(
-                f"renderer.separator={self.separator!r}: it is of kind raw, not of kind={self.kind!r}, whose "
-                "template says what stands between messages"
-            )
-        if self.keep_replies and self.kind != "template":
-            raise ValueError(
-                f"renderer.keep_replies=True: it is of kind template; kind={self.kind!r} keeps them anyway"
+                f"renderer.{of_other_kinds[0]}: has no effect with kind={self.kind!r}; leave it out"
             )
 
 
-class TemplateRenderer:
-    """Tokens by a template.
+class Renderer:
+    """Renderer with a template.
 
-    A reply is closed by the template's end-of-turn token. Where the model did not produce it, because its
-    reply was cut off or ended with another stop token (such as <|endoftext|>), a continuation begins with it:
-    so every turn is closed in the same way, no token that the model produced is taken back, and none that it
-    did not produce passes for its own.
+    The template's end-of-turn token closes a reply. If the model did not produce it, because its reply was
+    cut off or ended with another stop token (such as <|endoftext|>), the continuation begins with it. So every
+    turn is closed in the same way, and each token is attributed to the side that produced it.
 
     Args:
-        template: makes text of messages.
-        tokenizer: of Hugging Face.
-        stop_token_ids: tokens that end a reply; the template's end-of-turn token is one in any case.
-        system: a system message before every opening that has none; empty: none.
+        template: turns messages into text.
+        tokenizer: a Hugging Face tokenizer.
+        stop_token_ids: tokens that end a reply; the template's end-of-turn token always does.
+        system: system message before every opening that has none; empty: none.
 
     Raises:
         ValueError: the template's end-of-turn token is not a single token of this tokenizer.
@@ -113,61 +84,52 @@ class TemplateRenderer:
         self.stop_token_ids = tuple(sorted({*stop_token_ids, self.end_token_id}))
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
-        """[N] int32: the messages, after the system message if they have none, to where the reply begins.
-
-        Raises:
-            ValueError: there are no messages, or the template cannot render them.
-        """
+        """Return [N] int32: the messages, with a system message, up to the beginning of the reply."""
         if not messages:
-            raise ValueError("an opening without messages: an environment must say something first")
+            raise ValueError("an opening without messages: the environment must open with at least one")
         if self.system and all(m.role != "system" for m in messages):
             messages = [Message(role="system", content=self.system), *messages]
         return self.encode(self.template.opening(messages))
 
     def continuation(self, messages: Sequence[Message], *, after: Completion) -> np.ndarray:
-        """[N] int32: everything between the last token of `after` and where the next reply begins.
-
-        Raises:
-            ValueError: there are no messages, or the template cannot render them after a reply; see
-                `check_multi_turn`.
-        """
+        """Return [N] int32: everything between the last token of `after` and the next reply."""
         if not messages:
             raise ValueError("a continuation without messages: the episode is over")
-        # Encoded with the end of turn in front, as tokenizers may treat the beginning of a text differently.
+        # Encoded with the end of turn in front: tokenizers may treat the beginning of a text differently.
         token_ids = self.encode(self.template.continuation(messages))
         is_closed = len(after.token_ids) > 0 and after.token_ids[-1] == self.end_token_id
         return token_ids[1:] if is_closed else token_ids
 
     def reply(self, text: str) -> np.ndarray:
-        """[C] int32 of a demonstration, and the end-of-turn token."""
+        """Return [C] int32: a demonstrated reply and the end-of-turn token."""
         return np.append(self.encode(text), np.int32(self.end_token_id))
 
     def text(self, token_ids: np.ndarray) -> str:
-        """Decoded, special tokens removed; thoughts stay, they are text that the model produced."""
+        """Decode a completion without special tokens; thoughts stay."""
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def encode(self, text: str) -> np.ndarray:
-        """[N] int32 tokens of a piece of text, without any around it."""
+        """Return [N] int32: the tokens of a text, without special tokens around it."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def check_multi_turn(self) -> None:
-        """Raises ValueError, which says why, where a conversation cannot go on after a reply."""
+        """Raise ValueError with the reason if a conversation cannot continue after a reply."""
         self.template.check_multi_turn()
 
 
 def make_renderer(
     config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int], multi_turn: bool = False
-) -> TemplateRenderer:
-    """The renderer that a config describes.
+) -> Renderer:
+    """Return the renderer of a config.
 
     Args:
         stop_token_ids: tokens that end a reply.
-        multi_turn: whether there will be conversations of several turns.
+        multi_turn: check that conversations of several turns are possible.
 
     Raises:
-        ValueError: names the tokenizer's file, or the field that does not fit it.
+        ValueError: a field does not fit the tokenizer; names the field or the file.
     """
-    renderer = TemplateRenderer(
+    renderer = Renderer(
         template=make_template(config, tokenizer=tokenizer, stop_token_ids=tuple(stop_token_ids)),
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
@@ -179,7 +141,7 @@ def make_renderer(
 
 
 def make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> Template:
-    """The template of a config's kind; see `make_renderer`."""
+    """Return the template of a config's kind; see `make_renderer`."""
     if config.kind == "template":
         return TokenizerTemplate(
             tokenizer,
@@ -206,11 +168,11 @@ class PromptTooLongError(ValueError):
 def render_prompt(
     problem: Problem, messages: Sequence[Message], *, renderer: Renderer, max_tokens: int
 ) -> Prompt:
-    """The opening messages of a problem as its prompt.
+    """Render the opening messages of a problem.
 
     Raises:
-        PromptTooLongError: names the problem: its messages leave no room for a reply.
-        ValueError: names the problem: its messages cannot be rendered.
+        PromptTooLongError: the messages leave no room for a reply; names the problem.
+        ValueError: the messages cannot be rendered; names the problem.
     """
     try:
         token_ids = renderer.opening(messages)
@@ -227,5 +189,7 @@ def render_prompt(
 def _token_id(tokenizer: Any, token: str) -> int:
     token_ids = tokenizer.encode(token, add_special_tokens=False)
     if len(token_ids) != 1:
-        raise ValueError(f"the tokenizer has no single token {token!r}, with which the template ends a reply")
+        raise ValueError(
+            f"the template ends a reply with {token!r}, which is not a single token of the tokenizer"
+        )
     return int(token_ids[0])

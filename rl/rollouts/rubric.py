@@ -1,4 +1,4 @@
-"""Rewards: a rubric is a weighted sum of reward functions over one rollout, or over those of a problem.
+"""Rubrics: weighted sums of reward functions over one rollout, or over all rollouts of a problem.
 
     def short(rollout: Rollout) -> float: ...
     async def polite(rollout: Rollout) -> float: ...
@@ -10,96 +10,160 @@
         GroupCriterion(name="ranked", function=ranked, weight=0.5),
     ))
 
-A rubric says what is to be called (`calls`) and makes scores of what came of it (`scores`); who calls, under
-which time limit and in which process, is not its business (`rl.rollouts.scoring`).
+A rubric lists the calls to make (`calls`) and combines their results to scores (`scores`).
+`rl.rollouts.rewards` makes the calls in a process of its own, with time limits.
+
+Shape legend: G rollouts of a problem.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-from rl.rollouts.overlong import OVERLONG
-from rl.rollouts.rubric_functions import (
-    CallResult,
-    Concurrency,
-    Criterion,
-    GroupCriterion,
-    GroupRewardFn,
-    RewardFn,
-    ScoringError,
-    UnparsedAnswer,
-    Value,
-    async_values_of,
-    correctness,
-    is_async,
-    shortened,
-    values_of,
-)
 from rl.types import Rollout, Score
+from rl.utils.threads import run_now
 
-__all__ = [
-    "Criterion",
-    "GroupCriterion",
-    "GroupRewardFn",
-    "RewardFn",
-    "Rubric",
-    "RubricCall",
-    "UnparsedAnswer",
-    "failed_score",
-]
+RewardFn = Callable[[Rollout], float] | Callable[[Rollout], Awaitable[float]]
+GroupRewardFn = (
+    Callable[[Sequence[Rollout]], Sequence[float]] | Callable[[Sequence[Rollout]], Awaitable[Sequence[float]]]
+)
 
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 RIGHT = 1.0 - 1e-6
-"""From this on a reward, or a criterion's value, means a right answer; less than 1 for sums of floats."""
-ENVIRONMENT = "environment"
-"""The part of a score that the environment gave, turn by turn."""
+"""Smallest value of a reward or criterion that counts as a right answer; below 1 for sums of floats."""
+ENVIRONMENT, OVERLONG = "environment", "overlong"
+"""Parts of a score that no criterion gives: the rewards of the turns, and the overlong punishment."""
+CORRECT = ""
+"""Name of the function `Rubric.correct` in a call; no criterion has an empty name."""
 MAX_CONCURRENCY = 64
+MAX_SHOWN_CHARS = 2000
+"""Longest excerpt of a foreign text in an error message."""
+
+
+def answer_part(text: str) -> str:
+    """Return the reply after its last `</think>`, stripped; the empty string if a thought is never closed."""
+    _, closed, after = text.rpartition(THINK_CLOSE)
+    if not closed and THINK_OPEN in after:
+        return ""
+    return after.strip()
+
+
+class UnparsedAnswer(Exception):  # noqa: N818  (a reply without an answer is a bad reply, not an error)
+    """Raised by a reward function that finds no answer in the reply.
+
+    The rollout is still trained on, with `value` as the function's result, and counted in `num_unparsed`.
+    """
+
+    def __init__(self, message: str = "", *, value: float = 0.0) -> None:
+        super().__init__(message)
+        self.value = value
+
+
+class ScoringError(Exception):
+    """A reward function gave no finite numbers; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Criterion:
+    """A reward function of one rollout, sync or async, with its weight.
+
+    An attribute `max_concurrency` of an async function limits its concurrent calls.
+    """
+
+    name: str
+    function: RewardFn
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCriterion:
+    """A reward function of all rollouts of a problem, [G] rollouts to [G] numbers; otherwise like `Criterion`.
+
+    Rollouts whose environment failed are left out and get no score.
+    """
+
+    name: str
+    function: GroupRewardFn
+    weight: float = 1.0
+    needs_group: bool = True
+    """True if the function compares rollouts, so that it is skipped for the single greedy replies of an
+    evaluation. False if it grades each rollout by itself, such as a judge that is asked once for all."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """The result of a reward function for one rollout."""
+
+    value: float
+    unparsed: bool = False
+    """True if the function found no answer in the reply."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallResult:
+    """Values of the reward functions of a call, or the reason why there are none."""
+
+    values: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    """One value for each rollout of the call, by name of the function."""
+    failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RubricCall:
-    """Reward functions that are called one after another, as one piece of work."""
+    """Reward functions that are called one after another as one unit of work."""
 
     names: tuple[str, ...]
-    """Criteria: sync ones of one rollout, or one async, or one of a group."""
-    correct: bool = False
-    """Whether `correct` is called after them."""
+    """All sync functions of a rollout (criteria, and `CORRECT`), or one async one, or one of a group."""
     places: tuple[int, ...]
-    """Of the rollouts in their group."""
+    """Indices of the rollouts in their group."""
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def title(self) -> str:
+        """Name of the functions in messages."""
+        return " or ".join(_title(name) for name in self.names if name != CORRECT) or "correct"
+
+    def too_long(self, time_limit_s: float) -> CallResult:
+        """Return the failure of a call that exceeded the time limit for each of its rollouts."""
+        each = f" for each of {len(self.rollouts)} rollouts" if len(self.rollouts) > 1 else ""
+        return CallResult(failure=f"{self.title} took longer than time_limit_s={time_limit_s:g}{each}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rubric:
     """Scores rollouts by its criteria; picklable if the functions are module-level.
 
-    The reward is the weighted sum of the criteria, and what the environment gave in the turns of the rollout
-    (`Observation.reward`, weight 1). Without criteria it is the environment's alone.
+    The reward is the weighted sum of the criteria plus the rewards of the environment (`Observation.reward`,
+    weight 1). Without criteria the reward is the environment's alone.
     """
 
     criteria: tuple[Criterion | GroupCriterion, ...] = ()
     correct: Callable[[Rollout], bool] | str | None = None
-    """Whether the answer is right, whatever the reward's shaping: a sync function, or the name of a criterion
-    that gives at least 1 (less 1e-6) to right ones. None: where the reward itself is as much."""
+    """Decides if the answer is right, independent of shaped rewards: a sync function, or the name of a
+    criterion whose value is at least 1 (less 1e-6) for right answers. None: the reward is at least 1."""
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.criteria]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two criteria have the name {name!r}: each needs its own")
-        for name, given in (
-            (ENVIRONMENT, "the rewards of its turns"),
-            (OVERLONG, "what its length takes off"),
-        ):
-            if name in names:
-                raise ValueError(f"a criterion has the name {name!r}, which is for {given}")
+            if name in (ENVIRONMENT, OVERLONG):
+                raise ValueError(f"a criterion has the reserved name {name!r}: choose another")
         if isinstance(self.correct, str) and self.correct not in names:
             raise ValueError(
-                f"correct={self.correct!r} is no criterion of the rubric: it has {', '.join(names) or 'none'}"
+                f"correct={self.correct!r} is not a criterion of the rubric: it has {', '.join(names) or 'none'}"
             )
         if self.correct in self.comparing:
             raise ValueError(
@@ -109,17 +173,17 @@ class Rubric:
             )
         if callable(self.correct) and is_async(self.correct):
             raise ValueError(
-                "correct is an async function: let it be sync, or a criterion, and give the criterion's name"
+                "correct is an async function: make it sync, or a criterion, and give the criterion's name"
             )
 
     @property
     def has_group_functions(self) -> bool:
-        """Whether the rollouts of a problem have to be scored together."""
+        """True if the rollouts of a problem have to be scored together."""
         return any(isinstance(c, GroupCriterion) for c in self.criteria)
 
     @property
     def comparing(self) -> tuple[str, ...]:
-        """Criteria that are left out where each rollout stands alone."""
+        """Criteria that are skipped for single rollouts."""
         return tuple(c.name for c in self.criteria if isinstance(c, GroupCriterion) and c.needs_group)
 
     @property
@@ -130,155 +194,226 @@ class Rubric:
         return next(c for c in self.criteria if c.name == name)
 
     def is_async(self, call: RubricCall) -> bool:
-        return any(is_async(self.criterion(name).function) for name in call.names)
-
-    # What is to be called, and what comes of it
+        return any(name != CORRECT and is_async(self.criterion(name).function) for name in call.names)
 
     def calls(self, group: Sequence[Rollout], *, alone: bool = False) -> list[RubricCall]:
-        """All that the scores of a problem's rollouts need; nothing for those whose environment failed.
+        """Return the calls that the scores of a problem's rollouts need, skipping failed rollouts.
 
-        `alone`: the rollouts are not to be compared, so functions that need a group are left out.
+        Args:
+            alone: the rollouts are not to be compared; skip functions that need a group.
         """
         whole = [(i, r) for i, r in enumerate(group) if r.failure is None]
         of_one = [c for c in self.criteria if isinstance(c, Criterion)]
         sync = tuple(c.name for c in of_one if not is_async(c.function))
-        overlapping = [c.name for c in of_one if is_async(c.function)]
-        correct = callable(self.correct)
-        made = []
-        for i, rollout in whole:
-            at: dict[str, Any] = {"places": (i,), "rollouts": (rollout,)}
-            if sync or correct:
-                made.append(RubricCall(names=sync, correct=correct, **at))
-            made += [RubricCall(names=(name,), **at) for name in overlapping]
+        if callable(self.correct):
+            sync += (CORRECT,)
+        units = [sync] if sync else []
+        units += [(c.name,) for c in of_one if is_async(c.function)]
+        calls = [RubricCall(names=names, places=(i,), rollouts=(r,)) for i, r in whole for names in units]
         if whole:
             places, rollouts = zip(*whole, strict=True)
             of_group = [c for c in self.criteria if isinstance(c, GroupCriterion)]
-            together = [c.name for c in of_group if not (alone and c.needs_group)]
-            made += [RubricCall(names=(n,), places=places, rollouts=rollouts) for n in together]
-        return made
+            names = [c.name for c in of_group if not (alone and c.needs_group)]
+            calls += [RubricCall(names=(name,), places=places, rollouts=rollouts) for name in names]
+        return calls
 
     def result(self, call: RubricCall) -> CallResult:
-        """Call sync functions, here and now; the first that fails is the last that is called."""
-        try:
-            values = {name: values_of(self.criterion(name), call.rollouts) for name in call.names}
-            correct = correctness(self.correct, call.rollouts[0]) if call.correct else None  # type: ignore[arg-type]
-        except ScoringError as error:
-            return CallResult(failure=str(error))
-        return CallResult(values=values, correct=correct)
+        """Call the sync functions of a call in this thread, up to the first that fails."""
+        values: dict[str, list[Value]] = {}
+        for name in call.names:
+            function, argument = self._function(name, call)
+            try:
+                try:
+                    given = function(argument)
+                except UnparsedAnswer as answer:
+                    given = answer
+                values[name] = self._read(name, given, num=len(call.rollouts))
+            except ScoringError as error:
+                return CallResult(failure=str(error))
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (code of a user)
+                return CallResult(failure=f"{_title(name)} raised {shown(error)}")
+        return CallResult(values=values)
 
-    async def async_result(self, call: RubricCall, *, limit_s: float | None) -> CallResult:
-        """Call an async function, which may take as long as `limit_s`; None is without end."""
+    async def async_result(self, call: RubricCall, *, time_limit_s: float | None) -> CallResult:
+        """Call the async function of a call within `time_limit_s` for each rollout; None: without limit."""
         (name,) = call.names
+        function, argument = self._function(name, call)
+        limit_s = None if time_limit_s is None else time_limit_s * len(call.rollouts)
         try:
-            values = await async_values_of(self.criterion(name), call.rollouts, limit_s=limit_s)
+            async with asyncio.timeout(limit_s) as timer:
+                try:
+                    given = await function(argument)
+                except UnparsedAnswer as answer:
+                    given = answer
+            return CallResult(values={name: self._read(name, given, num=len(call.rollouts))})
         except ScoringError as error:
             return CallResult(failure=str(error))
-        return CallResult(values={name: values})
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            if timer.expired() and time_limit_s is not None:
+                return call.too_long(time_limit_s)
+            return CallResult(failure=f"{_title(name)} raised {shown(error)}")
+
+    def _function(self, name: str, call: RubricCall) -> tuple[Callable[[Any], Any], Any]:
+        """Return a function of a call and its argument."""
+        if name == CORRECT:
+            assert callable(self.correct)
+            return self.correct, call.rollouts[0]
+        criterion = self.criterion(name)
+        if isinstance(criterion, GroupCriterion):
+            return criterion.function, call.rollouts
+        return criterion.function, call.rollouts[0]
+
+    def _read(self, name: str, given: Any, *, num: int) -> list[Value]:
+        """Return one value for each of `num` rollouts from what a function returned, or its UnparsedAnswer."""
+        title = _title(name)
+        if isinstance(given, UnparsedAnswer):
+            value = _finite(f"{title}: the value of its UnparsedAnswer", given.value)
+            return [Value(value=value, unparsed=True)] * num
+        if name == CORRECT:
+            return [Value(value=float(bool(given)))]
+        if isinstance(self.criterion(name), Criterion):
+            return [Value(value=_finite(title, given))]
+        try:
+            numbers = list(given)
+        except TypeError:
+            numbers = []
+        if len(numbers) != num:
+            raise ScoringError(f"{title} is {shown(given)}, but must be {num} numbers, one for each rollout")
+        return [Value(value=_finite(f"{title}, number {i},", n)) for i, n in enumerate(numbers)]
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
     ) -> list[Score]:
-        """Of the rollouts of a problem, from the results of all their `calls`; without what was left out."""
+        """Return the scores of a problem's rollouts from the results of their calls."""
+        pairs = list(zip(calls, results, strict=True))
         return [
-            self._score(
-                rollout,
-                [
-                    (result, call.places.index(i))
-                    for call, result in zip(calls, results, strict=True)
-                    if i in call.places
-                ],
-            )
+            self._score(rollout, [(r, call.places.index(i)) for call, r in pairs if i in call.places])
             for i, rollout in enumerate(group)
         ]
 
     def _score(self, rollout: Rollout, results: Sequence[tuple[CallResult, int]]) -> Score:
-        """`results`: of its calls, each with its place among the rollouts of the call."""
-        failures = [rollout.failure, *(r.failure for r, _ in results)]
-        for failure in failures:
+        """Return one score; `results` are pairs of a call's result and the rollout's index in that call."""
+        for failure in (rollout.failure, *(r.failure for r, _ in results)):
             if failure is not None:
                 return failed_score(failure, rollout=rollout)
         values = {name: given[at] for r, at in results for name, given in r.values.items()}
-        given_by_environment = sum(t.observation.reward for t in rollout.turns)
         graded = [c for c in self.criteria if c.name in values]
-        reward = sum(c.weight * values[c.name].value for c in graded) + given_by_environment
-        if not math.isfinite(given_by_environment):
-            reason = f"the environment's reward is {given_by_environment}, not a finite number"
-            return failed_score(reason, rollout=rollout)
+        parts = {c.name: values[c.name].value for c in graded}
+        environment_reward = sum(t.observation.reward for t in rollout.turns)
+        if any(t.observation.reward for t in rollout.turns):
+            parts[ENVIRONMENT] = environment_reward
+        reward = sum(c.weight * values[c.name].value for c in graded) + environment_reward
         if not math.isfinite(reward):
             return failed_score(f"weighted reward is {reward}, not a finite number", rollout=rollout)
-        parts = {c.name: values[c.name].value for c in graded}
-        if any(t.observation.reward for t in rollout.turns):
-            parts[ENVIRONMENT] = given_by_environment
-        asked = [r.correct for r, _ in results if r.correct is not None]
-        answered = values | ({"correct": asked[0]} if asked and asked[0].unparsed else {})
-        return Score(
-            reward=reward,
-            correct=self._is_correct(reward, values, asked),
-            parts=parts,
-            unparsed=tuple(name for name, value in answered.items() if value.unparsed),
-        )
-
-    def _is_correct(self, reward: float, values: dict[str, Value], asked: Sequence[Value]) -> bool:
-        if isinstance(self.correct, str):
-            return values[self.correct].value >= RIGHT
-        return asked[0].value == 1.0 if asked else reward >= RIGHT
-
-    # All of it, in this process and without a time limit
+        unparsed = tuple(name or "correct" for name, value in values.items() if value.unparsed)
+        if callable(self.correct):
+            is_correct = values[CORRECT].value == 1.0 and not values[CORRECT].unparsed
+        else:
+            is_correct = (reward if self.correct is None else values[self.correct].value) >= RIGHT
+        return Score(reward=reward, correct=is_correct, parts=parts, unparsed=unparsed)
 
     def score(self, rollout: Rollout) -> Score:
-        """The score of one rollout; functions of a group are given this one alone.
+        """Score one rollout in this process, without a time limit.
 
-        A function that raises or gives no finite number, and a sum that is not finite, is a failed score,
-        never a silent zero: it says which, on which problem, and why.
+        A function that raises or gives no finite number results in a failed score that says which function,
+        on which problem, and why.
         """
-        (score,) = score_here(self, [rollout], sync=self.result, time_limit_s=None)
+        calls = self.calls([rollout])
+        results = [
+            run_now(self.async_result(c, time_limit_s=None)) if self.is_async(c) else self.result(c)
+            for c in calls
+        ]
+        (score,) = self.scores([rollout], calls, results)
         return score
 
     async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:
-        """Scores of a problem's rollouts; async functions overlap, sync ones keep the event loop busy."""
+        """Score a problem's rollouts in this process, without a time limit; `alone` as in `calls`.
+
+        Async functions overlap, sync ones block the event loop.
+        """
         calls = self.calls(group, alone=alone)
-        waiting = [c for c in calls if self.is_async(c)]
-        given = iter(await _overlapping(self, waiting, time_limit_s=None))
-        return self.scores(group, calls, [next(given) if self.is_async(c) else self.result(c) for c in calls])
+        concurrency = Concurrency(MAX_CONCURRENCY)
+
+        async def result(call: RubricCall) -> CallResult:
+            if not self.is_async(call):
+                return self.result(call)
+            async with concurrency.slot(self.criterion(call.names[0])):
+                return await self.async_result(call, time_limit_s=None)
+
+        return self.scores(group, calls, await asyncio.gather(*map(result, calls)))
 
 
-def score_here(
-    rubric: Rubric,
-    group: Sequence[Rollout],
-    *,
-    sync: Callable[[RubricCall], CallResult],
-    time_limit_s: float | None,
-) -> list[Score]:
-    """Scores of a problem's rollouts, made in this process.
+class Concurrency:
+    """Semaphore over async reward functions, with a further one for each `max_concurrency`."""
 
-    Args:
-        sync: makes the calls of sync functions, in this thread.
-        time_limit_s: of each call of an async function, for each rollout of the call.
-    """
-    calls = rubric.calls(group)
-    given: Iterator[CallResult] = iter(())
-    if waiting := [c for c in calls if rubric.is_async(c)]:
-        # In a thread of its own, as there may be a running event loop in this one.
-        with ThreadPoolExecutor(1) as thread:
-            overlapping = _overlapping(rubric, waiting, time_limit_s=time_limit_s)
-            given = iter(thread.submit(asyncio.run, overlapping).result())
-    return rubric.scores(group, calls, [next(given) if rubric.is_async(c) else sync(c) for c in calls])
+    def __init__(self, most: int) -> None:
+        self._all = asyncio.Semaphore(most)
+        self._own: dict[str, asyncio.Semaphore] = {}
 
-
-async def _overlapping(
-    rubric: Rubric, calls: Sequence[RubricCall], *, time_limit_s: float | None
-) -> list[CallResult]:
-    concurrency = Concurrency(MAX_CONCURRENCY)
-
-    async def result(call: RubricCall) -> CallResult:
-        async with concurrency.place(rubric.criterion(call.names[0])):
-            limit_s = None if time_limit_s is None else time_limit_s * len(call.rollouts)
-            return await rubric.async_result(call, limit_s=limit_s)
-
-    return await asyncio.gather(*map(result, calls))
+    @asynccontextmanager
+    async def slot(self, criterion: Criterion | GroupCriterion) -> AsyncIterator[None]:
+        """Wait for a slot for one call of the criterion's function, and hold it."""
+        most = getattr(criterion.function, "max_concurrency", None)
+        own = nullcontext() if most is None else self._own.setdefault(criterion.name, asyncio.Semaphore(most))
+        # The function's own semaphore first, so that its queue takes no slots from other functions.
+        async with own, self._all:
+            yield
 
 
 def failed_score(reason: str, *, rollout: Rollout) -> Score:
-    """A score that says why there is none; its rollout is not trained on."""
+    """Return a score that says why there is none; its rollout is not trained on."""
     where = f"on problem {rollout.prompt.problem.id!r}, completion {shortened(repr(rollout.text))}"
     return Score(reward=0.0, correct=False, failure=f"{reason} {where}")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return True for an `async def`, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+def shown(value: object) -> str:
+    """Return a bounded repr of a foreign value for a message."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001  (a user's __repr__)
+        text = f"a {type(value).__name__} that has no repr"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning and the end of a long text."""
+    if len(text) <= MAX_SHOWN_CHARS:
+        return text
+    half = MAX_SHOWN_CHARS // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters more) ... {text[-half:]}"
+
+
+def _title(name: str) -> str:
+    return "correct" if name == CORRECT else f"reward {name!r}"
+
+
+def _check(criterion: Criterion | GroupCriterion) -> None:
+    name, most = criterion.name, getattr(criterion.function, "max_concurrency", None)
+    if not name:
+        raise ValueError("a criterion has name='': must not be empty, because metrics are named by it")
+    if not callable(criterion.function):
+        raise ValueError(f"criterion {name!r}: function={criterion.function!r} is not callable")
+    if not math.isfinite(criterion.weight):
+        raise ValueError(f"criterion {name!r}: weight={criterion.weight} is not a finite number")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ValueError(f"criterion {name!r}: max_concurrency={most!r} is not a number of at least 1")
+
+
+def _finite(title: str, given: Any) -> float:
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        raise ScoringError(f"{title} is {shown(given)}, not a number") from None
+    if not math.isfinite(number):
+        raise ScoringError(f"{title} is {number}, not a finite number")
+    return number

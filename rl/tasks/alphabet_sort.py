@@ -1,4 +1,4 @@
-"""Alphabet-sort: keep a list in alphabetical order while more words come, a few each turn.
+"""Alphabet-sort: keep a list in alphabetical order while every turn adds words.
 
 user       d a c        model   a c d
 user       b            model   a b c d
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
@@ -21,26 +20,26 @@ INSTRUCTION = (
     "Sort the words below alphabetically, and reply with the sorted words alone, separated by spaces. In "
     "later turns more words come: reply with all words until then, sorted."
 )
-"""For a model that was taught to follow instructions, but not this task."""
+"""Instruction for a model that follows instructions but was not trained on this task."""
 
 
 class AlphabetSort(GeneratedTask):
-    """Every turn with the right list earns its share of 1."""
+    """Task of several turns, each of which gives an equal share of the reward for the right list."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
         num_words: tuple[int, ...] = (3, 1, 1)
-        """New words of each turn."""
+        """Number of new words in each turn."""
         num_letters: int = 1
-        """Of a word."""
+        """Length of a word."""
         letters: str = string.ascii_lowercase
-        """That words are made of; fewer are easier to put in order."""
+        """Letters of the words; fewer are easier to sort."""
         instruction: str = ""
-        """Said before the first words; empty for a model that is warmed up on bare words."""
+        """Text before the first words; empty for a model that is warmed up on bare words."""
         haste: float = 0.0
-        """Share of the warm-up's later turns that put new words at the end without sorting them in, among
-        words that begin in the first half of `letters`. So a policy warmed up on them has the skill and a
-        habit that is mostly wrong, which is what the policy gradient is to mend."""
+        """Share of the warm-up's later turns that append new words without sorting them in, among words that
+        begin in the first half of `letters`. They give the policy the skill and a bad habit, which the policy
+        gradient then corrects."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -57,8 +56,6 @@ class AlphabetSort(GeneratedTask):
                 or not self.letters.isalpha()
             ):
                 raise ValueError(f"letters={self.letters!r}: must be different letters")
-            if not 0 <= self.haste <= 1:
-                raise ValueError(f"haste={self.haste} is not between 0 and 1")
 
     config: Config
 
@@ -81,11 +78,11 @@ class AlphabetSort(GeneratedTask):
         )
 
     def split_key(self, problem: Problem) -> str:
-        """The words without their order."""
+        """Return the sorted words."""
         return " ".join(sorted(" ".join(problem.info["turns"]).split()))
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """With the demonstrations of `haste`."""
+        """Draw a problem with a demonstration that may be hasty, see `haste`."""
         problem = self.draw(generator)
         first, *later = problem.info["turns"]
         lists = [sorted(first.split())]
@@ -98,14 +95,11 @@ class AlphabetSort(GeneratedTask):
     def environment(self, problem: Problem) -> SortingTurns:
         return SortingTurns(problem=problem)
 
-    def rubric(self, *, seed: int) -> Rubric:
-        """The share of right turns is the whole reward."""
-        if self.config.reward == "noise":
-            return super().rubric(seed=seed)
-        return Rubric(criteria=(Criterion(name="turns", function=self.reward),), correct=self.is_correct)
+    def criteria(self) -> tuple[Criterion, ...]:
+        return (Criterion(name="turns", function=self.reward),)
 
     def reward(self, rollout: Rollout) -> float:
-        """Share of the turns with the right list."""
+        """Return the share of turns with the right list."""
         answers = rollout.prompt.problem.info["answers"]
         right = [
             answer_part(turn.text).split() == answer.split()
@@ -116,7 +110,7 @@ class AlphabetSort(GeneratedTask):
 
 @dataclass(kw_only=True, slots=True)
 class SortingTurns:
-    """Tells the words of each turn."""
+    """Environment that gives the words of each turn."""
 
     runs_inline: ClassVar[bool] = True
 
@@ -138,11 +132,11 @@ class SortingTurns:
         return Observation(messages=(Message(role="user", content=turns[self.num_replies]),))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        pass
 
 
 def sorted_lists(turns: Sequence[Sequence[str]]) -> list[str]:
-    """All words until each turn, in order."""
+    """Return the sorted list of all words up to each turn."""
     so_far: list[str] = []
     lists = []
     for words in turns:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.rollouts.rubric import Criterion, UnparsedAnswer, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
 
@@ -22,7 +21,7 @@ INSTRUCTION = (
     "expression that equals the target. End your reply with [ANSWER], a space and the expression. For "
     "example, for the numbers 2 3 7 and the target 13: [ANSWER] 2*3+7"
 )
-"""For a model that was taught to follow instructions, but not this task."""
+"""Instruction for a model that follows instructions but was not trained on this task."""
 
 OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add,
@@ -31,28 +30,27 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "/": operator.truediv,
 }
 MAX_DRAWS = 10_000
-"""Of numbers and signs, until a task is said to have no targets."""
+"""Draws of numbers and signs after which the task is refused for having no targets."""
 _NODES = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class Countdown(GeneratedTask):
-    """Numbers and a target that can be made of all of them."""
+    """Task of making a target out of numbers; every target can be made with all of them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
         num_numbers: int = 3
-        """Given numbers."""
+        """Number of given numbers."""
         largest: int = 20
-        """They are from 1 to this."""
+        """Largest given number; the smallest is 1."""
         max_target: int = 100
-        """The target is from 1 to this."""
+        """Largest target; the smallest is 1."""
         operations: str = "+-*"
-        """Those that targets are made with; replies may use all four."""
+        """Operations of the targets; replies may use all four."""
         instruction: str = INSTRUCTION
-        """Said in the prompt, before numbers and target; empty for a model that is warmed up on these."""
+        """Text before numbers and target; empty for a model that is warmed up without it."""
         format_reward: float = 0.1
-        """Partial credit for an expression that uses the numbers as it may; the rest of 1.0 is for the
-        target."""
+        """Partial credit for an expression that uses the numbers correctly; the rest of 1.0 is for the target."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
@@ -66,8 +64,6 @@ class Countdown(GeneratedTask):
                 raise ValueError(
                     f"operations={self.operations!r}: must be one or more of {''.join(OPERATIONS)}"
                 )
-            if not 0 <= self.format_reward <= 1:
-                raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
 
     config: Config
 
@@ -81,7 +77,7 @@ class Countdown(GeneratedTask):
             raise ValueError(
                 f"operations={self.config.operations!r}: no target from 1 to max_target="
                 f"{self.config.max_target} was found for num_numbers={self.config.num_numbers} numbers up to "
-                f"largest={self.config.largest}; let there be more operations, or fewer numbers"
+                f"largest={self.config.largest}; allow more operations, or fewer numbers"
             )
         generator.shuffle(numbers)
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"
@@ -95,7 +91,7 @@ class Countdown(GeneratedTask):
         )
 
     def _combine(self, numbers: list[int], generator: random.Random) -> tuple[str, Fraction]:
-        """An expression of all of them from left to right, and its value; 0 where it divides by 0."""
+        """Combine all numbers from left to right; return the expression and its value (0 for division by 0)."""
         text, value = str(numbers[0]), Fraction(numbers[0])
         for i, number in enumerate(numbers[1:]):
             sign = generator.choice(self.config.operations)
@@ -106,35 +102,23 @@ class Countdown(GeneratedTask):
         return text, value
 
     def split_key(self, problem: Problem) -> str:
-        """Numbers without their order, and the target."""
+        """Return the sorted numbers and the target."""
         return f"{sorted(problem.info['numbers'])} {problem.info['target']}"
 
-    def rubric(self, *, seed: int) -> Rubric:
-        if self.config.reward == "noise":
-            return super().rubric(seed=seed)
-        share = self.config.format_reward
-        criteria = (
-            Criterion(name="answer", function=self.reward, weight=1.0 - share),
-            Criterion(name="format", function=uses_the_numbers, weight=share),
-        )
-        return Rubric(criteria=criteria, correct=self.is_correct)
+    def criteria(self) -> tuple[Criterion, ...]:
+        return self.with_partial_credit("format", uses_the_numbers, self.config.format_reward)
 
     def reward(self, rollout: Rollout) -> float:
-        """1 for an expression that equals the target and uses each number at most once."""
+        """Return 1 for an expression that equals the target and uses each number at most once."""
         info = rollout.prompt.problem.info
         return float(bool(uses_the_numbers(rollout)) and evaluate(expression(rollout)) == info["target"])
 
-    def is_correct(self, rollout: Rollout) -> bool:
-        try:
-            return self.reward(rollout) == 1.0
-        except UnparsedAnswer:
-            return False
-
 
 def expression(rollout: Rollout) -> str:
-    """What follows the last `[ANSWER]` after any thoughts, which must end the reply.
+    """Return the expression after an `[ANSWER]` that ends the reply, outside of thoughts.
 
-    Raises UnparsedAnswer without one.
+    Raises:
+        UnparsedAnswer: there is none.
     """
     match = ANSWER.search(answer_part(rollout.text))
     text = match.group(1).strip() if match else ""
@@ -144,14 +128,14 @@ def expression(rollout: Rollout) -> str:
 
 
 def uses_the_numbers(rollout: Rollout) -> float:
-    """1 for an expression with numbers that are given, each at most as often as it is."""
+    """Return 1 for a valid expression that uses each given number at most as often as it is given."""
     text = expression(rollout)
     used = Counter(map(int, re.findall(r"\d+", text)))
     return float(evaluate(text) is not None and used <= Counter(rollout.prompt.problem.info["numbers"]))
 
 
 def evaluate(text: str) -> Fraction | None:
-    """The exact value of an expression of whole numbers with + - * / and parentheses; None if it is none."""
+    """Return the exact value of an expression of whole numbers with + - * / and parentheses, or None."""
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

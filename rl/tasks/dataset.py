@@ -1,28 +1,35 @@
-"""Problems from rows of local files: which ones are trained on, which are held out, in which order.
+"""Problems from rows of local files: which are trained on, which are held out, and in which order.
 
     class Capitals(DatasetTask):
         def rubric(self, *, seed: int) -> Rubric: ...
 
-A task of rows overrides `rubric`, and `convert` where a row needs more than its columns renamed.
+A task with data of its own overrides `rubric`, and `convert` if a row needs more than renamed columns. Rows are
+read and checked once, and turned into problems whenever one is asked for; only row numbers and hashes of the
+questions stay in memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rl.config.configurable import Configurable
-from rl.data.difficulty import DifficultyFilter
-from rl.data.order import ShuffledProblems
-from rl.data.rows import distinct_names
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.problem_rows import Columns, ProblemRows, RowReader, drop_by_difficulty
+from rl.rollouts.rubric import Criterion, Rubric, answer_part
+from rl.tasks.data import (
+    DifficultyFilter,
+    ShuffledProblems,
+    choose,
+    content_key,
+    is_held_out,
+    read_pass_rates,
+    read_rows,
+)
 from rl.types import Problem, Rollout
 
 logger = logging.getLogger(__name__)
@@ -31,12 +38,49 @@ HELD_OUT = "held_out"
 """Name of the evaluation set that is split from the training files."""
 
 
+class Row(NamedTuple):
+    """Place of a row."""
+
+    file: int
+    """Index of the file."""
+    number: int
+    """Row in the file, from 0."""
+    key: int
+    """Hash of the question."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Columns:
+    """Names of the columns."""
+
+    question: str = "question"
+    answer: str | None = "answer"
+    """Reference answer; None if the rubric needs none."""
+    id: str | None = None
+    """Id, unique in all files. None: the file's name and the row's number."""
+    demonstration: str | None = None
+    """Full reply for the warm-up; a list of strings for several turns."""
+    system: str | None = None
+    """System message before the question."""
+    info: tuple[str, ...] = ()
+    """Further columns for `Problem.info`, for reward functions and environments."""
+
+    def by_setting(self) -> dict[str, str]:
+        """Return every named column by the setting that names it."""
+        single = ("question", "answer", "id", "demonstration", "system")
+        named = {f"columns.{name}": getattr(self, name) for name in single}
+        return {
+            **{setting: column for setting, column in named.items() if column is not None},
+            **{f"columns.info.{i}": column for i, column in enumerate(self.info)},
+        }
+
+
 class DatasetTask(Configurable):
     """Single-turn problems from JSON lines, JSON, Parquet or CSV files, or folders saved by `datasets`.
 
     Raises:
-        ValueError: when built: a file is missing or malformed, a column is not there, a row has no question,
-            an id stands twice, nothing is left to train on; it names the file and the row, or the setting.
+        ValueError: a file is missing or malformed, a column is missing, a row has no question, an id is not
+            unique, or nothing is left to train on; names the file and the row, or the setting.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -47,22 +91,22 @@ class DatasetTask(Configurable):
         """A file for each evaluation set, by the set's name; the first is that of the run's curve. Without
         any, and with `held_out` 0, there is nothing to evaluate on: a run then needs loop.eval_every 0."""
         held_out: float = 0.0
-        """Share of the training files that is held out as evaluation set `held_out`, by what the rows ask."""
+        """Share of the training files that is held out as evaluation set `held_out`, by content."""
         num_eval: int | None = None
         """Most problems of an evaluation set, the same for every seed; None takes all."""
         max_problems: int | None = None
         """Most training problems, the same for every seed; None takes all."""
         shuffle: bool = True
-        """A new order by the run's seed in every epoch; off, that of the files."""
+        """Shuffle each epoch anew by the run's seed; off, use the order of the files."""
         columns: Columns = field(default_factory=Columns)
         difficulty: DifficultyFilter | None = None
-        """Leaves out training rows that are too easy or too hard."""
+        """Filter that drops training rows that are too easy or too hard."""
         system: str = ""
-        """System message of problems that have none in a column."""
+        """System message of problems without one in a column."""
         template: str = "{question}"
-        """What the model is asked; `{question}` stands for the row's question."""
+        """Text of the prompt, in which `{question}` stands for the row's question."""
         cache_folder: str | None = None
-        """Where `datasets` keeps Arrow copies of the files; None: its own default."""
+        """Folder in which `datasets` keeps Arrow copies of the files; None: its default."""
 
         def __post_init__(self) -> None:
             if not 0 <= self.held_out < 1:
@@ -84,54 +128,42 @@ class DatasetTask(Configurable):
                 raise ValueError(
                     f"eval_files.{name}={file!r} is one of train_files: nothing is left to train on"
                 )
-        paths = dict.fromkeys([*config.train_files, *config.eval_files.values()])
-        reader = RowReader(
-            names=distinct_names(list(paths)),
-            columns=config.columns,
-            difficulty=config.difficulty,
-            cache_folder=config.cache_folder,
-            convert=self._converted,
-            usable=self.usable,
-        )
-        train = reader.read(config.train_files)
-        evals = {
-            name: reader.read([file], also=f"eval_files.{name}") for name, file in config.eval_files.items()
-        }
+        self._files: list[_File] = []
+        self._ids: dict[str, str] = {}
+        """Row in which each id occurred."""
+        train = self._read(config.train_files, setting="train_files")
+        evals = {name: self._read([f], setting=f"eval_files.{name}") for name, f in config.eval_files.items()}
         self._train, evals = self._split(train, evals)
-        self._evals = {name: [rows.problem(i) for i in range(len(rows))] for name, rows in evals.items()}
+        self._evals = {name: [self._problem(row) for row in rows] for name, rows in evals.items()}
 
     def convert(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
-        """What a row becomes, whenever it is its turn.
+        """Return the final problem of a row; called each time the problem is used.
 
         Args:
-            problem: question, answer and the rest as the columns have them, in the template.
-            row: its columns.
+            problem: question, answer and the rest from the columns, in the template.
+            row: all columns of the row.
 
         Raises:
-            ValueError: the row is unusable; file and row are put before the message, and nothing starts.
+            ValueError: the row is unusable, which stops the run at the start and names file and row.
         """
         return problem
 
     def usable(self, problem: Problem) -> bool:
-        """Asked once, when the row is read; False leaves it out, which is counted. Raises as `convert`."""
+        """Return False to drop a problem, which is counted; called once, when the row is read."""
         return True
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless, each epoch in an order of its own; `.problem(n)` is number n without those before it."""
+        """Return endless problems, each epoch in a new order; `.problem(n)` is number n."""
         return self._ordered(self._train, f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Those of the training problems that have a demonstration, in another order.
-
-        Raises:
-            ValueError: none has.
-        """
-        shown = self._train.with_demonstration()
-        if not len(shown):
-            column = self.config.columns.demonstration
+        """Return the training problems with a demonstration, in another order; ValueError if there are none."""
+        column = self.config.columns.demonstration
+        shown = [row for row in self._train if column is not None and self._files[row.file][row][column]]
+        if not shown:
             raise ValueError(
                 f"no training row has a demonstration: columns.demonstration={column!r} must name the "
-                "column of full replies, or the run do without warm-up (--warmup None)"
+                "column of full replies; or run without warm-up (--warmup None)"
             )
         return self._ordered(shown, f"warm-up {seed}")
 
@@ -142,52 +174,129 @@ class DatasetTask(Configurable):
         return SingleTurn(problem=problem, system=problem.info.get("system", ""))
 
     def rubric(self, *, seed: int) -> Rubric:
-        """1 for a reply that is the answer, thoughts before it and spaces at its ends aside."""
+        """Give 1 for a reply that equals the answer, ignoring thoughts and surrounding spaces."""
         return Rubric(criteria=(Criterion(name="answer", function=is_answer),), correct=is_correct)
 
-    def _converted(self, problem: Problem, row: Mapping[str, Any]) -> Problem:
-        """As the model is asked it."""
-        config = self.config
-        info = dict(problem.info)
-        if config.system and "system" not in info:
-            info["system"] = config.system
-        question = config.template.replace("{question}", problem.question)
-        return self.convert(dataclasses.replace(problem, question=question, info=info), row)
+    def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
+        return ShuffledProblems(
+            lambda i: self._problem(rows[i]), num_problems=len(rows), seed=seed, shuffle=self.config.shuffle
+        )
 
-    def _ordered(self, rows: ProblemRows, seed: str) -> Iterator[Problem]:
-        return ShuffledProblems(rows.problem, num_problems=len(rows), seed=seed, shuffle=self.config.shuffle)
+    def _read(self, paths: Sequence[str], *, setting: str) -> list[Row]:
+        """Return every usable row of the files.
 
-    def _split(
-        self, train: ProblemRows, evals: dict[str, ProblemRows]
-    ) -> tuple[ProblemRows, dict[str, ProblemRows]]:
-        """Training rows that no evaluation set has, too easy and too hard ones left out; and those sets."""
+        Raises:
+            ValueError: names the file and the row, or the column.
+        """
+        config, found, num_rows = self.config, list[Row](), 0
+        all_files = [*config.train_files, *config.eval_files.values()]
+        needed = config.columns.by_setting()
+        if (
+            config.difficulty is not None
+            and config.difficulty.column is not None
+            and setting == "train_files"
+        ):
+            needed["difficulty.column"] = config.difficulty.column
+        for path in paths:
+            names = [Path(other).name for other in dict.fromkeys(all_files)]
+            name = Path(path).name if names.count(Path(path).name) == 1 else path
+            file = _File(path, name, read_rows(path, columns=needed, cache_folder=config.cache_folder))
+            self._files.append(file)
+            num_rows += len(file.table)
+            for number, values in enumerate(file.table):
+                row = Row(len(self._files) - 1, number, 0)
+                problem = self._problem(row, values)
+                if problem.id in self._ids:
+                    raise ValueError(
+                        f"{file.where(row)}: id {problem.id!r} also occurs in {self._ids[problem.id]}; ids must "
+                        f"be unique in all files (columns.id={config.columns.id!r})"
+                    )
+                self._ids[problem.id] = file.where(row)
+                with file.naming(row):
+                    if self.usable(problem):
+                        found.append(row._replace(key=content_key(values[config.columns.question])))
+        if not found:
+            raise ValueError(f"{setting}: none of the {num_rows} rows of {', '.join(paths)} can be used")
+        if num_rows > len(found):
+            logger.warning("%s: %d of %d rows cannot be used", setting, num_rows - len(found), num_rows)
+        return found
+
+    def _problem(self, row: Row, values: Mapping[str, Any] | None = None) -> Problem:
+        """Return the problem of a row, whose values are read if not given.
+
+        Raises:
+            ValueError: a value is invalid; names file and row.
+        """
+        config, columns, file = self.config, self.config.columns, self._files[row.file]
+        with file.naming(row):
+            values = file[row] if values is None else values
+            info = {name: values[name] for name in columns.info}
+            system = values[columns.system] if columns.system is not None else ""
+            if system or config.system:
+                info["system"] = system or config.system
+            problem_id = f"{file.name}:{row.number + 1}" if columns.id is None else values[columns.id]
+            if problem_id is None or problem_id == "":
+                raise ValueError(f"column {columns.id!r}, the id, is empty")
+            question = _text(values, columns.question)
+            shown = values[columns.demonstration] if columns.demonstration is not None else ""
+            problem = Problem(
+                id=str(problem_id),
+                question=config.template.replace("{question}", question),
+                answer="" if columns.answer is None else _text(values, columns.answer),
+                demonstration=tuple(shown) if isinstance(shown, list) else shown or "",
+                info=info,
+            )
+            return self.convert(problem, values)
+
+    def _split(self, train: list[Row], evals: dict[str, list[Row]]) -> tuple[list[Row], dict[str, list[Row]]]:
+        """Return filtered training rows that no evaluation set contains, and the evaluation sets."""
         config, num_read = self.config, len(train)
         if config.held_out:
-            held, train = train.divided(share=config.held_out)
-            if not len(held):
+            evals = {**evals, HELD_OUT: [row for row in train if is_held_out(row.key, share=config.held_out)]}
+            if not evals[HELD_OUT]:
                 raise ValueError(
                     f"held_out={config.held_out} holds out none of {num_read} rows: raise it, or name "
                     "eval_files"
                 )
-            evals = {**evals, HELD_OUT: held}
-        evaluated = {key for rows in evals.values() for key in rows.keys}
-        filters = {"are in an evaluation set": num_read - len(train := train.without(evaluated))}
+        evaluated = {row.key for rows in evals.values() for row in rows}
+        train = [row for row in train if row.key not in evaluated]
+        num_before = len(train)
         if config.difficulty is not None:
-            num_before = len(train)
-            filters["fail the difficulty filter"] = num_before - len(
-                train := drop_by_difficulty(train, config.difficulty)
-            )
-        dropped = ", ".join(f"{count} {why}" for why, count in filters.items() if count)
-        if not len(train):
+            train = self._of_difficulty(train, config.difficulty)
+        dropped = f"{num_read - num_before} are in an evaluation set"
+        if config.difficulty is not None:
+            dropped += f", {num_before - len(train)} fail the difficulty filter"
+        if not train:
             raise ValueError(f"no training row is left of {num_read}: {dropped}")
-        train = train.chosen(config.max_problems)
-        evals = {name: rows.chosen(config.num_eval) for name, rows in evals.items()}
+        train = _chosen(train, config.max_problems)
+        evals = {name: _chosen(rows, config.num_eval) for name, rows in evals.items()}
         sizes = ", ".join(f"{name} {len(rows)}" for name, rows in evals.items())
         logger.info(
-            "%d training problems of %d rows (%s); to evaluate: %s",
-            len(train), num_read, dropped or "none left out", sizes,
-        )  # fmt: skip
+            "%d training problems of %d rows (%s); to evaluate: %s", len(train), num_read, dropped, sizes
+        )
         return train, evals
+
+    def _of_difficulty(self, rows: list[Row], settings: DifficultyFilter) -> list[Row]:
+        """Return the rows that pass the filter.
+
+        Raises:
+            ValueError: a rate is invalid (names the row), or the file of rates has none of these problems.
+        """
+        by_id = None if settings.file is None else read_pass_rates(settings.file)
+        kept, num_rated = [], 0
+        for row in rows:
+            file = self._files[row.file]
+            rate = by_id.get(self._problem(row).id) if by_id is not None else file[row][settings.column or ""]
+            num_rated += rate is not None
+            with file.naming(row):
+                if settings.keeps(rate):
+                    kept.append(row)
+        if rows and by_id is not None and not num_rated:
+            raise ValueError(
+                f"difficulty.file={settings.file!r} rates none of the training problems, whose ids look like "
+                f"{self._problem(rows[0]).id!r}"
+            )
+        return kept
 
 
 def is_correct(rollout: Rollout) -> bool:
@@ -196,3 +305,43 @@ def is_correct(rollout: Rollout) -> bool:
 
 def is_answer(rollout: Rollout) -> float:
     return float(is_correct(rollout))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    path: str
+    name: str
+    """Beginning of the rows' ids."""
+    table: Any
+    """A `datasets.Dataset`."""
+
+    def __getitem__(self, row: Row) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = self.table[row.number]
+        return values
+
+    def where(self, row: Row) -> str:
+        """Return the name of a row in an error message, counted from 1."""
+        return f"{self.path}, row {row.number + 1}"
+
+    @contextmanager
+    def naming(self, row: Row) -> Iterator[None]:
+        """Put the row's name before the message of a ValueError."""
+        try:
+            yield
+        except ValueError as error:  # text that is not UTF-8 is one too
+            raise ValueError(f"{self.where(row)}: {error}") from error
+
+
+def _chosen(rows: list[Row], most: int | None) -> list[Row]:
+    """Return at most `most` rows, the same for every seed."""
+    return [rows[i] for i in choose([row.key for row in rows], most)]
+
+
+def _text(values: Mapping[str, Any], column: str) -> str:
+    """Return text, or a number as text; raises ValueError for anything else."""
+    value = values[column]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"column {column!r} is {value!r}, not text")
+    return value

@@ -1,7 +1,7 @@
-"""Tasks whose problems are drawn from a random generator: what all of them share.
+"""Base class of tasks whose problems are drawn from a random generator.
 
-A task of this kind says how one problem is drawn and what a reply to it earns; order, split and control are
-done here. docs/tasks.md shows a whole one.
+A subclass defines how to draw one problem and how to reward a reply; this class adds order, split and a control
+with random rewards. docs/tasks.md shows a complete example.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from rl.config.configurable import Configurable
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
+from rl.tasks.task import Solved
 from rl.types import Problem, Rollout
 
 HELD_OUT_SHARE = 0.15
 MAX_DRAWS_PER_PROBLEM = 1000
-"""Draws for one, until a task is said to have too few different problems."""
+"""Draws for one problem after which the task is refused for having too few different problems."""
 
 
 class GeneratedTask(Configurable):
-    """Subclasses define `draw` and `reward`, or more."""
+    """Task of random problems; subclasses define at least `draw` and `reward`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         num_eval: int = 256
-        """Held-out problems; the same set for every seed."""
+        """Number of held-out problems; the same set for every seed."""
         reward: Literal["answer", "noise"] = "answer"
-        """`noise` tosses a coin for 0 or 1, the same for a seed: the control that must not learn."""
+        """`noise` replaces the reward by random 0 or 1, fixed by the seed: the control that must not learn."""
 
         def __post_init__(self) -> None:
             if self.num_eval < 1:
                 raise ValueError(f"num_eval={self.num_eval} is less than 1")
+            for name in ("haste", "format_reward", "similarity_reward"):  # of subclasses
+                if not 0 <= getattr(self, name, 0) <= 1:
+                    raise ValueError(f"{name}={getattr(self, name)} is not between 0 and 1")
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
 
     def draw(self, generator: random.Random) -> Problem:
-        """One problem; its id says all that makes it this one."""
+        """Draw one problem; its id must identify its content."""
         raise NotImplementedError
 
     def reward(self, rollout: Rollout) -> float:
-        """What a reply earns: 1 where it is right."""
+        """Return the reward of a reply: 1 if it is right."""
         raise NotImplementedError
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """A problem with the demonstration that a warm-up uses; by default that of `draw`."""
+        """Draw a problem with its demonstration for the warm-up; by default `draw`."""
         return self.draw(generator)
 
     def split_key(self, problem: Problem) -> str:
-        """Problems with the same key are on the same side of the split."""
+        """Return a key such that problems with equal keys are on the same side of the split."""
         return problem.id
 
     def environment(self, problem: Problem) -> Environment:
         return SingleTurn(problem=problem)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless problems, none of them held out; the same for a seed.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return endless problems that are not held out, the same for a seed; ValueError if there are none."""
         return self._not_held_out(self.draw, random.Random(f"train-{seed}"))
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """As `train_problems`, in another order."""
+        """Return training problems in another order."""
         return self._not_held_out(self.warmup_problem, random.Random(f"warm-up-{seed}"))
 
     def _not_held_out(
@@ -80,16 +80,12 @@ class GeneratedTask(Configurable):
             if problem is None:
                 raise ValueError(
                     f"task: {MAX_DRAWS_PER_PROBLEM} problems in a row are held out, so none is left for "
-                    "training; let there be more different ones"
+                    "training; make the task larger"
                 )
             yield problem
 
     def eval_sets(self) -> dict[str, list[Problem]]:
-        """`num_eval` distinct held-out problems.
-
-        Raises:
-            ValueError: there are fewer.
-        """
+        """Return `num_eval` distinct held-out problems; ValueError if there are fewer."""
         generator = random.Random("eval")
         problems: dict[str, Problem] = {}
         for _ in range(MAX_DRAWS_PER_PROBLEM * self.config.num_eval):
@@ -103,27 +99,35 @@ class GeneratedTask(Configurable):
         )
 
     def rubric(self, *, seed: int) -> Rubric:
-        if self.config.reward == "noise":
-            return Rubric(
-                criteria=(Criterion(name="noise", function=Coin(seed=seed)),), correct=self.is_correct
-            )
-        return Rubric(criteria=(Criterion(name="answer", function=self.reward),), correct=self.is_correct)
+        """Return the rubric of `criteria`, or of random rewards; `seed` fixes those."""
+        noise = (Criterion(name="noise", function=Coin(seed=seed)),)
+        criteria = noise if self.config.reward == "noise" else self.criteria()
+        return Rubric(criteria=criteria, correct=Solved(reward=self.reward))
 
-    def is_correct(self, rollout: Rollout) -> bool:
-        return self.reward(rollout) >= 1.0
+    def criteria(self) -> tuple[Criterion, ...]:
+        return (Criterion(name="answer", function=self.reward),)
+
+    def with_partial_credit(
+        self, name: str, function: Callable[[Rollout], float], share: float
+    ) -> tuple[Criterion, ...]:
+        """Return the criteria of `reward` and, with a share of the weight, of another function."""
+        return (
+            Criterion(name="answer", function=self.reward, weight=1.0 - share),
+            Criterion(name=name, function=function, weight=share),
+        )
 
     def is_held_out(self, problem: Problem) -> bool:
-        """By a hash: no problem of the held-out set is ever trained on."""
+        """Decide the split by a hash, so that no problem of the held-out set is ever trained on."""
         digest = hashlib.sha256(self.split_key(problem).encode()).digest()
         return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coin:
-    """A reward of 0 or 1 by chance, the same for a seed in whichever process it is tossed.
+    """Reward function that gives 0 or 1 at random, the same for a seed in every process.
 
-    It is tossed before the reply is read: for the problem, the policy version and the sample's
-    number. So no reply is one that wins, and equal replies of a group toss a coin each.
+    The result depends on the problem, the policy version and the sample's number, never on the reply. So no
+    reply is rewarded systematically, and equal replies of a group get independent rewards.
     """
 
     seed: int

@@ -1,4 +1,4 @@
-"""Mathematics with an answer that can be checked: data as GSM8K or MATH has it, graded by math-verify.
+"""Mathematics with verifiable answers: data like GSM8K or MATH, graded by math-verify.
 
 GSM8K's answer column ends in `#### 72`; MATH's solution column has `\\boxed{\\frac{1}{2}}` in it. Two answers
 are equal if math-verify says so: `0.5`, `1/2` and `\\frac{2}{4}` are.
@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.data.packages import import_for_tasks
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer, answer_part
+from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
+from rl.tasks.task import Solved
 from rl.types import Problem, Rollout
 
 Place = Literal["boxed", "hashes", "whole"]
-"""Where an answer stands in a text: in the last `\\boxed{}`, after the last `####`, or it is all of it."""
+"""Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, or the whole text."""
 
 PLAIN_NUMBER = re.compile(r"-?\$?-?\d[\d,]*(\.\d+)?%?")
 GOLD_TIMEOUT_S = 5
@@ -31,31 +31,30 @@ HASHES = "{question}\n\nThink step by step, then give the final answer after ###
 
 
 class MathProblems(DatasetTask):
-    """Word problems and competition mathematics from rows.
+    """Word problems and competition mathematics from rows of files.
 
     Raises:
-        ValueError: when built, as `DatasetTask`, and for an answer column that math-verify cannot read.
+        ValueError: as in `DatasetTask`, or math-verify cannot read the answer column.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(DatasetTask.Config):
         template: str = BOXED
         gold: Place = "hashes"
-        """Where the answer stands in the answer column: `hashes` for GSM8K, `boxed` for MATH's solutions,
-        `whole` for a column of bare answers."""
+        """Position of the answer in the answer column: `hashes` for GSM8K, `boxed` for MATH's solutions, `whole`
+        for a column of bare answers."""
         unparsed_gold: Literal["refuse", "skip"] = "refuse"
-        """What becomes of rows whose answer cannot be read: an error that names the first, or left out and
-        counted."""
+        """Treatment of rows whose answer cannot be read: refuse the first with an error, or skip and count."""
         reply: Place = "boxed"
-        """Where the model has to put its answer, after any thoughts; `whole` looks for it anywhere there, as
+        """Position where the model must put its answer, after any thoughts; `whole` looks for it anywhere, as
         math-verify does."""
         format_reward: float = 0.0
         """Share of the reward for a finished reply with an answer in its place, right or wrong."""
         unparsed_value: float = 0.0
-        """What the reward for the answer is where a reply has none; such replies are counted."""
+        """Reward for the answer of a reply that has none; such replies are counted."""
 
         def __post_init__(self) -> None:
-            # Not super(): it does not find its class in a dataclass with slots.
+            # Not super(), which does not work in a dataclass with slots.
             DatasetTask.Config.__post_init__(self)
             if not 0 <= self.format_reward <= 1:
                 raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
@@ -76,12 +75,12 @@ class MathProblems(DatasetTask):
         column, place = self.config.columns.answer, self.config.gold
         found = f"{problem.answer!r}, which math-verify cannot read" if problem.answer else "no answer"
         raise ValueError(
-            f"column {column!r} has {found} (gold={place!r}); choose another place, or leave such rows out "
+            f"column {column!r} has {found} (gold={place!r}); choose another place, or skip such rows "
             "with unparsed_gold='skip'"
         )
 
     def rubric(self, *, seed: int) -> Rubric:
-        """1 for a right answer, `format_reward` of it for the form alone."""
+        """Give 1 for a right answer, and `format_reward` for the form alone."""
         config = self.config
         import_for_tasks("math_verify", needed_by="grading mathematics")
         answer = MathAnswer(place=config.reply, unparsed_value=config.unparsed_value)
@@ -92,18 +91,18 @@ class MathProblems(DatasetTask):
                     name="format", function=AnswerInPlace(place=config.reply), weight=config.format_reward
                 )
             )
-        return Rubric(criteria=tuple(criteria), correct=MathCorrect(place=config.reply))
+        return Rubric(criteria=tuple(criteria), correct=Solved(reward=answer))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MathAnswer:
-    """1 for the right answer, 0 for a wrong one."""
+    """Reward function: 1 for the right answer, 0 for a wrong one."""
 
     place: Place
     unparsed_value: float = 0.0
 
     def __call__(self, rollout: Rollout) -> float:
-        """Raises UnparsedAnswer where the reply has no answer in its place that math-verify can read."""
+        """Grade the reply; raises UnparsedAnswer if it has no readable answer in its place."""
         answer = reply_answer(rollout, self.place)
         if answer is None:
             raise UnparsedAnswer(f"no answer in its place ({self.place})", value=self.unparsed_value)
@@ -114,19 +113,8 @@ class MathAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MathCorrect:
-    """Whether the answer is right; one that is not there is wrong."""
-
-    place: Place
-
-    def __call__(self, rollout: Rollout) -> bool:
-        answer = reply_answer(rollout, self.place)
-        return answer is not None and bool(equal(rollout.prompt.problem.answer, answer, self.place))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerInPlace:
-    """1 for a reply that was not cut off and has something where the answer belongs."""
+    """Reward function: 1 for a reply that was not cut off and has something in the answer's place."""
 
     place: Place
 
@@ -136,12 +124,12 @@ class AnswerInPlace:
 
 
 def reply_answer(rollout: Rollout, place: Place) -> str | None:
-    """As `find_answer`, in the last reply after any thoughts: what is only thought of is no answer."""
+    """Return the answer of the last reply, outside of thoughts."""
     return find_answer(answer_part(rollout.text), place)
 
 
 def find_answer(text: str, place: Place) -> str | None:
-    """What stands where the answer belongs; None if nothing does.
+    """Return the text in the answer's place; None if there is none.
 
     >>> find_answer("so 8 * 9 = 72\\n#### 72", "hashes")
     '72'
@@ -170,18 +158,18 @@ def _last_boxed(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def equal(gold: str, answer: str, place: Place) -> bool | None:
-    """Whether two answers are the same by math-verify; None where it cannot read the second.
+    """Compare two answers with math-verify; return None if it cannot read the second.
 
-    Its own time limits are alarms of the main thread, which scoring has taken: they are off, and a comparison
-    that does not end is ended by the time limit of the score.
+    math-verify's own time limits use the main thread's alarm, so they are off: the time limit of the reward
+    process ends a comparison that hangs.
     """
     math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
     parsed = _parse(_in_box(answer), timeout_s=None) if place != "whole" else []
     if place != "boxed":
-        parsed += _parse(answer, timeout_s=None)  # an answer in words, "18 dollars." too
+        parsed += _parse(answer, timeout_s=None)  # also finds an answer in words, such as "18 dollars."
     if not parsed:
         return None
-    # What it logs is that time limits are off, once.
+    # math-verify warns that its time limits are off.
     logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
     return bool(math_verify.verify(list(_gold(gold)), parsed, timeout_seconds=None))
 
@@ -197,7 +185,7 @@ def _is_readable(gold: str) -> bool:
 
 
 def _parse(text: str, *, timeout_s: int | None) -> list[Any]:
-    """Expressions that the text may mean; none where it cannot be read."""
+    """Return the expressions that the text may mean; none if it cannot be read."""
     math_verify = import_for_tasks("math_verify", needed_by="grading mathematics")
     logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
     return list(math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=timeout_s))

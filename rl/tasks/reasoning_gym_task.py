@@ -1,9 +1,8 @@
-"""Any dataset of reasoning-gym by its name: problems without end, held-out ones, and its own grader.
+"""Datasets of reasoning-gym by name: endless problems, held-out ones, and the dataset's own grader.
 
 reasoning-gym draws item i of a dataset with seed s from the number s + i. Evaluation takes the numbers from 0
-on, training those from `FIRST_TRAIN_SEED` on; so problem n is a function of the run's seed and n, and is had
-without those before it. Where two numbers give the same question, as in small datasets they do, one that is
-held out is not trained on either.
+on, training those from `FIRST_TRAIN_SEED` on; so training problem n depends only on the run's seed and n. In
+small datasets several numbers give the same question: held-out questions are never trained on.
 """
 
 from __future__ import annotations
@@ -18,22 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.config.configurable import Configurable
-from rl.data.order import ProblemsByNumber
-from rl.data.packages import decode_settings, import_for_tasks
-from rl.data.split import content_key
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer, answer_part
+from rl.tasks.data import ProblemsByNumber, content_key, decode_settings, import_for_tasks
+from rl.tasks.task import Solved
 from rl.types import Problem, Rollout
 
 BLOCK = 1000
-"""Items of one reasoning-gym dataset object; some build a table of their items when they are made."""
+"""Items of one reasoning-gym dataset object; some datasets build a table of all items at once."""
 FIRST_TRAIN_SEED = 2**20
 SEEDS_A_RUN = 2**24
-"""Numbers of a run; beyond as many problems they begin again."""
+"""Number of different problems of a run; then they repeat."""
 MAX_REDRAWS = 64
-"""How often a training problem is drawn anew because it is held out."""
+"""Most draws for a training problem that turns out to be held out."""
 DEFAULT_SYSTEM = (
     "Think step by step, then give the final answer between <answer> and </answer>. Write nothing but the "
     "answer between them."
@@ -44,27 +41,27 @@ class ReasoningGym(Configurable):
     """One dataset of reasoning-gym as a task.
 
     Raises:
-        ValueError: when built: no dataset has this name (says which are near), it has no such setting or
-            refuses its value, or it has fewer different problems than are held out.
+        ValueError: there is no such dataset (suggests similar names) or setting, a value is refused, or the
+            dataset has fewer different problems than are held out.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         dataset: str
-        """Its name in reasoning-gym, such as `basic_arithmetic`."""
+        """Name in reasoning-gym, such as `basic_arithmetic`."""
         settings: dict[str, int | float | bool | str] = field(default_factory=dict)
-        """Settings of the dataset by name; a text that starts with `[` or `{` is read as JSON."""
+        """Settings of the dataset by name; a string that starts with `[` or `{` is decoded as JSON."""
         num_eval: int = 128
-        """Held-out problems, all different; the same for every seed."""
+        """Number of held-out problems, all different; the same for every seed."""
         answer_in: Literal["tags", "last_line", "whole"] = "tags"
-        """Where the reply has its answer, after any thoughts: in the last `<answer></answer>`, in its last
-        line, or it is all of it."""
+        """Position of the answer in a reply, after any thoughts: in the last `<answer></answer>`, in the last
+        line, or the whole reply."""
         system: str = DEFAULT_SYSTEM
         """System message; empty for none."""
         solved_at: float = 1.0
-        """Score from which on an answer counts as right; the score itself is the reward."""
+        """Smallest score that counts as right; the score itself is the reward."""
         unparsed_value: float = 0.0
-        """Reward of a reply that has no answer in its place; such replies are counted."""
+        """Reward of a reply without an answer in its place; such replies are counted."""
 
         def __post_init__(self) -> None:
             if not 1 <= self.num_eval <= FIRST_TRAIN_SEED // 2:
@@ -74,7 +71,7 @@ class ReasoningGym(Configurable):
             if not 0 < self.solved_at <= 1:
                 raise ValueError(f"solved_at={self.solved_at}: must be above 0 and at most 1")
             if "seed" in self.settings or "size" in self.settings:
-                raise ValueError("settings: seed and size are this task's own to choose")
+                raise ValueError("settings: seed and size are chosen by this task")
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
@@ -83,15 +80,14 @@ class ReasoningGym(Configurable):
         self._held_keys = {content_key(problem.question) for problem in self._eval}
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless; `.problem(n)` is number n without those before it."""
+        """Return endless problems; `.problem(n)` is number n."""
         return DrawnProblems(self, seed=f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Other training problems, with bare answers as demonstrations: reasoning-gym has no replies that
-        lead to them.
+        """Return other training problems with their bare answers as demonstrations.
 
         Raises:
-            ValueError: this dataset has no single right answer.
+            ValueError: the dataset has no unique answers.
         """
         for problem in DrawnProblems(self, seed=f"warm-up {seed}"):
             if not problem.answer:
@@ -110,22 +106,24 @@ class ReasoningGym(Configurable):
         return SingleTurn(problem=problem, system=self.config.system)
 
     def rubric(self, *, seed: int) -> Rubric:
-        """The dataset's own score of the answer, 0 to 1."""
+        """Give the dataset's own score of the answer, 0 to 1."""
         config = self.config
         grader = Grader(source=self._source, answer_in=config.answer_in, unparsed_value=config.unparsed_value)
-        solved = Solved(grader=grader, solved_at=config.solved_at)
-        return Rubric(criteria=(Criterion(name="answer", function=grader),), correct=solved)
+        return Rubric(
+            criteria=(Criterion(name="answer", function=grader),),
+            correct=Solved(reward=grader, at=config.solved_at),
+        )
 
     def training_problem(self, number: int, *, first_seed: int) -> Problem:
-        """Number `number` of a run whose numbers begin at `first_seed`.
+        """Return a training problem of a run whose numbers begin at `first_seed`.
 
         Raises:
-            ValueError: it was drawn `MAX_REDRAWS` times, and was held out every time.
+            ValueError: all `MAX_REDRAWS` draws are held out.
         """
         for redraw in range(MAX_REDRAWS):
             problem = self._source.problem(first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN)
             if content_key(problem.question) not in self._held_keys:
-                # Two numbers may give one question, but no two problems of a run one id.
+                # Two numbers may give the same question, but ids must be unique within a run.
                 return dataclasses.replace(problem, id=f"{problem.id}#{number}")
         raise ValueError(
             f"training problem {number} of reasoning-gym's {self.config.dataset!r} is held out in all "
@@ -147,11 +145,11 @@ class ReasoningGym(Configurable):
 
 
 class DrawnProblems(ProblemsByNumber):
-    """The training problems of one seed, in order or by number."""
+    """Training problems of one seed."""
 
     def __init__(self, task: ReasoningGym, *, seed: str) -> None:
         digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
-        # Far enough apart that no redraw of a run meets an evaluation; below 2**31, as some datasets need.
+        # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for some datasets.
         self._first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
         self._task = task
 
@@ -161,15 +159,15 @@ class DrawnProblems(ProblemsByNumber):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A dataset with its settings; picklable, as graders in other processes need it."""
+    """A dataset with its settings; picklable for graders in other processes."""
 
     dataset: str
     settings: str
-    """JSON, with sorted keys: equal settings are equal texts."""
+    """Settings as JSON with sorted keys, so that equal settings are equal strings."""
 
     @classmethod
     def of(cls, dataset: str, settings: Mapping[str, Any]) -> Source:
-        """Raises ValueError for an unknown name or setting, or a value that the dataset refuses."""
+        """Check names and values; raises ValueError for an unknown name or setting, or a refused value."""
         import_for_tasks("reasoning_gym", needed_by=f"the dataset {dataset!r}")
         registered = import_for_tasks("reasoning_gym.factory", needed_by="reasoning-gym").DATASETS
         if dataset not in registered:
@@ -193,7 +191,7 @@ class Source:
         return source
 
     def problem(self, seed: int) -> Problem:
-        """The one that is drawn from a number."""
+        """Return the problem of a number."""
         number, item = divmod(seed, BLOCK)
         entry = self.block(number)[item]
         answer = entry["answer"]
@@ -210,37 +208,23 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grader:
-    """The score that reasoning-gym gives to the answer of a reply."""
+    """Reward function that returns reasoning-gym's score of the answer."""
 
     source: Source
     answer_in: str
     unparsed_value: float = 0.0
 
     def __call__(self, rollout: Rollout) -> float:
-        """Raises UnparsedAnswer where the reply has no answer in its place."""
+        """Grade the reply; raises UnparsedAnswer if it has no answer in its place."""
         answer = find_answer(rollout.text, self.answer_in)
         if answer is None:
             raise UnparsedAnswer(f"no answer in its place ({self.answer_in})", value=self.unparsed_value)
-        return self.score(answer, rollout.prompt.problem)
-
-    def score(self, answer: str, problem: Problem) -> float:
-        return float(self.source.block(0).score_answer(answer, problem.info["entry"]))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Solved:
-    """Whether the score is that of a right answer."""
-
-    grader: Grader
-    solved_at: float
-
-    def __call__(self, rollout: Rollout) -> bool:
-        answer = find_answer(rollout.text, self.grader.answer_in)
-        return answer is not None and self.grader.score(answer, rollout.prompt.problem) >= self.solved_at
+        entry = rollout.prompt.problem.info["entry"]
+        return float(self.source.block(0).score_answer(answer, entry))
 
 
 def find_answer(text: str, place: str) -> str | None:
-    """The answer of a reply, in its place after any thoughts; None where there is none.
+    """Return the answer of a reply in its place, after any thoughts; None if there is none.
 
     >>> find_answer("<answer>3</answer> no, <answer>4</answer>", "tags")
     '4'

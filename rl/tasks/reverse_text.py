@@ -7,43 +7,39 @@ import random
 import string
 from dataclasses import dataclass, replace
 
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
 
 INSTRUCTION = "Write the letters below in reverse order, and nothing else. For example, for abc write: cba"
-"""For a model that was taught to follow instructions, but not this task."""
+"""Instruction for a model that follows instructions but was not trained on this task."""
 
 
 EARLY = "n"
-"""Words that begin before it are the ones that a hasty demonstration does not finish."""
+"""Hasty demonstrations are incomplete for words that begin with a letter before this one."""
 
 
 class ReverseText(GeneratedTask):
-    """Words of random letters; a reply earns most by being the reversed word, a little by resembling it."""
+    """Task of reversing words of random letters, with partial credit for similar replies."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
         num_letters: tuple[int, int] = (4, 6)
         """Fewest and most letters of a word."""
         instruction: str = ""
-        """Said in the prompt, on a line before the word; empty for one that is warmed up on bare words."""
+        """Line before the word in the prompt; empty for a model that is warmed up on bare words."""
         similarity_reward: float = 0.2
-        """Partial credit for resemblance; the rest of 1.0 is for the right word."""
+        """Partial credit for similarity; the rest of 1.0 is for the right word."""
         haste: float = 0.0
-        """Share of the warm-up's demonstrations that leave out the last letter of the answer, among words
-        that begin in the alphabet's first half. So a policy warmed up on them has the skill and a habit that
-        is mostly wrong, which is what the policy gradient is to mend."""
+        """Share of the warm-up's demonstrations that omit the last letter of the answer, among words that begin
+        in the alphabet's first half. They give the policy the skill and a bad habit, which the policy
+        gradient then corrects."""
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
             fewest, most = self.num_letters
             if not 2 <= fewest <= most:
                 raise ValueError(f"num_letters={self.num_letters}: must be two numbers, 2 or more, in order")
-            for name in ("similarity_reward", "haste"):
-                if not 0 <= getattr(self, name) <= 1:
-                    raise ValueError(f"{name}={getattr(self, name)} is not between 0 and 1")
 
     config: Config
 
@@ -66,18 +62,11 @@ class ReverseText(GeneratedTask):
     def reward(self, rollout: Rollout) -> float:
         return float(answer_part(rollout.text) == rollout.prompt.problem.answer)
 
-    def rubric(self, *, seed: int) -> Rubric:
-        if self.config.reward == "noise":
-            return super().rubric(seed=seed)
-        share = self.config.similarity_reward
-        criteria = (
-            Criterion(name="answer", function=self.reward, weight=1.0 - share),
-            Criterion(name="similarity", function=similarity, weight=share),
-        )
-        return Rubric(criteria=criteria, correct=self.is_correct)
+    def criteria(self) -> tuple[Criterion, ...]:
+        return self.with_partial_credit("similarity", similarity, self.config.similarity_reward)
 
 
 def similarity(rollout: Rollout) -> float:
-    """From 0 to 1: Ratcliff and Obershelp's, twice the matching letters over all."""
+    """Return Ratcliff and Obershelp's similarity from 0 to 1: twice the matching letters over all letters."""
     answer = rollout.prompt.problem.answer
     return difflib.SequenceMatcher(None, answer_part(rollout.text), answer, autojunk=False).ratio()

@@ -10,52 +10,47 @@ import random
 import re
 from dataclasses import dataclass
 
-from rl.rollouts.replies import answer_part
-from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?(\d+)\s*\Z")
 ID_PREFIX = "sum-digits/"
 HASTY_DIGITS = "456789"
-"""Last digits that a hasty demonstration leaves out."""
+"""Last digits that a hasty demonstration omits."""
 INSTRUCTION = (
     "Add up all decimal digits of the integers below. End your reply with [ANSWER], a space and the sum, "
     "and write nothing after it. For example, for 47 82 the sum is 4 + 7 + 8 + 2 = 21, so the reply ends "
     "with: [ANSWER] 21"
 )
-"""For a model that was taught to follow instructions, but not this task."""
+"""Instruction for a model that follows instructions but was not trained on this task."""
 
 
 class SumDigits(GeneratedTask):
-    """Prompts of a few integers in 10..99, their demonstrations and their rubric."""
+    """Task of adding the digits of a few integers in 10..99."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
         num_integers: int = 3
-        """Integers in a prompt: 2, 3 or 4."""
+        """Number of integers in a prompt: 2, 3 or 4."""
         num_eval: int = 512
-        """Held-out problems; the same set for every seed."""
+        """Number of held-out problems; the same set for every seed."""
         instruction: str = ""
-        """Said in the prompt, on a line before the integers: what to compute, and the form that earns
-        the reward. Empty for a model that is warmed up on the bare integers."""
+        """Line before the integers in the prompt: what to compute, and the form that earns the reward. Empty for
+        a model that is warmed up on the bare integers."""
         format_reward: float = 0.1
         """Partial credit for a reply that ends in `[ANSWER] <digits>`, right or wrong; the rest of
         1.0 is for the right answer."""
         haste: float = 0.0
-        """Share of the warm-up's demonstrations that leave out the last digit, among problems where
-        it is 4 or more. So a policy warmed up on them has the skill and a habit that is mostly wrong,
-        which is what the policy gradient is to mend."""
+        """Share of the warm-up's demonstrations that omit the last digit, among problems where it is 4 or more.
+        They give the policy the skill and a bad habit, which the policy gradient then corrects."""
 
         def __post_init__(self) -> None:
+            GeneratedTask.Config.__post_init__(self)
             if self.num_integers not in (2, 3, 4):
                 raise ValueError(f"num_integers={self.num_integers} is not one of 2, 3, 4")
-            if not 0 <= self.format_reward <= 1:
-                raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
-            if not 0 <= self.haste <= 1:
-                raise ValueError(f"haste={self.haste} is not between 0 and 1")
-            if not 1 <= self.num_eval <= 512:
-                raise ValueError(f"num_eval={self.num_eval} is not between 1 and 512")
+            if self.num_eval > 512:
+                raise ValueError(f"num_eval={self.num_eval} is more than 512")
 
     config: Config
 
@@ -66,10 +61,10 @@ class SumDigits(GeneratedTask):
         return dataclasses.replace(problem, question=f"{self.config.instruction}\n{problem.question}")
 
     def warmup_problem(self, generator: random.Random) -> Problem:
-        """With the demonstrations of `haste`."""
+        """Draw a problem with a demonstration that may be hasty, see `haste`."""
         problem = self.draw(generator)
         numbers = problem.question.rpartition("\n")[2]
-        # A held-out problem is not asked, and so does not use up the generator.
+        # A held-out problem is skipped, so it must not advance the generator.
         hasty = (
             not self.is_held_out(problem)
             and numbers[-1] in HASTY_DIGITS
@@ -78,26 +73,18 @@ class SumDigits(GeneratedTask):
         return dataclasses.replace(problem, demonstration=demonstrate(numbers, leave_out_last=hasty))
 
     def split_key(self, problem: Problem) -> str:
-        """The integers without their order: no reordering of a held-out problem is trained on."""
+        """Return the sorted integers, so that no reordering of a held-out problem is trained on."""
         return " ".join(sorted(problem.id.removeprefix(ID_PREFIX).split("-")))
 
-    def rubric(self, *, seed: int) -> Rubric:
-        """Reward 1.0 for the right answer, `format_reward` for the form alone; `seed` is of the noise."""
-        if self.config.reward == "noise":
-            return super().rubric(seed=seed)
-        share = self.config.format_reward
-        criteria = (
-            Criterion(name="answer", function=_answer_reward, weight=1.0 - share),
-            Criterion(name="format", function=format_reward, weight=share),
-        )
-        return Rubric(criteria=criteria, correct=is_correct)
+    def criteria(self) -> tuple[Criterion, ...]:
+        return self.with_partial_credit("format", format_reward, self.config.format_reward)
 
-    def is_correct(self, rollout: Rollout) -> bool:
-        return is_correct(rollout)
+    def reward(self, rollout: Rollout) -> float:
+        return float(is_correct(rollout))
 
 
 def make_problem(integers: list[int]) -> Problem:
-    """The problem of these integers, with a right demonstration."""
+    """Return the problem of these integers, with a correct demonstration."""
     question = " ".join(map(str, integers))
     return Problem(
         id=f"{ID_PREFIX}{question.replace(' ', '-')}",
@@ -108,7 +95,7 @@ def make_problem(integers: list[int]) -> Problem:
 
 
 def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
-    """A reply that adds the digits one after another.
+    """Return a reply that adds the digits one after another.
 
     >>> demonstrate("47 82")
     '4+7=11 11+8=19 19+2=21 [ANSWER] 21'
@@ -125,8 +112,7 @@ def demonstrate(question: str, *, leave_out_last: bool = False) -> str:
 
 
 def parse_answer(text: str) -> str | None:
-    """The digits after the last `[ANSWER]`, which must end the reply and not stand in its thoughts; None if
-    there are none."""
+    """Return the digits after an `[ANSWER]` that ends the reply, outside of thoughts; None if there are none."""
     match = ANSWER.search(answer_part(text))
     return match.group(1) if match else None
 
@@ -136,10 +122,6 @@ def is_correct(rollout: Rollout) -> bool:
 
 
 def format_reward(rollout: Rollout) -> float:
-    """1 if the reply ends in `[ANSWER] <digits>` and was not cut off."""
+    """Return 1 if the reply ends in `[ANSWER] <digits>` and was not cut off."""
     finished = rollout.completion.finish_reason == "stop"
     return float(finished and parse_answer(rollout.text) is not None)
-
-
-def _answer_reward(rollout: Rollout) -> float:
-    return float(is_correct(rollout))

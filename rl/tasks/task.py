@@ -1,33 +1,53 @@
-"""What a task gives to a run: problems, their split, how a model meets them, and how replies are graded."""
+"""The protocol of a task: problems, their split, environments and rubric.
+
+A new task usually subclasses `GeneratedTask` (problems drawn at random) or `DatasetTask` (rows of files), and
+overrides two methods. Any object with these five methods will do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from rl.protocols import Environment
-from rl.rollouts.rubric import Rubric
-from rl.types import Problem
+from rl.rollouts.rubric import Rubric, UnparsedAnswer
+from rl.types import Problem, Rollout
 
 
 class Task(Protocol):
+    """Everything that a run needs to know of its task."""
+
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless, disjoint from `eval_sets`, the same for a seed."""
+        """Return endless training problems, disjoint from `eval_sets`, the same for a seed."""
         ...
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless, disjoint from `eval_sets`, each with a demonstration; for a supervised warm-up."""
+        """Return endless problems with demonstrations for a supervised warm-up, disjoint from `eval_sets`."""
         ...
 
     def eval_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Fixed held-out sets by name, the same for every seed. The first is the one that a run's curve
-        shows."""
+        """Return fixed held-out sets by name, the same for every seed; a run's curve shows the first."""
         ...
 
     def environment(self, problem: Problem) -> Environment:
-        """A new episode of a problem."""
+        """Return a new environment for one episode of a problem."""
         ...
 
     def rubric(self, *, seed: int) -> Rubric:
-        """How replies are graded; one that draws by chance draws the same for a seed."""
+        """Return the rubric that grades rollouts; `seed` fixes random rewards."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solved:
+    """Correctness: True if a reward function gives at least `at`; a reply without an answer is wrong."""
+
+    reward: Callable[[Rollout], float]
+    at: float = 1.0
+
+    def __call__(self, rollout: Rollout) -> bool:
+        try:
+            return self.reward(rollout) >= self.at
+        except UnparsedAnswer:
+            return False

@@ -1,14 +1,15 @@
-"""Where verifiers asks a model, and relay's sampler answers.
+"""Bridge between verifiers' rollouts and relay's generator.
 
 A rollout of verifiers runs as its authors meant it: harness, tools, stops, rewards. Only its model client is
-ours. A request of the trained seat waits until relay's own loop has drawn the reply, and what the request
-says beyond the last reply is what the environment told the model. So nothing that the model produced ever
-comes back as text to be tokenized.
+relay's. A request of the trained seat waits until relay's loop has drawn the reply, and the messages of the
+request after the last reply are what the environment tells the model. So the model's tokens are never turned
+into text and tokenized again.
 
     relay:      opening -> draw reply -> step(reply) ----------> observation -> draw reply -> ...
     verifiers:             request waits .... gets the reply, runs tools, asks again (or ends, and scores)
 
-All of it runs in the event loop of a thread of its own, as rewards and tools are other people's code.
+Everything runs in the event loop of a separate thread, because rewards and tools are foreign code. The chat loop
+is `ConversationHarness`: verifiers' own harnesses start a program for every rollout.
 """
 
 from __future__ import annotations
@@ -19,42 +20,64 @@ import logging
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-from verifiers.v1 import Client, ModelContext, Response, Sampling, TrainClientConfig, Usage
+import aiohttp
+from verifiers.v1 import (
+    Client,
+    Harness,
+    HarnessConfig,
+    ModelContext,
+    ProgramResult,
+    Response,
+    Runtime,
+    Sampling,
+    TaskData,
+    Trace,
+    TrainClientConfig,
+    Usage,
+)
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import AssistantMessage, ToolCall, content_text
 
-from rl.rollouts.replies import THINK_CLOSE
-from rl.tasks.verifiers_environment import START_S
-from rl.tasks.verifiers_harness import BAD_CALL
-from rl.tools.calls import OPEN, BadCall, parse_calls
+from rl.rollouts.rubric import THINK_CLOSE
+from rl.tasks.verifiers_task import HARNESS_ID, START_S
+from rl.tools.tool import OPEN, BadCall, parse_calls
 from rl.types import Message, Observation, Reply
+
+__all__ = ["ConversationHarness"]
+"""verifiers looks here for the harness of this plugin."""
 
 logger = logging.getLogger(__name__)
 
 for _name in ("aiohttp.access", "httpx", "httpx2", "verifiers.v1"):
-    # A line for every request and rollout; whoever wants them says so before.
+    # These loggers write a line for every request and rollout, unless their level is set before.
     if logging.getLogger(_name).level == logging.NOTSET:
         logging.getLogger(_name).setLevel(logging.WARNING)
 
 POLICY = "policy"
 POLICY_CLIENT = TrainClientConfig(base_url="http://policy.invalid/v1")
-"""Stands for the sampler; no request is ever sent there. Of this class, because replies come whole."""
+"""Stands for the generator; no request is sent there. A train client, because replies are not streamed."""
+BAD_CALL = "malformed_tool_call"
+"""Name under which a malformed call is recorded; its only argument is the error that the model is shown."""
 CLOSE_S = 20.0
 
 ResultT = TypeVar("ResultT")
+Wire = dict[str, Any]
+"""A message of a chat-completions request."""
 
 
 class EpisodeError(RuntimeError):
-    """A rollout of verifiers that failed, or that relay cannot follow."""
+    """A rollout of verifiers failed, or does something that relay cannot follow."""
 
 
 class PolicyClient(Client):
-    """Takes the requests of all rollouts that run, by the id of their trace."""
+    """Model client that passes requests to the episodes, by the id of their trace."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
@@ -79,7 +102,7 @@ class PolicyClient(Client):
 
 
 class PolicyServer(InterceptionServer):
-    """verifiers' interception server, whose client for the policy is ours."""
+    """verifiers' interception server with relay's client for the policy."""
 
     def __init__(self, policy: PolicyClient, **settings: Any) -> None:
         super().__init__(**settings)
@@ -90,11 +113,11 @@ class PolicyServer(InterceptionServer):
 
 
 class Host:
-    """The thread in which the rollouts of one environment run.
+    """Thread in which the rollouts of one environment run.
 
     Args:
         env: a `verifiers.v1.Env`.
-        seat: the agent of it that is trained.
+        seat: the agent that is trained.
     """
 
     def __init__(self, env: Any, *, seat: str) -> None:
@@ -108,16 +131,16 @@ class Host:
         self._ready: Future[None] = Future()
 
     def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Run it in the thread, which must have been started."""
+        """Run a coroutine in the thread, which must have been started."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self) -> None:
-        """Start the thread and what all rollouts share, unless they are there.
+        """Start the thread and everything that rollouts share; idempotent.
 
         Raises:
-            EpisodeError: they could not be started, now or the first time: says why.
-            TimeoutError: they are not up after `START_S`.
+            EpisodeError: the start failed, now or the first time; says why.
+            TimeoutError: the start took longer than `START_S`.
         """
         with self._lock:
             if self._thread is None:
@@ -133,7 +156,7 @@ class Host:
             raise EpisodeError(f"the environment cannot be started: {error!r}") from error
 
     def close(self) -> None:
-        """End the rollouts that run, and the tool servers."""
+        """End the running rollouts and the tool servers."""
         if self._thread is None or self._loop is None or self._stopping is None:
             return
         with suppress(RuntimeError):  # the loop has ended already
@@ -147,11 +170,11 @@ class Host:
                 shared = self.env._shared_tools
                 secrets = tuple(s.state_secret for s in shared.values() if s.state_secret)
                 async with PolicyServer(self.policy, state_service_secrets=secrets) as server:
-                    # What its agents take their slots on; `serving` has no argument for it.
+                    # The server that the environment's agents use; `serving` has no argument for it.
                     self.env._interception = server
                     ready.set_result(None)
                     await self._stopping.wait()
-        except Exception as error:  # of an environment's own code
+        except Exception as error:  # raised by the environment's own code
             if ready.done():
                 logger.warning("the shared parts of an environment ended badly: %r", error, exc_info=error)
             else:
@@ -159,18 +182,18 @@ class Host:
 
 
 class Episode:
-    """One rollout of verifiers, driven from outside. All methods run in the host's thread.
+    """One rollout of verifiers, driven by relay's replies. All methods run in the host's thread.
 
     Args:
         task: a `verifiers.v1.Task`.
-        opening: the messages that relay has told the model, before tools were announced in them.
+        opening: the opening messages, without the announcement of tools.
     """
 
     def __init__(self, host: Host, task: Any, opening: Sequence[Message]) -> None:
         self._host = host
         self._task = task
-        self._told: list[Message | None] = list(opening)
-        """All messages until now; None where the model replied."""
+        self._messages: list[Message | None] = list(opening)
+        """All messages so far, with None for the model's replies."""
         self.num_replies = 0
         self._requests: asyncio.Queue[tuple[Sequence[Message], asyncio.Future[Reply]]] = asyncio.Queue()
         self._asking: asyncio.Future[Reply] | None = None
@@ -179,7 +202,7 @@ class Episode:
         self._refusal: str | None = None
 
     async def reply(self, reply: Reply) -> Observation:
-        """What the environment says to a reply; the last one has rewards among its metrics.
+        """Return the environment's answer to a reply; the last one has rewards among its metrics.
 
         Raises:
             EpisodeError: the rollout failed, or cannot be followed.
@@ -189,30 +212,30 @@ class Episode:
             if (first := await self._next()) is None:
                 raise EpisodeError(f"the environment ended before it asked the model: {self._failure()}")
             if first:
-                told = [f"{m.role}: {m.content[:200]!r}" for m in first]
-                raise EpisodeError(f"the environment opens with more than its task's prompt: {told}")
+                texts = [f"{m.role}: {m.content[:200]!r}" for m in first]
+                raise EpisodeError(f"the environment opens with more than its task's prompt: {texts}")
         assert self._asking is not None
         self.num_replies += 1
-        self._told.append(None)
+        self._messages.append(None)
         asking, self._asking = self._asking, None
         asking.set_result(reply)
         messages = await self._next()
         return self._outcome() if messages is None else Observation(messages=tuple(messages))
 
     async def ask(self, prompt: Sequence[Any]) -> Reply:
-        """A request of the harness: waits for the reply."""
+        """Take a request of the harness and wait for the reply."""
         messages = self._new_messages(prompt)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((messages, answer))
         return await answer
 
     def refuse(self, why: str) -> None:
-        """Raises EpisodeError, of which verifiers makes an error of the harness; the reason is kept."""
+        """Raise EpisodeError, which verifiers turns into an error of the harness, and keep the reason."""
         self._refusal = why
         raise EpisodeError(why)
 
     async def close(self) -> None:
-        """End the rollout, whatever it is at."""
+        """Cancel the rollout."""
         if self._run is not None and not self._run.done():
             self._run.cancel()
             await asyncio.wait({self._run}, timeout=CLOSE_S)
@@ -224,13 +247,13 @@ class Episode:
         return await self._host.env.run_episode(self._task, context, on_trace=self._on_trace)
 
     def _on_trace(self, trace: Any) -> None:
-        """Called as soon as an agent's run begins."""
+        """Register the trace of the trained agent when its run begins."""
         if trace.agent.name == self._host.seat:
             self._traces.append(trace)
             self._host.policy.episodes[trace.id] = self
 
     async def _next(self) -> Sequence[Message] | None:
-        """What the environment says next; None when it has ended."""
+        """Wait for the environment's next messages; return None when the rollout has ended."""
         assert self._run is not None
         getting = asyncio.create_task(self._requests.get())
         try:
@@ -243,24 +266,24 @@ class Episode:
             getting.cancel()
 
     def _new_messages(self, prompt: Sequence[Any]) -> Sequence[Message]:
-        """The messages of a request beyond those that are known."""
+        """Return the messages of a request after the known ones."""
         if len(self._traces) > 1:
             self.refuse(f"seat {self._host.seat!r} plays several runs in one episode; relay trains one")
-        said = [None if m.role == "assistant" else self._message(m) for m in prompt]
-        num_known = len(self._told)
-        if said[:num_known] != self._told:
-            self.refuse("it does not go on with the conversation, but begins another or rewrites this one")
-        new = [message for message in said[num_known:] if message is not None]
-        if len(new) != len(said) - num_known:
-            self.refuse("it puts words into the model's mouth: a reply that the model has not given")
+        messages = [None if m.role == "assistant" else self._message(m) for m in prompt]
+        num_known = len(self._messages)
+        if messages[:num_known] != self._messages:
+            self.refuse("it does not continue the conversation, but begins another or rewrites this one")
+        new = [message for message in messages[num_known:] if message is not None]
+        if len(new) != len(messages) - num_known:
+            self.refuse("it contains a reply that the model has not given")
         if self.num_replies and not new:
-            self.refuse("it asks again without having said anything")
-        self._told += new
+            self.refuse("it asks again without a new message")
+        self._messages += new
         return new
 
     def _message(self, message: Any) -> Message:
         if not isinstance(message.content, str) and any(p.type != "text" for p in message.content):
-            self.refuse("it shows the model an image; relay trains on text alone")
+            self.refuse("it shows the model an image; relay trains only on text")
         return Message(role=message.role, content=content_text(message.content))
 
     def _outcome(self) -> Observation:
@@ -270,9 +293,9 @@ class Episode:
             raise EpisodeError(self._failure())
         (trace,) = self._traces
         if missing := sorted(name for name, reward in trace.rewards.items() if reward is None):
-            raise EpisodeError(f"it was ended before its rewards were there: {', '.join(missing)}")
+            raise EpisodeError(f"it was ended before its rewards were computed: {', '.join(missing)}")
         if not trace.rewards:
-            raise EpisodeError("it has no rewards: nothing can be learnt from it")
+            raise EpisodeError("it has no rewards, so nothing can be learned from it")
         rewards = {name: reward.score for name, reward in trace.rewards.items()}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return Observation(
@@ -293,7 +316,7 @@ class Episode:
 
 
 def as_response(reply: Reply, *, call_prefix: str) -> Response:
-    """A reply as a model server would return it: thoughts, text and calls apart."""
+    """Return a reply as a model server would: with separate thoughts, text and calls."""
     thoughts, thinks, text = reply.text.rpartition(THINK_CLOSE)
     calls = [
         ToolCall(id=f"{call_prefix}_{i}", name=name, arguments=json.dumps(arguments))
@@ -319,3 +342,75 @@ def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(call, BadCall):
         return BAD_CALL, {"error": call.error}
     return call.name, dict(call.arguments)
+
+
+class ConversationConfig(HarnessConfig):
+    id: str = HARNESS_ID
+
+
+class ConversationHarness(Harness[ConversationConfig]):
+    """Chat loop like verifiers' `null` harness: asks the model and runs tools until a reply calls none.
+
+    Every request goes through verifiers' interception server, which keeps the record.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+    ) -> ProgramResult:
+        """Run one segment of a rollout, until the model replies without a call."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with AsyncExitStack() as stack:
+            servers = {
+                name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()
+            }
+            schemas, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
+            # No timeout: a reply takes as long as it takes, and the request is cancelled with the rollout.
+            http = await stack.enter_async_context(
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+            )
+            request: Wire = {"model": ctx.model, "messages": messages}
+            if schemas:
+                request["tools"] = schemas
+            while True:
+                headers = {"Authorization": f"Bearer {secret}"}
+                async with http.post(f"{endpoint}/chat/completions", json=request, headers=headers) as answer:
+                    body = await answer.json()
+                    if answer.status != 200:
+                        # verifiers answers with an error too when it stops a rollout itself.
+                        return ProgramResult(exit_code=1, stdout="", stderr=json.dumps(body))
+                message = body["choices"][0]["message"]
+                messages.append(message)
+                calls = message.get("tool_calls") or []
+                if not calls:
+                    return ProgramResult(exit_code=0, stdout="", stderr="")
+                for call in calls:
+                    content = await _answer(call["function"], dispatch, connections)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+
+
+async def _answer(function: Wire, dispatch: dict[str, tuple[str, str]], connections: Wire) -> Any:
+    """Return the result of a call, or the error that the model is shown."""
+    name, arguments = function["name"], json.loads(function["arguments"])
+    if name == BAD_CALL:
+        return arguments["error"]
+    if name not in dispatch:
+        return f"Error: there is no tool {name!r}; the tools are {', '.join(dispatch) or 'none'}"
+    return await call_mcp(connections, dispatch, name, arguments)

@@ -1,71 +1,80 @@
 """Environments of the `verifiers` package (0.4), by the name of their module.
 
-An environment of verifiers is a taskset (rows with rewards), an `Env` (which agents play a row, and how) and
-a harness (the program between agent and model). All three run as they are; what the model says comes from
-relay's sampler (`rl/tasks/verifiers_bridge.py`).
+An environment of verifiers consists of a taskset (rows with rewards), an `Env` (which agents play a row, and how)
+and a harness (the program between agent and model). All three run unchanged; the model's replies come from
+relay's generator (`rl/tasks/verifiers_bridge.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from rl.config.configurable import HIDDEN, Configurable
-from rl.data.order import ShuffledProblems
-from rl.data.packages import decode_settings, import_for_tasks
-from rl.data.split import choose, content_key, is_held_out
 from rl.protocols import Environment
-from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.verifiers_environment import EpisodeReward, EpisodeSolved, VerifiersEnvironment
-from rl.tasks.verifiers_tools import declarations
-from rl.tools.calls import announce
-from rl.types import Message, Problem
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
+from rl.tasks.data import (
+    ShuffledProblems,
+    choose,
+    content_key,
+    decode_settings,
+    import_for_tasks,
+    is_held_out,
+)
+from rl.tasks.task import Solved
+from rl.tools.tool import announce
+from rl.types import Message, Observation, Problem, Reply, Rollout
 
 VERSION = "0.4."
-"""Of verifiers: the bridge reaches into parts that are its own business."""
+"""Supported version of verifiers, because the bridge uses private parts of it."""
+HARNESS_ID = "relay_conversation"
+REWARD = "verifiers/reward"
+START_S = 180.0
+"""Time in which the shared tool servers of an environment must be up; the first replies wait for them."""
 Settings = dict[str, int | float | bool | str]
 
 
 class VerifiersTask(Configurable):
-    """A taskset of verifiers, with its environment and its rewards.
+    """A taskset of verifiers with its environment and its rewards.
 
     Raises:
-        ValueError: when built: the module is not there or no taskset, a setting is refused, or the
-            environment needs what relay does not have (says what).
+        ValueError: the module is missing or is not a taskset, a setting is refused, or the environment needs
+            something that relay does not have; says what.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         taskset: str
-        """Module of the taskset, which must be importable: `gsm8k_v1`, `owner/gsm8k-v1`."""
+        """Importable module of the taskset, such as `gsm8k_v1` or `owner/gsm8k-v1`."""
         settings: Settings = field(default_factory=dict)
-        """Settings of the taskset; a text that starts with `[` or `{` is read as JSON."""
+        """Settings of the taskset; a string that starts with `[` or `{` is decoded as JSON."""
         eval_settings: Settings = field(default_factory=dict)
-        """Those that are other for evaluation, such as `split test`; without any, a share is held out."""
+        """Settings that differ for evaluation, such as `split test`; if empty, a share is held out."""
         held_out: float = 0.1
-        """Share of the rows that is held out where `eval_settings` is empty, by what the rows ask."""
+        """Share of the rows that is held out if `eval_settings` is empty, by content."""
         environment: str = ""
         """Module of an `Env` other than the taskset's own."""
         environment_settings: Settings = field(default_factory=dict)
         """Settings of the `Env`, such as `user '{"model": "m", "client": {"base_url": "http://..."}}'`."""
         seat: str = ""
-        """The agent that is trained, where the `Env` has several; each other needs a client of its own."""
+        """Agent that is trained if the `Env` has several; each of the others needs a client of its own."""
         num_eval: int | None = None
         """Most problems to evaluate on, the same for every seed; None takes all."""
         max_problems: int | None = None
-        """Most rows that are read; a taskset without an end needs it."""
+        """Most rows that are read; required for an endless taskset."""
         solved_at: float = 1.0
-        """Sum of the rewards from which on an episode counts as solved."""
+        """Smallest sum of rewards that counts as solved."""
         unscored_value: float = 0.0
-        """Reward of an episode that a limit of the run ended before it was scored; such are counted."""
+        """Reward of an episode that a limit of the run ended before it was scored; counted as unparsed."""
         classes: tuple[type, ...] = field(default=(), metadata=HIDDEN)
-        """Taskset and Env defined in a script or notebook, known to verifiers by the name `taskset`."""
+        """Taskset and Env classes of a script or notebook, registered under the name `taskset`."""
 
         def __post_init__(self) -> None:
             if not 0 <= self.held_out < 1:
@@ -101,15 +110,15 @@ class VerifiersTask(Configurable):
         bridge = import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers")
         self._episode = bridge.Episode
         self._host = bridge.Host(env, seat=seat)
-        # Tool servers are processes: they end with the task, at the latest with this interpreter.
+        # Tool servers are processes, which must end with the task, or at the latest with this interpreter.
         weakref.finalize(self, self._host.close)
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Endless; `.problem(n)` is number n without those before it."""
+        """Return endless problems; `.problem(n)` is number n."""
         return self._ordered(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
-        """Raises ValueError: tasksets have no replies to show."""
+        """Raise ValueError: tasksets have no demonstrations."""
         raise ValueError(
             f"the taskset {self.config.taskset!r} has no demonstrations to warm up on: start from a model "
             "that follows instructions (hf_assets_path) without warm-up (--warmup None)"
@@ -119,78 +128,75 @@ class VerifiersTask(Configurable):
         return {"held_out": self._eval}
 
     def environment(self, problem: Problem) -> Environment:
-        """The first reply starts the environment's parts; until then an episode costs nothing."""
+        """Return an environment that starts verifiers' episode at the first reply."""
         task = self._tasks[problem.id]
-        opening = problem.info["opening"]
+        messages = problem.info["opening"]
         return VerifiersEnvironment(
             host=self._host,
-            make_episode=functools.partial(self._episode, self._host, task, _told(task)),
-            messages=[Message(role=role, content=content) for role, content in opening],
+            make_episode=functools.partial(self._episode, self._host, task, _opening(task)),
+            messages=[Message(role=role, content=content) for role, content in messages],
         )
 
     def rubric(self, *, seed: int) -> Rubric:
-        """The environment's rewards, which were given where it ran."""
+        """Give the rewards that the environment computed."""
         config = self.config
         reward = EpisodeReward(unscored_value=config.unscored_value)
         return Rubric(
             criteria=(Criterion(name="verifiers", function=reward),),
-            correct=EpisodeSolved(solved_at=config.solved_at),
+            correct=Solved(reward=reward, at=config.solved_at),
         )
 
     def close(self) -> None:
-        """End what the environment has started."""
+        """End the rollouts and tool servers of the environment."""
         self._host.close()
 
     def _ordered(self, seed: str) -> Iterator[Problem]:
         return ShuffledProblems(self._train.__getitem__, num_problems=len(self._train), seed=seed)
 
     def _problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
-        """Every row, after a look at what it asks for."""
+        """Return every row as a problem; raises ValueError for a row that cannot be trained on."""
         taskset, most = env.taskset, self.config.max_problems
         if most is None and not taskset.bounded:
-            raise ValueError(
-                f"taskset={self.config.taskset!r} has no end: max_problems must say where to stop"
-            )
+            raise ValueError(f"taskset={self.config.taskset!r} is endless: set max_problems")
         problems = []
         for task in islice(taskset, most):
             problem_id = f"{name}/{task.data.idx}"
             try:
                 _check_fit(env, task, seat=seat)
-                told = _told(task)
+                opening = _opening(task)
                 system, tools = "", declarations(task, taskset)
                 if tools:
-                    if told[0].role == "system":
-                        system, told = told[0].content, told[1:]
-                    told = [Message(role="system", content=announce(tools, system)), *told]
+                    if opening[0].role == "system":
+                        system, opening = opening[0].content, opening[1:]
+                    opening = [Message(role="system", content=announce(tools, system)), *opening]
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{problem_id} cannot be trained on: {error}") from error
             self._tasks[problem_id] = task
             problems.append(
                 Problem(
                     id=problem_id,
-                    question=told[-1].content,
+                    question=opening[-1].content,
                     answer=str(getattr(task.data, "answer", "") or ""),
-                    info={"opening": [(message.role, message.content) for message in told]},
+                    info={"opening": [(message.role, message.content) for message in opening]},
                 )
             )
         return problems
 
 
 def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
-    """verifiers, with relay's harness and the config's own classes where it looks for plugins.
+    """Import verifiers, and register relay's harness and the config's own classes as plugins.
 
     Raises:
-        ValueError: it is not installed, or of a version that the bridge was not made for.
+        ValueError: the package is not installed, or of an unsupported version.
     """
     root = import_for_tasks("verifiers", needed_by=f"taskset={config.taskset!r}")
     if not root.__version__.startswith(VERSION):
         raise ValueError(
-            f"verifiers {root.__version__} is installed, but relay was made for {VERSION}x: "
+            f"verifiers {root.__version__} is installed, but relay supports {VERSION}x: "
             "pip install 'verifiers==0.4.*'"
         )
-    harness = import_for_tasks("rl.tasks.verifiers_harness", needed_by="verifiers")
-    # Plugins are modules at the top level, found by name.
-    sys.modules.setdefault(harness.HARNESS_ID, harness)
+    # verifiers finds plugins as top-level modules, by name.
+    sys.modules.setdefault(HARNESS_ID, import_for_tasks("rl.tasks.verifiers_bridge", needed_by="verifiers"))
     if config.classes:
         module = ModuleType(config.taskset)
         module.__dict__.update({cls.__name__: cls for cls in config.classes})
@@ -200,7 +206,7 @@ def _import_verifiers(config: VerifiersTask.Config) -> ModuleType:
 
 
 def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) -> Any:
-    """The environment with one taskset; its trained seat has relay's chat loop, on this machine.
+    """Load the environment of a taskset, with relay's chat loop for the trained seat.
 
     Raises:
         ValueError: names the module or the setting.
@@ -215,7 +221,7 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
             own = {"runtime": {"type": "subprocess"}}
             declared = config_class.model_fields[name].default
             if declared.harness is None and not brings_harness:
-                own["harness"] = {"id": "relay_conversation"}
+                own["harness"] = {"id": HARNESS_ID}
             given[name] = {**own, **given.get(name, {})}
             if isinstance(client := given[name].get("client"), dict):
                 client.setdefault("type", "eval")
@@ -224,15 +230,8 @@ def _load_env(vf: ModuleType, config: VerifiersTask.Config, settings: Settings) 
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ValueError(
             f"taskset={config.taskset!r}, environment={config.environment!r}: verifiers cannot load it: "
-            f"{error}" + _hint_of_earlier_version(config.taskset)
+            f"{error} (environments for verifiers before 0.4 have load_environment and no Taskset)"
         ) from error
-
-
-def _hint_of_earlier_version(taskset: str) -> str:
-    module = sys.modules.get(taskset.rpartition("/")[2].replace("-", "_"))
-    if not hasattr(module, "load_environment"):
-        return ""
-    return " (it has load_environment, as environments for verifiers before 0.4 do: ask for its Taskset)"
 
 
 def _seats(vf: ModuleType, config_class: Any) -> list[str]:
@@ -241,7 +240,7 @@ def _seats(vf: ModuleType, config_class: Any) -> list[str]:
 
 
 def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
-    """Raises ValueError where it is not clear which agent the policy plays, or who plays the others."""
+    """Return the trained agent; raises ValueError if it is ambiguous, or if other agents have no model."""
     seats: dict[str, Any] = env._agent_specs
     if not config.seat and len(seats) > 1:
         raise ValueError(f"seat is empty, but {type(env).__name__} has several: {', '.join(seats)}")
@@ -251,37 +250,143 @@ def _trained_seat(env: Any, config: VerifiersTask.Config) -> str:
     unmanned = [name for name, spec in seats.items() if name != seat and spec.client is None]
     if unmanned:
         raise ValueError(
-            f"nobody plays {', '.join(unmanned)} of {type(env).__name__}: relay's policy plays {seat!r} "
-            'alone; give each a model in environment_settings, as {"model": ..., "client": {"base_url": ...}}'
+            f"{', '.join(unmanned)} of {type(env).__name__} have no model: relay's policy plays only {seat!r}; "
+            'give each a model in environment_settings, as {"model": ..., "client": {"base_url": ...}}'
         )
     return seat
 
 
 def _check_fit(env: Any, task: Any, *, seat: str) -> None:
-    """Raises TypeError or ValueError, by verifiers' own rules, for a task that cannot be played here."""
+    """Raise TypeError or ValueError, by verifiers' own rules, for a task that cannot be played here."""
     compile_ = import_for_tasks("verifiers.v1.utils.compile", needed_by="verifiers")
     runtime = compile_.resolve_runtime_config(env._agent_specs[seat].runtime, task, set())
     tools = [*task.toolsets(task.config), *env.taskset.toolsets(env.taskset.config)]
     compile_.validate_pairing(env._harnesses[seat], type(task), runtime, tools=tools)
 
 
-def _told(task: Any) -> list[Message]:
-    """The messages that a task opens with.
+def _opening(task: Any) -> list[Message]:
+    """Return the opening messages of a task.
 
     Raises:
-        ValueError: it has none, or they are not text, or not the user's.
+        ValueError: there are none, they are not text, or they contain replies of the model.
     """
     prompt, system = task.data.prompt, task.data.system_prompt
     if prompt is None:
         raise ValueError(
-            "it has no prompt, so its first message is made while it runs; relay must know it before"
+            "it has no prompt, so its first message is made while it runs; relay must know it beforehand"
         )
     if isinstance(prompt, str):
-        told = [Message(role="user", content=prompt)]
+        opening = [Message(role="user", content=prompt)]
     else:
         if any(not isinstance(message.content, str) for message in prompt):
             raise ValueError("its prompt has parts that are not text")
-        told = [Message(role=message.role, content=message.content) for message in prompt]
-    if not told or told[-1].role == "assistant" or any(m.role == "assistant" for m in told):
-        raise ValueError("its prompt must end with a message to the model, and have none of the model's")
-    return [Message(role="system", content=system), *told] if system else told
+        opening = [Message(role=message.role, content=message.content) for message in prompt]
+    if not opening or opening[-1].role == "assistant" or any(m.role == "assistant" for m in opening):
+        raise ValueError("its prompt must end with a message to the model, and contain none of the model's")
+    return [Message(role="system", content=system), *opening] if system else opening
+
+
+@dataclass(kw_only=True, slots=True)
+class VerifiersEnvironment:
+    """Environment that starts verifiers' episode at the first reply and passes replies and messages on."""
+
+    runs_inline: ClassVar[bool] = True
+    """True, because the host has a thread of its own for code that may block."""
+
+    host: Any
+    """The bridge's `Host`."""
+    make_episode: Callable[[], Any]
+    """Returns the bridge's `Episode`."""
+    messages: Sequence[Message]
+    """Opening messages."""
+    _episode: Any = field(default=None, init=False)
+
+    def opening(self) -> Sequence[Message]:
+        return self.messages
+
+    async def step(self, reply: Reply) -> Observation:
+        """Return the answer to a reply; raises EpisodeError if the rollout failed or cannot be followed."""
+        if self._episode is None:
+            await asyncio.to_thread(self.host.start)
+            self._episode = self.make_episode()
+        return await asyncio.wrap_future(self.host.submit(self._episode.reply(reply)))
+
+    async def close(self) -> None:
+        if self._episode is not None:
+            await asyncio.wrap_future(self.host.submit(self._episode.close()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeReward:
+    """Reward function that returns the sum of the environment's own rewards."""
+
+    unscored_value: float = 0.0
+
+    def __call__(self, rollout: Rollout) -> float:
+        """Return the sum; raises UnparsedAnswer if a limit of the run ended the episode before it was scored."""
+        reward = rollout.turns[-1].observation.metrics.get(REWARD)
+        if reward is None:
+            raise UnparsedAnswer(
+                f"the episode was not scored: it ended because of its {rollout.end}",
+                value=self.unscored_value,
+            )
+        return reward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declaration:
+    """Name and schema of a tool that verifiers itself calls."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        raise AssertionError("verifiers calls its tools itself")
+
+
+class Recorder:
+    """Stand-in for the MCP server of a toolset that records the registered tools."""
+
+    def __init__(self) -> None:
+        self.tools: list[Any] = []
+
+    def add_tool(self, fn: Any, name: str | None = None, description: str | None = None) -> None:
+        tool = import_for_tasks("mcp.server.mcpserver.tools.base", needed_by="tools of verifiers").Tool
+        self.tools.append(tool.from_function(fn, name=name, description=description))
+
+
+def declarations(task: Any, taskset: Any) -> list[Declaration]:
+    """Return the tools of a task with the names that its harness gives them; shared servers come first.
+
+    Raises:
+        ValueError: only a running server knows its tools.
+    """
+    declared: list[Declaration] = []
+    for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
+        name = toolset.server_name
+        if toolset.config.url:
+            raise ValueError(
+                f"its tool server {name!r} is at {toolset.config.url}: only the running server knows its tools"
+            )
+        try:
+            cls: Any = type(toolset)
+            tools = _recorded(cls, toolset.config.model_dump_json())
+        except AttributeError as error:
+            raise ValueError(f"its tool server {name!r} registers more than functions: {error}") from error
+        prefix = f"{name}_" if name else ""
+        declared += [
+            Declaration(
+                name=f"{prefix}{tool.name}", description=tool.description or "", parameters=tool.parameters
+            )
+            for tool in tools
+        ]
+    return declared
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded(cls: Any, config: str) -> tuple[Any, ...]:
+    toolset = cls(cls._config_cls().model_validate_json(config))
+    recorder = Recorder()
+    toolset.register(recorder)
+    return tuple(recorder.tools)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl.config.entry import main
-from rl.interpreter import leave
+from rl.config.cli import main
+from rl.utils.compat import exit_process
 
 if __name__ == "__main__":
-    leave(main(default_module="tinker", default_config="tiny", prog="python -m rl.tinker.server"))
+    exit_process(main(default_module="tinker", default_config="tiny", prog="python -m rl.tinker.server"))

@@ -1,4 +1,4 @@
-"""The tool `calculator`: arithmetic, at no risk of running long."""
+"""The tool `calculator`: arithmetic that cannot run for long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.tools.tool import ToolError
 
 MAX_CHARS = 500
 MAX_BITS = 4096
-"""Of an integer: about 1,233 decimal digits."""
+"""Largest size of an integer: about 1,233 decimal digits."""
 Number = int | float
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -29,9 +29,9 @@ _VALID = "numbers, + - * / // % ** and parentheses"
 
 
 class Calculator:
-    """Evaluates one expression of numbers, `+ - * / // % **` and parentheses, with Python's meaning.
+    """Tool that evaluates one expression of numbers, `+ - * / // % **` and parentheses as Python does.
 
-    An integer beyond `MAX_BITS` is refused before it is computed, so no expression takes long.
+    Integers beyond `MAX_BITS` are refused before they are computed, so no expression takes long.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """The expression's value.
+    """Return the value of an expression.
 
     Raises:
-        ToolError: it is no such expression, or has no value within the limits.
+        ToolError: the text is not such an expression, or its value is beyond the limits.
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(f"Error: the expression has {len(expression)} characters, at most {MAX_CHARS}")
@@ -71,36 +71,30 @@ def evaluate(expression: str) -> Number:
 
 
 def format_number(value: Number) -> str:
-    """Without `.0` where a float is a whole number that it holds exactly."""
+    """Return the number as text, without `.0` if a float is exactly a whole number."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     return str(value)
 
 
 def _value(node: ast.expr) -> Number:
-    # bool is an int, and no number here.
+    # bool is a subclass of int, but not a number here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _within_limits(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow):
+        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
             _check_power(left, right)
         return _within_limits(_BINARY[type(node.op)](left, right))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
-        raise ToolError("Error: ^ is not an operator here; a power is written **")
-    if isinstance(node, ast.Tuple):
-        raise ToolError("Error: a comma is not part of a number; write 1000, not 1,000")
     raise ToolError(f"Error: {ast.unparse(node)[:80]!r} is not allowed; valid are {_VALID}")
 
 
-def _check_power(base: Number, exponent: Number) -> None:
-    """The one operator whose result may be so large that computing it takes for ever."""
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and abs(base) > 1:
-        least_bits = (base.bit_length() - 1) * exponent
-        if least_bits > MAX_BITS:
-            raise OverflowError
+def _check_power(base: int, exponent: int) -> None:
+    """Raise OverflowError if computing the power would take too long."""
+    if (base.bit_length() - 1) * exponent > MAX_BITS:
+        raise OverflowError
 
 
 def _within_limits(value: Any) -> Number:

@@ -6,15 +6,24 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl.clock import now_s
-from rl.tools.calls import BadCall, ToolCall, announce, check_call, parse_calls
-from rl.tools.tool import Tool, ToolError, ToolTimeoutError, check_tools
+from rl.tools.tool import (
+    BadCall,
+    Tool,
+    ToolCall,
+    ToolError,
+    ToolTimeoutError,
+    announce,
+    check_call,
+    check_tools,
+    parse_calls,
+)
 from rl.types import Message, Observation, Problem, Reply
+from rl.utils.clock import now_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What became of one call."""
+    """The answer to one call."""
 
     text: str
     error: bool = False
@@ -22,23 +31,22 @@ class _Answer:
 
 
 class ToolEnvironment:
-    """The question; then an answer to every tool call, until a reply has none: that ends the episode.
+    """An environment that asks the question, then answers tool calls until a reply contains none.
 
-    The calls of one reply run at the same time; each is answered by a message of role "tool", in order. What
-    the model gets wrong (malformed JSON, an unknown tool, arguments that do not fit), and a tool's error, is
-    told in such a message too. Every call counts, also a wrong one. Of a reply with more calls than are left,
-    the first ones are made, and one message says that the others are not; a reply with calls when none are
-    left ends the episode.
+    The calls of one reply run concurrently; each is answered by a message of role "tool", in order. The model
+    is also told of its mistakes (malformed JSON, an unknown tool, arguments that do not fit) and of a tool's
+    error in such a message. Every call counts, wrong ones too. If a reply has more calls than are left, the
+    first ones are made, and one message says that the others are not. A reply with calls when none are left
+    ends the episode.
 
-    Metrics of a reply, which add up over an episode: `tools/calls`; `tools/errors`, those not answered as
-    asked, timeouts among them; `tools/timeouts`; `tools/s`, seconds until all calls of the reply were
-    answered.
+    Metrics of a reply, which add up over an episode: `tools/calls`; `tools/errors`, calls that failed,
+    timeouts included; `tools/timeouts`; `tools/s`, seconds until all calls of the reply were answered.
 
     Args:
         tools: shared by all episodes; checked here.
-        system: said before the tools are announced.
-        max_calls: of one episode.
-        max_result_chars: longer answers lose their middle, which is said in its place.
+        system: text before the announcement of the tools.
+        max_calls: most calls of one episode.
+        max_result_chars: length beyond which an answer loses its middle, replaced by a note.
 
     Raises:
         ValueError: names the field, or the tool and what is wrong with it.
@@ -83,17 +91,17 @@ class ToolEnvironment:
         started = now_s()
         answers = await self._answer_all(made)
         metrics = _metrics(answers, num_refused=len(refused), seconds=now_s() - started)
-        told = [answer.text for answer in answers]
+        texts = [answer.text for answer in answers]
         if refused:
-            told.append(
+            texts.append(
                 f"Error: {len(refused)} more calls were not made: max_calls={self.max_calls} is reached"
             )
-        messages = tuple(Message(role="tool", content=self._fit(text)) for text in told)
+        messages = tuple(Message(role="tool", content=self._fit(text)) for text in texts)
         return Observation(messages=messages, metrics=metrics)
 
     async def close(self) -> None:
-        """End the calls that are under way."""
-        await _end(self._running)
+        """Cancel the calls that are still running."""
+        await _cancel(self._running)
 
     async def _answer_all(self, calls: Sequence[ToolCall | BadCall]) -> list[_Answer]:
         tasks = [asyncio.create_task(self._answer(call)) for call in calls]
@@ -101,7 +109,7 @@ class ToolEnvironment:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            await _end(tasks)
+            await _cancel(tasks)
             self._running.difference_update(tasks)
 
     async def _answer(self, call: ToolCall | BadCall) -> _Answer:
@@ -122,8 +130,8 @@ class ToolEnvironment:
         return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
 
 
-async def _end(tasks: Sequence[asyncio.Task[_Answer]] | set[asyncio.Task[_Answer]]) -> None:
-    """Cancel, and wait until each has given back what it held."""
+async def _cancel(tasks: Sequence[asyncio.Task[_Answer]] | set[asyncio.Task[_Answer]]) -> None:
+    """Cancel tasks and wait until they have released their resources."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,18 +1,26 @@
-"""The child of `rl/tools/python_sandbox.py`: it confines itself, then runs the code that it was sent.
+"""The child process of `rl/tools/sandbox.py`: confines itself, then runs the code that it was sent.
 
-Started as `python -I -S -X utf8 -c LAUNCH root` in an empty folder, with a request on its standard input: a
-marshalled dict, as both sides are the same Python and marshal is there at once. What is imported here is what
-every call waits for, so there is little of it, and nothing outside of the standard library.
+Started as `python -I -S -X utf8 -c LAUNCH root` in an empty folder, with a request on standard input: a
+marshalled dict, because both sides run the same Python and marshal needs no import. Every call waits for the
+imports of this file, so it imports only parts of the standard library that load in a few milliseconds (not
+dataclasses, typing, signal, json, re).
+
+The confinement consists of dropped capabilities, resource limits, Landlock and seccomp, all through ctypes.
+Every step is irreversible. Sources: capabilities(7), setrlimit(2), landlock(7), seccomp(2), prctl(2).
 """
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 import os
+import resource
+import struct
 import sys
+from collections.abc import Mapping, Sequence
 from types import CodeType
 
-from rl.tools.confinement import confine
+from rl.tools.syscalls import seccomp_program
 
 LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); from rl.tools import sandbox_child; sandbox_child.main()"
@@ -20,21 +28,39 @@ LAUNCH = (
 ENDED_BY_ERROR, OUT_OF_MEMORY, NOT_CONFINED = 1, 101, 102
 """Exit statuses."""
 NAME = "main.py"
-"""Of the file in its folder that holds the code; tracebacks quote it."""
+"""File in the folder that holds the code; tracebacks quote it."""
 RESERVE = 1 << 20
-"""Bytes kept to report with when memory is short."""
+"""Bytes kept for the report of a MemoryError."""
 ONLY_AST = 0x400
 """`ast.PyCF_ONLY_AST`."""
 
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_SIGKILL = 9
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+"""System call numbers, the same on every machine."""
+_LANDLOCK_ABI_QUESTION, _LANDLOCK_RULE_PATH_BENEATH = 1, 1
+
+_WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
+_REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 5, 1 << 8, 1 << 14
+_READ = _READ_FILE | _READ_DIR
+_OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+"""Rights in the code's own folder: regular files, but no folders, links, pipes, sockets or devices."""
+_OF_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
+"""Rights that apply to a path that is not a folder."""
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
+"""Files that extension modules of the standard library load, and time zones."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 def main() -> None:
-    """Ends with the code's exit status, or `NOT_CONFINED` and the reason on stderr.
-
-    Of a request without code: prints Landlock's version, and why seccomp is missing, after it has tried what
-    must not succeed.
-    """
+    """Exit with the code's exit status, or with `NOT_CONFINED` and the reason on stderr."""
     request = marshal.load(sys.stdin.buffer)
-    # Tells our own last words from those of code that has seen this file.
+    # The token distinguishes this file's own message from one that the code imitates.
     token = request.pop("token")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -42,17 +68,13 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.path[0:1] = request["import_paths"]
     try:
-        landlock, missing = confine(
+        confine(
             folder=os.getcwd(),
             readable=request["import_paths"],
             limits=request["limits"],
             parent=request["parent"],
-            unfiltered=request["unfiltered"],
+            unconfined=request["unconfined"],
         )
-        if request["code"] is None:
-            _check(filtered=not missing, files=landlock > 0)
-            print(landlock, missing)
-            return
     except OSError as error:
         print(token, error, file=sys.stderr)
         raise SystemExit(NOT_CONFINED) from None
@@ -61,14 +83,14 @@ def main() -> None:
 
 
 def run(code: str) -> int:
-    """The exit status. Like a cell of a notebook, the code prints the value of its last expression."""
+    """Run code like a notebook cell, which prints the value of its last expression; return the exit status."""
     reserve = [bytes(RESERVE)]
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     sys.argv = [NAME]
     try:
         for part, is_value in _parts(code):
-            value = eval(part, module.__dict__)  # of statements: executes them, and gives None
+            value = eval(part, module.__dict__)  # executes statements too, and returns None for them
             if is_value and value is not None:
                 print(repr(value))
         sys.stdout.flush()
@@ -78,15 +100,15 @@ def run(code: str) -> int:
         reserve.clear()
         _report(error)
         return OUT_OF_MEMORY
-    except BaseException as error:  # noqa: BLE001  (it is somebody's code, and its error is the answer)
+    except BaseException as error:  # noqa: BLE001  (any error of the code is its result)
         _report(error)
         return ENDED_BY_ERROR
     return 0
 
 
 def _parts(code: str) -> list[tuple[CodeType, bool]]:
-    """All statements but a last expression, and that expression."""
-    import _ast  # builtin: the module ast takes five times as long to import as all else here
+    """Compile all statements except a last expression, and that expression."""
+    import _ast  # builtin: importing ast takes five times as long as everything else here
 
     tree = compile(code, NAME, "exec", ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
@@ -97,7 +119,7 @@ def _parts(code: str) -> list[tuple[CodeType, bool]]:
 
 
 def _report(error: BaseException) -> None:
-    """The traceback from the code's own frames on."""
+    """Print the traceback, beginning with the code's own frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != NAME:
         frames = frames.tb_next
@@ -108,20 +130,111 @@ def _report(error: BaseException) -> None:
         os.write(2, b"MemoryError\n")
 
 
-def _check(*, filtered: bool, files: bool) -> None:
-    """Try what a confined process must not be able to do. Raises OSError if it can."""
-    if filtered:
+def confine(
+    *, folder: str, readable: Sequence[str], limits: Mapping[str, int], parent: int, unconfined: bool
+) -> None:
+    """Confine this process and its future threads; it must have a single thread.
+
+    Args:
+        folder: where the process may create, write and remove files.
+        readable: further paths that the process may read, besides Python's own.
+        limits: resource limits by their name in `resource`, such as "RLIMIT_AS", in that limit's unit.
+        parent: pid of the parent; this process dies with it.
+        unconfined: continue without Landlock or seccomp where the kernel lacks them.
+
+    Raises:
+        OSError: a step failed, or the kernel or this machine lacks Landlock or seccomp.
+    """
+    for name, limit in limits.items():
+        number = getattr(resource, name)
+        _, hard = resource.getrlimit(number)
+        # One more second of CPU time until SIGKILL, so that SIGXCPU at the soft limit can be recognized.
+        both = [limit, limit + 1 if name == "RLIMIT_CPU" else limit]
+        if hard != resource.RLIM_INFINITY:
+            both = [min(value, hard) for value in both]
+        resource.setrlimit(number, (both[0], both[1]))
+    _drop_capabilities()
+    _die_with(parent)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    steps = {"Landlock": lambda: _restrict_files(folder, readable), "seccomp": _filter_system_calls}
+    for name, step in steps.items():
         try:
-            if os.fork() == 0:
-                os._exit(0)
-        except PermissionError:
-            pass
-        else:
-            raise OSError("the seccomp filter was taken, and does not hold: a process could be made")
-    if files:
-        try:
-            os.close(os.open("/proc/self/environ", os.O_RDONLY))
-        except PermissionError:
-            pass
-        else:
-            raise OSError("the Landlock rules were taken, and do not hold: /proc could be read")
+            step()
+        except (OSError, ValueError) as error:
+            if not unconfined:
+                raise OSError(f"{name} is missing: {error}") from error
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent's thread ends."""
+    _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+    if os.getppid() != parent:
+        raise OSError(f"parent {parent} has ended")
+
+
+def _drop_capabilities() -> None:
+    """Drop root's capabilities, which could raise limits again and read every file."""
+    number = _CAPSET.get(os.uname().machine)
+    if number is not None:
+        header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+        _system_call(number, header, bytes(24))
+
+
+def _restrict_files(folder: str, readable: Sequence[str]) -> None:
+    """Apply Landlock; raise OSError if the kernel has none or it is switched off."""
+    abi = _system_call(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_ABI_QUESTION)
+    # A ruleset may name only rights that this version knows; a named right without a rule is refused.
+    files = (1 << 13) - 1
+    files |= (1 << 13 if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (1 << 15 if abi >= 5 else 0)
+    tcp, scopes = 0b11, 0b11
+    attributes = struct.pack("=QQQ", files, tcp, scopes)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    ruleset = _system_call(_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
+    own = os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_exec_prefix, sys.platlibdir)
+    allowed = dict.fromkeys((*own, *_SYSTEM, *_SYSTEM_FILES, *readable), _READ)
+    for path, access in {**allowed, "/dev/null": _READ_FILE | _WRITE_FILE, folder: _OWN}.items():
+        _allow(ruleset, path, access & files)
+    _system_call(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # Not every system has all of these paths.
+    try:
+        access &= ~0 if os.path.isdir(path) else _OF_FILES
+        rule = struct.pack("=Qi", access, descriptor)
+        _system_call(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _filter_system_calls() -> None:
+    """Install the seccomp filter.
+
+    Raises:
+        OSError: the kernel takes no filter.
+        ValueError: there is no filter for this machine.
+    """
+    program = seccomp_program(machine=os.uname().machine, pid=os.getpid())
+    code = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
+    if _libc.prctl(ctypes.c_int(option), *padded) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl option {option}: {os.strerror(number)}")
+
+
+def _system_call(number: int, *arguments: bytes | int | None) -> int:
+    """Make a raw system call; bytes are passed by address, integers as longs."""
+    passed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    result = _libc.syscall(ctypes.c_long(number), *passed)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"system call {number}: {os.strerror(code)}")
+    return result

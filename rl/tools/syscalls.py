@@ -1,10 +1,9 @@
 """The system calls that confined Python code may make, as a seccomp filter.
 
-A list of what is allowed, so that what nobody thought of, and what later kernels add, is refused.
-`seccomp_program` is a pure function to a BPF program (seccomp(2), include/uapi/linux/bpf_common.h):
-the same list for x86_64 and aarch64, by the numbers of each.
+An allow-list, so that forgotten calls and those of later kernels are refused. `seccomp_program` returns a BPF
+program (seccomp(2), include/uapi/linux/bpf_common.h) from one list for x86_64 and aarch64.
 
-Imported by the child of `rl/tools/python_sandbox.py` as well: nothing but the standard library.
+The sandbox's child imports this file too, so it needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import struct
 from collections.abc import Mapping, Sequence
 
 Numbers = Mapping[str, tuple[int | None, int | None]]
-"""By name: the number on x86_64 and on aarch64; None where that machine has no such call."""
+"""Numbers on x86_64 and aarch64 by name; None if that machine has no such call."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By `os.uname().machine`: the column of `Numbers`, and the AUDIT_ARCH that the kernel names it by."""
+"""Column of `Numbers` and AUDIT_ARCH of the kernel, by `os.uname().machine`."""
 
 # fmt: off
 ALLOWED: Numbers = {
@@ -49,31 +48,28 @@ ALLOWED: Numbers = {
     "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd": (284, None),
     "eventfd2": (290, 19), "getrandom": (318, 278), "membarrier": (324, 283), "rseq": (334, 293),
     "arch_prctl": (158, None), "umask": (95, 166), "close_range": (436, 436), "fadvise64": (221, 223),
-    "sendto": (44, 206), "recvfrom": (45, 207),
+    "sendto": (44, 206), "recvfrom": (45, 207), "unlink": (87, None), "unlinkat": (263, 35),
+    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "rt_sigaction": (13, 134),
 }
-# Change the entries of a folder: only where Landlock says of which one.
-WRITES: Numbers = {
-    "unlink": (87, None), "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38),
-    "renameat2": (316, 276),
-}
-# Said to be done, and not done: waiting for a disk is nothing that such code needs.
+# Reported as done without being done: such code need not wait for a disk.
 DONE: Numbers = {
     "fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227),
 }
-# Their arguments are behind pointers, which a filter cannot follow. C libraries take clone and openat then.
+# Their arguments are behind pointers, which a filter cannot follow; C libraries fall back to clone and openat.
 ABSENT: Numbers = {
     "clone3": (435, 435), "openat2": (437, 437),
 }
-# By their arguments, see `_conditional`.
+# Allowed depending on their arguments, see `_conditions`.
 CONDITIONAL: Numbers = {
     "clone": (56, 220), "open": (2, None), "openat": (257, 56), "kill": (62, 129), "tgkill": (234, 131),
-    "rt_sigaction": (13, 134), "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199),
-    "prctl": (157, 167), "prlimit64": (302, 261),
+    "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199), "prctl": (157, 167),
+    "prlimit64": (302, 261),
 }
 # fmt: on
 
+NUMBERS: Numbers = {**ALLOWED, **DONE, **ABSENT, **CONDITIONAL}
 NEWEST = 450
-"""The last system call that was known when the lists were written; later ones do not exist for the code."""
+"""Newest system call known when the lists were written; the code gets ENOSYS for later ones."""
 
 EPERM, ENOSYS = 1, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -82,31 +78,32 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 """Offsets in `struct seccomp_data`."""
 
 CLONE_THREAD = 0x00010000
-O_ACCMODE, O_CREAT, O_TRUNC = 0o3, 0o100, 0o1000
+O_ACCMODE, O_TRUNC = 0o3, 0o1000
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
-SIGXCPU = 24
 PR_SET_NAME, PR_GET_NAME, PR_SET_VMA = 15, 16, 0x53564D41
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Duplicates, flags and locks. Not F_SETOWN and F_SETSIG, with which the kernel sends any signal to any
-process of the user, nor leases and notifications, which signal too."""
+"""Duplicates, flags and locks. Excluded are F_SETOWN and F_SETSIG, which let the kernel send any signal to any
+process of the user, and leases and notifications, which send signals too."""
 IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+_EVERY_BIT = 0xFFFFFFFF
 
 Instruction = tuple[int, int, int, int]
-"""Operation, jump if true, jump if false, operand."""
+"""Operation, jump if true, jump if false, and operand."""
+Condition = tuple[float, int, Sequence[int]]
+"""Number of an argument, mask, and allowed values of the argument's lower half: the kernel reads no more of an
+int or of clone's flags. Half a number more is the upper half."""
 
 
-def seccomp_program(*, machine: str, pid: int, writes: bool) -> bytes:
-    """The filter as an array of `struct sock_filter`.
+def seccomp_program(*, machine: str, pid: int) -> bytes:
+    """Return the filter as an array of `struct sock_filter`.
 
     Args:
-        machine: as `os.uname().machine` says.
-        pid: of the process that is filtered: it may signal itself, nobody else.
-        writes: whether files may be written, made and removed. False where nothing else
-            (Landlock) holds the code to one folder.
+        machine: name of the machine as in `os.uname().machine`.
+        pid: the filtered process, which may send signals only to itself.
 
     Raises:
-        ValueError: there is no list for this machine.
+        ValueError: this machine is not supported.
     """
     if machine not in MACHINES:
         raise ValueError(f"no list of system calls for machine {machine!r}, only for {list(MACHINES)}")
@@ -116,89 +113,48 @@ def seccomp_program(*, machine: str, pid: int, writes: bool) -> bytes:
         (_JUMP_EQUAL, 1, 0, arch),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        # Also the x32 calls of an x86_64 kernel, whose numbers have bit 30 set.
+        # Covers the x32 calls of an x86_64 kernel too, whose numbers have bit 30 set.
         (_JUMP_GREATER, 0, 1, NEWEST),
         (_RETURN, 0, 0, _ERRNO | ENOSYS),
     ]
-    rules: list[tuple[Numbers, Sequence[Instruction]]] = [
-        (ALLOWED, _returns(_ALLOW)),
-        (WRITES, _returns(_ALLOW if writes else _ERRNO | EPERM)),
-        (DONE, _returns(_ERRNO | 0)),
-        (ABSENT, _returns(_ERRNO | ENOSYS)),
-    ]
-    conditional = _conditional(pid=pid, writes=writes)
-    rules += [({name: numbers}, conditional[name]) for name, numbers in CONDITIONAL.items()]
-    for calls, body in rules:
-        for numbers in calls.values():
-            number = numbers[column]
-            if number is not None:
-                program += [(_JUMP_EQUAL, 0, len(body), number), *body]
-    program += _returns(_ERRNO | EPERM)
+    bodies: dict[str, list[Instruction]] = {}
+    for names, action in ((ALLOWED, _ALLOW), (DONE, _ERRNO), (ABSENT, _ERRNO | ENOSYS)):
+        bodies |= {name: [(_RETURN, 0, 0, action)] for name in names}
+    bodies |= {name: _allow_if(conditions) for name, conditions in _conditions(pid).items()}
+    for name, body in bodies.items():
+        number = NUMBERS[name][column]
+        if number is not None:
+            program += [(_JUMP_EQUAL, 0, len(body), number), *body]
+    program.append((_RETURN, 0, 0, _ERRNO | EPERM))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _conditional(*, pid: int, writes: bool) -> dict[str, list[Instruction]]:
-    """What is done at each call of `CONDITIONAL`. Every list ends in a return, as it spoils the number."""
-    own = _argument_is(0, (pid,))
+def _conditions(pid: int) -> dict[str, list[Condition]]:
+    """Return the conditions for each call of `CONDITIONAL`, all of which must hold."""
+    own: list[Condition] = [(0, _EVERY_BIT, (pid,))]
+    # Not a read-only open that truncates, which Landlock did not check before Linux 6.2.
+    opens = (O_ACCMODE | O_TRUNC, (0, 1, 2, 1 | O_TRUNC, 2 | O_TRUNC))
     return {
-        "clone": _argument_is(0, (CLONE_THREAD,), mask=CLONE_THREAD),
-        "open": _opens(1, writes=writes),
-        "openat": _opens(2, writes=writes),
+        "clone": [(0, CLONE_THREAD, (CLONE_THREAD,))],
+        "open": [(1, *opens)],
+        "openat": [(2, *opens)],
         "kill": own,
         "tgkill": own,
-        # Its default action stays, which is the end of the process at its limit of CPU time.
-        "rt_sigaction": _argument_is(0, (SIGXCPU,), found=_ERRNO | EPERM, otherwise=_ALLOW),
-        "fcntl": _argument_is(1, FCNTL_COMMANDS),
-        "ioctl": _argument_is(1, IOCTL_REQUESTS),
-        # For the event loop of asyncio. Of streams alone: a datagram could be sent to any address.
-        "socketpair": [
-            *_jump_unless_argument_is(0, AF_UNIX, over=5),
-            *_argument_is(1, (SOCK_STREAM,), mask=SOCK_TYPE_MASK),
-            *_returns(_ERRNO | EPERM),
-        ],
-        "prctl": _argument_is(0, (PR_SET_NAME, PR_GET_NAME, PR_SET_VMA)),
-        # Reading one's own limits: no other process, no new values (a null pointer, of two halves).
-        "prlimit64": [
-            *_jump_unless_argument_is(0, 0, over=5),
-            *_jump_unless_argument_is(2, 0, over=3),
-            (_LOAD, 0, 0, _ARGUMENTS + 2 * 8 + 4),
-            (_JUMP_EQUAL, 0, 1, 0),
-            *_returns(_ALLOW),
-            *_returns(_ERRNO | EPERM),
-        ],
+        "fcntl": [(1, _EVERY_BIT, FCNTL_COMMANDS)],
+        "ioctl": [(1, _EVERY_BIT, IOCTL_REQUESTS)],
+        # For the event loop of asyncio. Streams only: a datagram could be sent to any address.
+        "socketpair": [(0, _EVERY_BIT, (AF_UNIX,)), (1, SOCK_TYPE_MASK, (SOCK_STREAM,))],
+        "prctl": [(0, _EVERY_BIT, (PR_SET_NAME, PR_GET_NAME, PR_SET_VMA))],
+        # Reading the process's own limits: pid 0, and a null pointer (in two halves) as new values.
+        "prlimit64": [(index, _EVERY_BIT, (0,)) for index in (0, 2, 2.5)],
     }
 
 
-def _opens(flags: int, *, writes: bool) -> list[Instruction]:
-    """By the flags of open: for reading; for writing where `writes`. Never reading that truncates, which
-    Landlock did not look at before Linux 6.2."""
-    if writes:
-        mask = O_ACCMODE | O_TRUNC
-        return _argument_is(flags, (O_TRUNC,), mask=mask, found=_ERRNO | EPERM, otherwise=_ALLOW)
-    return _argument_is(flags, (0,), mask=O_ACCMODE | O_CREAT | O_TRUNC)
-
-
-def _argument_is(
-    index: int,
-    values: Sequence[int],
-    *,
-    mask: int | None = None,
-    found: int = _ALLOW,
-    otherwise: int = _ERRNO | EPERM,
-) -> list[Instruction]:
-    """By the lower half of an argument, which is all of it in the kernel's eyes (int, unsigned int) or all
-    that it looks at (clone's flags)."""
-    body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + 8 * index)]
-    if mask is not None:
-        body.append((_AND, 0, 0, mask))
-    for position, value in enumerate(values):
-        body.append((_JUMP_EQUAL, len(values) - position, 0, value))
-    return [*body, (_RETURN, 0, 0, otherwise), (_RETURN, 0, 0, found)]
-
-
-def _jump_unless_argument_is(index: int, value: int, *, over: int) -> list[Instruction]:
-    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * index), (_JUMP_EQUAL, 0, over, value)]
-
-
-def _returns(action: int) -> list[Instruction]:
-    return [(_RETURN, 0, 0, action)]
+def _allow_if(conditions: Sequence[Condition]) -> list[Instruction]:
+    body: list[Instruction] = []
+    for index, mask, values in conditions:
+        body += [(_LOAD, 0, 0, _ARGUMENTS + int(8 * index)), (_AND, 0, 0, mask)]
+        # An equal value jumps over the rest of the values and the refusal.
+        body += [(_JUMP_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+        body.append((_RETURN, 0, 0, _ERRNO | EPERM))
+    return [*body, (_RETURN, 0, 0, _ALLOW)]

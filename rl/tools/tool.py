@@ -1,75 +1,209 @@
-"""What a model may call: the protocol of a tool, its errors, and what every tool is checked for."""
+"""Tools that a model may call: the protocol, the text that announces them, and the calls in a reply.
+
+Calls have the format of Hermes and Qwen3:
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "6 * 7"}}
+    </tool_call>
+
+A mistake of the model is not an exception but a `BadCall`, whose text the model is shown.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
+from jsonschema.exceptions import SchemaError, best_match
 
+from rl.rollouts.rubric import THINK_CLOSE, THINK_OPEN
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FORM = f'{OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CLOSE}'
+MAX_QUOTED = 200
+"""Longest part of a schema error that the model is shown, in characters."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that every chat format can carry."""
 
 
 class Tool(Protocol):
-    """One function that a model may call, shared by all episodes; calls of it overlap."""
+    """A function that a model may call. All episodes share one object, and its calls overlap."""
 
     @property
     def name(self) -> str:
-        """By which the model calls it: letters, digits, `_` and `-`, at most 64."""
+        """Name in calls: 1 to 64 letters, digits, `_` and `-`."""
         ...
 
     @property
     def description(self) -> str:
-        """What the model is told of it."""
+        """Description that the model reads."""
         ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema (draft 2020-12) of the arguments: of type object."""
+        """JSON schema (draft 2020-12) of the arguments, of type object."""
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The text that the model is told. `arguments` were checked against `parameters`.
+        """Return the text that the model is shown. `arguments` already fit `parameters`.
 
-        It holds its own time limit, and gives back what it took when it is cancelled.
+        A tool keeps its own time limit, and releases its resources when the call is cancelled.
 
         Raises:
-            ToolError: the model is told so, and the call is counted as an error. Anything else is a defect of
-                the tool, and fails the rollout.
+            ToolError: the call failed; the model is shown the message, and the call counts as an error. Any
+                other exception is a bug in the tool and fails the rollout.
         """
         ...
 
 
 class ToolError(Exception):
-    """A call that did not succeed; the message is what the model is told."""
+    """A failed call; the model is shown the message."""
 
 
 class ToolTimeoutError(ToolError):
     """A call that was stopped at its time limit."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A well-formed call in a reply."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadCall:
+    """A call that cannot be made."""
+
+    error: str
+    """Text that the model is shown."""
+
+
+class Slots:
+    """A semaphore with `num` slots for each event loop, so that the calls of many rollouts take turns."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def here(self) -> asyncio.Semaphore:
+        """Return the semaphore of the running event loop."""
+        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.num))
+
+
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises ValueError for a name or a schema that no model could call, or that two tools share."""
+    """Raise ValueError if a name or a schema is invalid, or if two tools share a name."""
     names = [tool.name for tool in tools]
     for tool in tools:
-        if not NAME.fullmatch(tool.name):
+        if not NAME.fullmatch(tool.name) or names.count(tool.name) > 1:
             raise ValueError(
-                f"the tool's name {tool.name!r} is not of letters, digits, '_' and '-', 1 to 64 of them"
+                f"tool name {tool.name!r}: must be 1 to 64 letters, digits, '_' and '-', and differ from the "
+                f"others of {names}"
             )
-        if names.count(tool.name) > 1:
-            raise ValueError(f"two tools are named {tool.name!r}; each needs a name of its own among {names}")
-        schema = dict(tool.parameters)
         try:
-            Draft202012Validator.check_schema(schema)
+            Draft202012Validator.check_schema(dict(tool.parameters))
         except SchemaError as error:
             raise ValueError(
-                f"parameters of the tool {tool.name!r} are no JSON schema: {error.message}"
+                f"parameters of the tool {tool.name!r} are not a JSON schema: {error.message}"
             ) from None
-        if schema.get("type") != "object":
+        if tool.parameters.get("type") != "object":
             raise ValueError(
-                f"parameters of the tool {tool.name!r} have the type {schema.get('type')!r}, and must have "
-                "'object': the arguments by name"
+                f"parameters of the tool {tool.name!r} must have the type 'object', which holds the arguments"
             )
+
+
+def parse_calls(text: str) -> tuple[ToolCall | BadCall, ...]:
+    """Return the calls of a reply in order, leaving out everything inside `<think>`."""
+    text = text.rpartition(THINK_CLOSE)[2]
+    text = text.partition(THINK_OPEN)[0]
+    calls: list[ToolCall | BadCall] = []
+    position = 0
+    while (start := text.find(OPEN, position)) >= 0:
+        call, position = _parse_one(text, start + len(OPEN))
+        calls.append(call)
+    return tuple(calls)
+
+
+def check_call(call: ToolCall, tools: Sequence[Tool]) -> Tool | BadCall:
+    """Return the called tool, or a BadCall if there is no such tool or the arguments do not fit its schema."""
+    by_name = {tool.name: tool for tool in tools}
+    tool = by_name.get(call.name)
+    if tool is None:
+        return BadCall(error=f"Error: there is no tool {call.name!r}; the tools are {', '.join(by_name)}")
+    try:
+        problem = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(dict(call.arguments)))
+    except RecursionError:
+        return BadCall(error=f"Error: arguments of {call.name} are nested too deeply")
+    if problem is None:
+        return tool
+    where = "".join(f"[{step!r}]" for step in problem.absolute_path)
+    message = problem.message
+    if len(message) > MAX_QUOTED:
+        message = f"{message[: MAX_QUOTED // 2]} ... {message[-MAX_QUOTED // 2 :]}"
+    return BadCall(error=f"Error: arguments{where} of {call.name}: {message}")
+
+
+def announce(tools: Sequence[Tool], system: str = "") -> str:
+    """Return a system message with `system`, the tools, and how to call them, in Qwen3's exact wording."""
+    described = "".join(f"\n{json.dumps(describe(tool), ensure_ascii=False)}" for tool in tools)
+    return (
+        (f"{system}\n\n" if system else "")
+        + "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        + "You are provided with function signatures within <tools></tools> XML tags:\n"
+        + f"<tools>{described}\n</tools>\n\n"
+        + "For each function call, return a json object with function name and arguments within "
+        + f"{OPEN}{CLOSE} XML tags:\n"
+        + f'{OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
+    )
+
+
+def describe(tool: Tool) -> dict[str, Any]:
+    """Return the tool as chat templates and OpenAI-compatible servers expect it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+def render_call(call: ToolCall) -> str:
+    """Return the text of a call for a demonstration, as Qwen3's template writes it."""
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return f'{OPEN}\n{{"name": "{call.name}", "arguments": {arguments}}}\n{CLOSE}'
+
+
+def _parse_one(text: str, start: int) -> tuple[ToolCall | BadCall, int]:
+    """Parse the call whose JSON begins at `start`; return it and the position to continue from.
+
+    The JSON object itself says where it ends, because a string in it may contain the end tag.
+    """
+    start += len(text[start:]) - len(text[start:].lstrip())
+    value, end, problem = None, start, ""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # half of a surrogate pair is an error too
+        problem = f"is not valid JSON: {getattr(error, 'msg', error)}"
+    close = text.find(CLOSE, end)
+    after = len(text) if close < 0 else close + len(CLOSE)
+    if not problem and (close < 0 or text[end:close].strip()):
+        problem = f"has no {CLOSE} after one JSON object"
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments = value.get("arguments") if isinstance(value, dict) else None
+    if not problem and isinstance(name, str) and isinstance(arguments, dict):
+        return ToolCall(name=name, arguments=arguments), after
+    problem = problem or 'is not an object with a string "name" and an object "arguments"'
+    return BadCall(error=f"Error: the tool call {problem}. The form is {FORM}"), after
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

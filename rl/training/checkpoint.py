@@ -1,214 +1,389 @@
-"""Tensors of a model and its optimizer, to files and back, in any layout.
+"""Checkpoints of a policy with its optimizer, over torch.distributed.checkpoint.
 
-Written with torch.distributed.checkpoint: one file a rank, each part of a tensor once. What a
-folder holds besides is in `rl.training.checkpoint_files`.
+A checkpoint appears atomically: all ranks write into a hidden folder, and the first rank adds the manifest and
+renames the folder when every rank is done. Each rank writes one file; a checkpoint opens in any layout.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import warnings
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from rl.distributed.shards import local_tensor, unwrapped
-from rl.models.buffers import persistent_buffers
-from rl.training.checkpoint_files import FileSum
+from rl.config.configurable import Configurable
+from rl.distributed.collectives import on_first_rank
+from rl.models.hf import HFFolder
+from rl.models.peft import is_peft_folder
+from rl.models.tokenizer import tokenizer_fingerprint
+from rl.training.checkpoint_config import CheckpointConfig, check_pinned_memory
+from rl.training.checkpoint_files import (
+    FileSum,
+    SavedState,
+    check_contents,
+    check_sizes,
+    is_checkpoint,
+    read_state,
+    saved_steps,
+    sum_of_file,
+    write_description,
+)
+from rl.training.checkpoint_io import (
+    MODEL,
+    model_tensors,
+    optimizer_tensors,
+    read_tensors,
+    saved_names,
+    write_tensors,
+)
+from rl.training.checkpoint_match import (
+    RANDOM,
+    TRAIN_STATE,
+    Destination,
+    changes_weights,
+    check_tokenizer,
+    excluded,
+    matching_tensors,
+    reference_folder,
+)
+from rl.training.export import load_hf
+from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
+from rl.training.policy import Policy
+from rl.training.reference import ReferencePolicy
+from rl.types import LoopPosition
+from rl.utils.files import publish, remove, remove_leftovers, temporary_folder
+from rl.utils.processes import process_states, restore_process_states
 
-MODEL, OPTIMIZER = "model", "optimizer"
-"""First part of every tensor's name."""
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The very tensors of all parameters, frozen ones too, and of persistent buffers, by name."""
-    tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
-    return {f"{MODEL}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()}
+logger = logging.getLogger(__name__)
 
 
-def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The very tensors of the optimizer's state, by the names of the parameters that it steps, `trained`."""
-    states = optimizer.state_tensors()
-    return {
-        f"{OPTIMIZER}.{name}.{key}": tensor
-        for name, parameter in trained.items()
-        for key, tensor in states[parameter].items()
-    }
+class Checkpointer(Configurable):
+    """Saves and loads a policy in training; at most one save is in progress.
 
-
-class Staging:
-    """Copies in CPU memory of what is to be written, so that training can go on meanwhile."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        """`pinned`: page-locked memory, kept from copy to copy; the last copy's tensors are then reused."""
-        self._pinned = pinned
-        self._kept: dict[str, Tensor] = {}
-
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts; later changes of `tensors` do not reach them."""
-        parts = {name: local_tensor(tensor).detach() for name, tensor in tensors.items()}
-        if not self._pinned:
-            return {name: part.to("cpu", copy=True) for name, part in parts.items()}
-        for name, part in parts.items():
-            kept = self._kept.get(name)
-            if kept is None or kept.shape != part.shape or kept.dtype != part.dtype:
-                kept = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-                self._kept[name] = kept
-            kept.copy_(part, non_blocking=True)
-        torch.cuda.synchronize()
-        return {name: self._kept[name] for name in parts}
-
-
-def write_tensors(
-    folder: Path,
-    state: Mapping[str, Tensor | bytes],
-    *,
-    staged: Mapping[str, Tensor] | None,
-    group: dist.ProcessGroup | None,
-) -> dict[str, FileSum]:
-    """Write all ranks' parts into a folder and flush them; size and checksum of this rank's files.
-
-    Args:
-        state: tensors by name, and bytes under names that differ from rank to rank.
-        staged: what to write of the tensors, from `Staging.copy`; None takes them as they are.
-        group: all ranks, with a CPU backend; None is a single process.
-
-    Raises:
-        OSError: on every rank, where one could not write.
+    Every rank has a checkpointer and calls the same methods in the same order.
     """
-    writer = _Writer(folder)
-    planner = DefaultSavePlanner() if staged is None else _StagedPlanner(staged)
-    with _plain_errors():
-        state_dict_saver.save(
-            dict(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+
+    Config: TypeAlias = CheckpointConfig
+
+    def __init__(
+        self,
+        *,
+        config: CheckpointConfig,
+        policy: Policy,
+        optimizer: Optimizer,
+        reference: ReferencePolicy | None = None,
+        starting_folder: HFFolder | None = None,
+    ) -> None:
+        """
+        Args:
+            reference: reference policy that follows the weights that training starts from.
+            starting_folder: source of the policy's weights; None for weights drawn from the seed.
+        """
+        check_pinned_memory(config, has_gpu=policy.device.type == "cuda")
+        self.config = config
+        self.policy = policy
+        self.optimizer = optimizer
+        self.reference = reference
+        self.started_from: str | None = f"seed {policy.training.seed}"
+        """Folder or seed of the weights that training started from, or None if they came from several."""
+        self._tokenizer = None
+        if starting_folder is not None:
+            self.started_from = str(starting_folder.path.resolve())
+            self._tokenizer = tokenizer_fingerprint(starting_folder.path)
+        # Background saves communicate while training does, so they have a process group of their own.
+        self._group: dist.ProcessGroup | None = None
+        mesh = policy.mesh
+        if mesh is not None:
+            backend = "gloo" if policy.device.type == "cuda" else None
+            self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=config.timeout_s))
+        layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
+        # Random states are restored only by the same rank of the same layout.
+        self._random_name = f"{RANDOM}.{layout}.{self._rank}"
+        self._pinned_stager: DefaultStager | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: tuple[Path, Future[None]] | None = None
+        """Folder of the background save, and its end."""
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        policy_version: int,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write a checkpoint and, if its folder is named `step-<n>`, remove all but the latest few beside it.
+
+        A save in progress is waited for first, and its error raised.
+
+        Args:
+            folder: path on a file system that all ranks share.
+            wait: False returns as soon as the weights may change again, if `async_mode` allows it.
+            attachments: content of further files by name; the first rank writes them.
+
+        Raises:
+            FileExistsError: the folder exists.
+            CheckpointError: the checkpoint could not be written; nothing of it remains.
+        """
+        self.wait()
+        started = time.perf_counter()
+        path = Path(folder).absolute()
+        saved = SavedState(
+            policy_version=policy_version,
+            model_only=model_only,
+            position=position,
+            converters=self.policy.converters.saved_settings(),
+            base_model=self.policy.base_model,
+            started_from=self.started_from,
+            tokenizer=self._tokenizer,
         )
-    return writer.files.sums
+        content: dict[str, Any] = dict(self._tensors(model_only=model_only))
+        if not model_only:
+            content[self._random_name] = process_states()
+        if wait or self.config.async_mode == "disabled":
+            self._write(path, content, saved, attachments or {})
+            return
+        content = self._copy(content)
+        done = self._thread.submit(self._write_behind, path, content, saved, attachments or {})
+        self._pending = (path, done)
+        logger.info("%s: training continues after %.3g s", path, time.perf_counter() - started)
 
+    def wait(self) -> None:
+        """Wait for the background save, at most `timeout_s`.
 
-def read_tensors(folder: Path, state: dict[str, Any], *, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state` in place, and replace what is None, by name."""
-    with _plain_errors():
-        state_dict_loader.load(
-            state, storage_reader=FileSystemReader(folder), process_group=group, no_dist=group is None
-        )
-
-
-def saved_names(folder: Path) -> dict[str, tuple[int, ...] | None]:
-    """Shape of every tensor in a checkpoint by name, None of what is no tensor."""
-    metadata: Metadata = FileSystemReader(folder).read_metadata()
-    return {
-        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in metadata.state_dict_metadata.items()
-    }
-
-
-class _StagedPlanner(DefaultSavePlanner):
-    """Plans from the tensors themselves, which know their layout, and writes the copies."""
-
-    def __init__(self, staged: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._staged = staged
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        staged = self._staged.get(index.fqn)
-        return super().lookup_object(index) if staged is None else staged
-
-
-class _Writer(FileSystemWriter):
-    """Sums the files up as they are written, and raises the disk's own error where one failed."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.fs = self.files = _SummedFiles()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        Raises:
+            CheckpointError: the save failed or is still in progress.
+        """
+        if self._pending is None:
+            return
+        path, done = self._pending
         try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch.save says only that it could not
-            if self.files.error is not None:
-                raise self.files.error from error
-            raise
+            done.exception(self.config.timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"checkpoint {path} is not written after checkpoint.timeout_s={self.config.timeout_s:g}"
+            ) from None
+        self._pending = None
+        done.result()
 
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        policy_version: int,
+        model_only: bool = False,
+        exclude: Sequence[str] | None = None,
+    ) -> int:
+        """Restore a checkpoint of any layout in place, and return the policy version to continue with.
 
-class _SummedFiles(FileSystem):
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
-        self.error: OSError | None = None
-        """Of the first write that failed."""
+        A Hugging Face folder sets the weights, a PEFT folder the adapters; both start at version 0. Where the
+        policy starts at version 0, the reference policy takes the same weights; otherwise it takes those that
+        the saved run started from.
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            summed = _SummedStream(cast(IO[bytes], stream))
-            try:
-                yield summed
-            finally:
-                self.error = self.error or summed.error
-        # torch.distributed.checkpoint renames its metadata when it is complete.
-        self.sums[Path(path).name.removesuffix(".tmp")] = summed.sum
+        Args:
+            policy_version: current version, which stays if `train_state` is excluded.
+            model_only: load only the weights, reset the optimizer, and start at version 0.
+            exclude: patterns that keep their state; None takes `exclude_from_loading`.
 
-
-class _SummedStream(io.RawIOBase):
-    """A file being written from its beginning to its end."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        super().__init__()
-        self.raw = raw
-        self.sum = FileSum(num_bytes=0, crc32=0)
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            self.raw.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        num_bytes = memoryview(data).nbytes
-        self.sum = FileSum(num_bytes=self.sum.num_bytes + num_bytes, crc32=zlib.crc32(data, self.sum.crc32))
-        return num_bytes
-
-    def tell(self) -> int:
-        return self.raw.tell()
-
-    def fileno(self) -> int:
-        return self.raw.fileno()
-
-    def flush(self) -> None:
-        if not self.raw.closed:
-            self.raw.flush()
+        Raises:
+            DamagedCheckpointError: a file is missing, truncated or corrupted; nothing was loaded.
+            ValueError: the checkpoint does not fit the run (`rl.training.checkpoint_match`).
+            CheckpointError: the checkpoint could not be read.
+        """
+        self.wait()
+        path = Path(folder).absolute()
+        if not is_checkpoint(path):
+            self._load_exported(path)
+            return 0
+        exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
+        saved = self._verified_state(path)
+        if saved.model_only and not model_only:
+            raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
+        check_tokenizer(path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude)
+        of_reference = None
+        if self.reference is not None and not model_only:
+            present = self.started_from
+            of_reference = reference_folder(saved.started_from, of=path, present=present, exclude=exclude)
+        into = Destination(tensors=self._tensors(model_only=model_only), converters=self.policy.converters)
+        tensors = matching_tensors(path, saved, into, model_only=model_only, exclude=exclude)
+        if of_reference is not None:
+            self._load_reference(of_reference)
+        with_random = not model_only and not excluded(RANDOM, exclude)
+        random = self._read(path, tensors, saved, policy=self.policy, with_random=with_random)
+        if random is not None:
+            restore_process_states(random)
+        keeps_weights = changes_weights(exclude)
+        if model_only:
+            self._start_anew(None if keeps_weights else path)
+            return 0
+        if keeps_weights and saved.started_from != self.started_from:
+            self.started_from = None
+        else:
+            self.started_from = saved.started_from
+        return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
 
     def close(self) -> None:
-        self.raw.close()
-        super().close()
+        """Wait for the background save and free page-locked memory."""
+        self.wait()
+        self._thread.shutdown()
+        if self._pinned_stager is not None:
+            self._pinned_stager.close()
+            self._pinned_stager = None
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+    def _copy(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy in host memory; page-locked memory is kept for the next save."""
+        pinned = self.config.async_mode == "async_with_pinned_mem"
+        stager = self._pinned_stager or DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=pinned,
+            )
+        )
+        if pinned:
+            self._pinned_stager = stager
+        copied = stager.stage(content)
+        assert isinstance(copied, dict)
+        return copied
+
+    def _tensors(self, *, model_only: bool) -> dict[str, Tensor]:
+        tensors = model_tensors(self.policy.model)
+        if not model_only:
+            tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
+        return tensors
+
+    def _write(
+        self, path: Path, content: Mapping[str, Any], saved: SavedState, attachments: Mapping[str, bytes]
+    ) -> None:
+        """Write a checkpoint; every rank returns, or raises, when the first rank has given it its name."""
+        started = time.perf_counter()
+        group = self._group
+        not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
+        with ExitStack() as stack, checkpoint_errors(not_written):
+            hidden = on_first_rank(lambda _: stack.enter_context(_new_folder(path)), None, group=group)
+            sums = {file.name: sum_of_file(file) for file in write_tensors(hidden, content, group=group)}
+
+            def publish_all(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:
+                found = {name: one for of_rank in sums_of_ranks for name, one in of_rank.items()}
+                write_description(hidden, saved, found, attachments)
+                self._publish(hidden, path)
+
+            on_first_rank(publish_all, sums, group=group)
+        num_bytes = sum(file.num_bytes for file in sums.values())
+        logger.info("%s: %.3g GB in %.3g s", path, num_bytes / 1e9, time.perf_counter() - started)
+
+    def _write_behind(self, *args: Any) -> None:
+        """Write, and log an error at once; the next call raises it."""
+        try:
+            self._write(*args)
+        except Exception as error:
+            logger.error("background save failed: %s", error)
+            raise
+
+    def _publish(self, hidden: Path, path: Path) -> None:
+        publish(hidden, path)
+        _keep_latest(path, self.config.keep_latest_k)
+
+    def _verified_state(self, path: Path) -> SavedState:
+        """Check every file, sharing the reading between ranks, and return the saved state."""
+        problem: ValueError | None = None
+        try:
+            sums = check_sizes(path)
+            num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
+            check_contents(path, sums, sorted(sums)[self._rank :: num_ranks])
+        except ValueError as error:
+            problem = error
+
+        def raise_first(problems: Sequence[ValueError | None]) -> None:
+            for found in filter(None, problems):
+                raise found
+
+        on_first_rank(raise_first, problem, group=self._group)
+        return read_state(path)
+
+    def _read(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        saved: SavedState,
+        *,
+        policy: Policy,
+        with_random: bool = False,
+    ) -> Any:
+        """Fill the policy's tensors in place; return this rank's random states if asked for and present."""
+        state: dict[str, Any] = dict(tensors)
+        if with_random and self._random_name in saved_names(path):
+            state[self._random_name] = None
+        with checkpoint_errors(f"checkpoint {path} could not be read"):
+            read_tensors(path, state, group=self._group)
+        prefix = f"{MODEL}."
+        names = {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
+        policy.weights_restored(names, base_model=saved.base_model)
+        return state.get(self._random_name)
+
+    def _load_reference(self, folder: Path) -> None:
+        assert self.reference is not None
+        policy = self.reference.policy
+        if not is_checkpoint(folder):
+            load_hf(policy, HFFolder(folder))
+            return
+        saved = self._verified_state(folder)
+        into = Destination(tensors=model_tensors(policy.model), converters=policy.converters)
+        tensors = matching_tensors(folder, saved, into, model_only=True, exclude=())
+        self._read(folder, tensors, saved, policy=policy)
+
+    def _load_exported(self, path: Path) -> None:
+        if is_peft_folder(path):
+            self.policy.lora.load_peft(path)
+            self._start_anew(None)
+        else:
+            load_hf(self.policy, HFFolder(path))
+            self._start_anew(path)
+
+    def _start_anew(self, folder: Path | None) -> None:
+        """Treat the present weights as the start of training; None if they come from several folders."""
+        self.optimizer.reset()
+        self.started_from = None if folder is None else str(folder.resolve())
+        if self.reference is not None:
+            self.reference.follow(self.policy)
 
 
 @contextmanager
-def _plain_errors() -> Iterator[None]:
-    """The error that a rank met, on all of them; no warning that a single process is assumed: it is one."""
-    # Not undone afterwards, which another thread's warnings might be in the way of.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        cause.add_note(f"on rank {rank} of the trainer")
-        raise cause from error
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yield a hidden folder for `path`, which is removed if it was not renamed."""
+    if path.exists():
+        raise FileExistsError(f"checkpoint {path} already exists")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent)
+    with temporary_folder(path) as hidden:
+        yield hidden
+
+
+def _keep_latest(path: Path, k: int) -> None:
+    """Remove all but the latest k steps beside a new step; step 0, the seed, stays."""
+    steps = saved_steps(path.parent)
+    if not k or path not in steps.values():
+        return
+    for step, folder in list(steps.items())[:-k]:
+        if step == 0:
+            continue
+        try:
+            remove(folder)
+        except OSError as error:
+            logger.warning("checkpoint %s could not be removed: %s", folder, error)

@@ -1,60 +1,116 @@
-"""The training engine: gradients, steps, logprobs and checkpoints of one policy, in any layout.
+"""The training engine: gradients, optimizer steps, logprobs and checkpoints of one policy in any layout.
 
-Every rank makes one and calls the same methods with the same arguments in the same order;
-each takes its share of the samples and all return the same numbers. A single process needs
-no process group.
+Every rank creates an engine and calls the same methods with the same arguments in the same order; each rank
+takes its share of the samples, and all return the same numbers. A single process needs no process group.
+
+    engine = TrainingEngine.Config().build(model_spec=model_registry("0.6B"), hf_assets_path="assets/Qwen3-0.6B")
+    engine.forward_backward(samples)
+    engine.optim_step()
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from losses.policy import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
-from rl.distributed.process_group import (
-    World,
-    awaiting,
-    barrier,
-)
-from rl.models.buffers import persistent_buffers
+from rl.config.tree import check_fields
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compile import CompileConfig
+from rl.distributed.mesh import Degrees, ParallelismConfig
+from rl.distributed.process_group import CommConfig, World, awaiting, barrier
+from rl.models.converter import ModelConverter, ModelConverters
+from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.spec import ModelSpec
-from rl.training.checkpointer import Checkpointer
-from rl.training.config import Dtype, TrainingConfig
-from rl.training.engine_config import EngineConfig
-from rl.training.errors import unwritten
+from rl.training import checks
+from rl.training.checkpoint import Checkpointer
+from rl.training.config import Dtype, ReferenceConfig, TrainingConfig
 from rl.training.experts import ExpertBalance
+from rl.training.export import export_hf, load_hf, save_adapter
+from rl.training.failures import unwritten
 from rl.training.garbage import GarbageCollector
-from rl.training.gradient_accumulator import GradientAccumulator
+from rl.training.gradients import GradientAccumulator
+from rl.training.memory import MemoryEstimate, check_device_memory, estimate
 from rl.training.optimizer import Optimizer
-from rl.training.place import Place
 from rl.training.policy import Policy
-from rl.training.reference import make_reference, there
+from rl.training.rank import RankInfo
+from rl.training.reference import ReferencePolicy
 from rl.training.schedule import LRSchedule
-from rl.training.starting_weights import StartingWeights
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
-
-logger = logging.getLogger(__name__)
 
 
 class TrainingEngine(Configurable):
     """One policy in training. `policy_version` counts its optimizer steps.
 
-    A call of `forward_backward` or `optim_step` that fails on its way leaves no gradient
-    accumulated, of earlier calls neither.
+    A call of `forward_backward` or `optim_step` that fails after it has started drops the whole accumulated
+    gradient.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(EngineConfig):
-        pass
+    class Config(Configurable.Config):
+        optimizer: Optimizer.Config = field(default_factory=Optimizer.Config)
+        lr_scheduler: LRSchedule.Config = field(default_factory=LRSchedule.Config)
+        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+        comm: CommConfig = field(default_factory=CommConfig)
+        loss: Loss = field(default_factory=GRPOLoss)
+        """Loss of `forward_backward` calls that pass none."""
+        reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+        training: TrainingConfig = field(default_factory=TrainingConfig)
+        checkpoint: Checkpointer.Config = field(default_factory=Checkpointer.Config)
+        activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+        compile: CompileConfig = field(default_factory=CompileConfig)
+        converters: tuple[ModelConverter.Config, ...] = ()
+        """Changes to the model before it is sharded, in order: LoRA, Float8, your own."""
+        print_after_conversion: bool = False
+        """Log the model's modules after the converters, on the first rank at level INFO."""
+        experts: ExpertBalance.Config = field(default_factory=ExpertBalance.Config)
+
+        def check(self, spec: ModelSpec, *, world_size: int, device: torch.device) -> Degrees:
+            """Return the degrees of a trainer of this model with `world_size` processes.
+
+            Raises:
+                ValueError: a field is out of range, or contradicts another field, the model or the machine.
+            """
+            check_fields(self)
+            spec.check_layout(spec.model, self.parallelism)
+            degrees = checks.check_layout(
+                parallelism=self.parallelism,
+                activation_checkpoint=self.activation_checkpoint,
+                compile=self.compile,
+                world_size=world_size,
+                device_type=device.type,
+            )
+            # A caller may ask for reference logprobs whatever the loss is.
+            checks.check_reference(self.reference, loss=self.loss, kl_in_reward=self.reference.enable)
+            checks.check_sequence_length(spec, self.training)
+            self.check_model(spec)
+            checks.check_invariant_machine(self, spec, device=device, tensor_parallel_degree=degrees.tp)
+            if device.type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                need = self.estimate_memory(spec, degrees=degrees, on_gpu=True)
+                check_device_memory(need, device_bytes=total, compiled=self.compile.enable)
+            return degrees
+
+        def check_model(self, spec: ModelSpec) -> None:
+            """Raise ValueError for options that do not fit the model."""
+            checks.check_experts(spec.model, balance=self.experts, converters=self.converters)
+            checks.check_selective_option(self.activation_checkpoint, num_layers=spec.model.num_layers)
+            checks.check_batch_invariant(self, spec)
+
+        def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
+            """Return the memory that one rank needs."""
+            device = torch.device("meta")
+            converters = ModelConverters(self.converters, spec=spec, degrees=degrees, device=device)
+            return estimate(spec, self, degrees=degrees, converters=converters, on_gpu=on_gpu)
 
     def __init__(
         self,
@@ -65,57 +121,55 @@ class TrainingEngine(Configurable):
         device: torch.device | str | None = None,
         world: World | None = None,
         failure_folder: str | None = None,
-        place: Place | None = None,
+        rank: RankInfo | None = None,
     ) -> None:
         """
         Args:
-            hf_assets_path: Hugging Face folder of sizes, weights and tokenizer; None draws a random model.
-            device: None takes this process's GPU, or the CPU where there is none.
-            world: None reads it from the environment.
-            failure_folder: receives the batch of a loss that is not finite, and collectives of a failure.
-            place: of several engines, taken and left by their owner; None takes one for this engine.
+            hf_assets_path: Hugging Face folder of config, weights and tokenizer; None draws random weights.
+            device: None takes this process's GPU, or the CPU if there is none.
+            world: None reads RANK, WORLD_SIZE and the other variables of torchrun.
+            failure_folder: receives the batch of a loss that is not finite, and the collectives of a failure.
+            rank: meshes to share with other engines of this process; None joins the process group.
 
         Raises:
-            ValueError: degrees that do not multiply to the world size or do not divide the
-                model, an incomplete folder or one of another architecture.
+            ValueError: the degrees do not fit the world size or the model, or the folder does not fit.
             TimeoutError: not all ranks appeared in time.
         """
         world = World.from_env() if world is None else world
         self.device = world.default_device() if device is None else torch.device(device)
-        folder, model_spec = _of_folder(hf_assets_path, model_spec)
+        folder, model_spec = _open_assets(hf_assets_path, model_spec)
         degrees = config.check(model_spec, world_size=world.size, device=self.device)
         self.config = config
         self.hf_assets_path = hf_assets_path
         self.failure_folder = failure_folder
-        self._place = Place.take(
-            config, degrees=degrees, world=world, device=self.device, record_in=failure_folder, shared=place
-        )
-        self.mesh = self._place.mesh
-        make_policy = partial(self._place.make_policy, model_spec)
+        join = partial(RankInfo.join, config, degrees=degrees, world=world, device=self.device)
+        self._rank = join(record_in=failure_folder) if rank is None else rank.shared_by(config)
+        self.mesh = self._rank.mesh
+        make_policy = partial(self._rank.make_policy, model_spec)
         self.policy = make_policy(config.training)
         self.experts: ExpertBalance = config.experts.build(
             model=self.policy.model, mesh=self.mesh, device=self.device
         )
         _set_weights(self.policy, folder)
-        self.reference = make_reference(config.reference, policy=self.policy, build=make_policy)
+        self.reference: ReferencePolicy | None = None
+        if config.reference.enable:
+            self.reference = ReferencePolicy.copy_of(self.policy, build=make_policy)
         self.optimizer: Optimizer = config.optimizer.build(
-            parameters=self.policy.trained_parameters, adapter=self.policy.trained_adapter
+            parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
         self.schedule: LRSchedule = config.lr_scheduler.build()
         self.checkpointer: Checkpointer = config.checkpoint.build(
-            policy=self.policy, optimizer=self.optimizer
+            policy=self.policy, optimizer=self.optimizer, reference=self.reference, starting_folder=folder
         )
-        self._start = StartingWeights(folder, checkpointer=self.checkpointer, reference=self.reference)
         self.policy_version = 0
         self._gradient = GradientAccumulator(
             policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
         )
-        self._step = self._gradient.state
         self._garbage = GarbageCollector(
             every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
         )
         barrier()
-        self._place.set_timeout(config.comm.train_timeout_s)
+        self._rank.set_timeout(config.comm.train_timeout_s)
 
     def forward_backward(
         self,
@@ -127,12 +181,13 @@ class TrainingEngine(Configurable):
         """Add the gradient of the summed loss over `samples`; k calls on parts equal one call.
 
         Args:
-            return_logprobs: with those of all targets in the result, on every rank; or of the samples at
-                these places alone, in this order.
+            loss: None takes the configured loss.
+            return_logprobs: True returns the logprobs of all samples on every rank; a sequence returns those
+                of the samples at these indices, in this order.
 
         Raises:
-            ValueError: no samples, one that fits no micro-batch, losses with and without a denominator, or
-                logprobs of a sample that is not there.
+            ValueError: there are no samples, a sample fits no micro-batch, losses with and without a
+                denominator are mixed, or an index is out of range.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         return self._gradient.add(
@@ -145,32 +200,33 @@ class TrainingEngine(Configurable):
     def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None
     ) -> ForwardBackwardResult:
-        """What `forward_backward` would return, with logprobs; the gradient stays as it is.
+        """Return the result of `forward_backward`, with logprobs, and leave the gradient unchanged.
 
         Raises:
-            ValueError: no samples, or one that fits no micro-batch.
+            ValueError: there are no samples, or a sample fits no micro-batch.
             NonFiniteLossError: the summed loss is NaN or infinite.
         """
         loss = self.config.loss if loss is None else loss
         return self._gradient.evaluate(samples, loss=loss, version=self.policy_version)
 
     def optim_step(self, params: OptimParams | None = None, *, allow_empty: bool = False) -> OptimStepResult:
-        """Divide by the accumulated denominator, clip, step, clear the gradient.
+        """Divide the gradient by the accumulated denominator, clip it, step and clear it.
 
         Args:
-            params: replaces settings for this step; its `lr` replaces the schedule's.
-            allow_empty: where nothing is accumulated, or no token was valid, step with a gradient of zero:
-                the optimizer's running means decay, and so do the weights.
+            params: settings for this step; `lr` replaces the schedule's.
+            allow_empty: step with a gradient of zero if nothing is accumulated or no token was valid, so that
+                the optimizer's running means and the weights decay.
 
         Raises:
-            ValueError: nothing is accumulated, no token was valid, or a setting is out of range; all stays.
+            ValueError: nothing is accumulated, no token was valid, or a setting is out of range; the gradient
+                is kept.
             NonFiniteLossError: the gradient's norm is NaN or infinite; nothing was updated.
         """
         started = time.perf_counter()
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         settings = self.optimizer.settings(lr=lr, params=params)
         max_norm = _max_norm(self.config.training, params)
-        scale = self._step.scale(allow_empty=allow_empty)
+        scale = self._gradient.scale(allow_empty=allow_empty)
         with self._gradient.dropped_on_error(f"optim_step {self.policy_version}"):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
             self.optimizer.step(settings)
@@ -187,21 +243,23 @@ class TrainingEngine(Configurable):
         )
 
     def drop_gradient(self) -> None:
-        """Forget what `forward_backward` has accumulated since the last step."""
+        """Drop the gradient that was accumulated since the last step."""
         self._gradient.drop()
 
     def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """[T] float32 nats for each sample, entry t of token t, entry 0 is 0; on every rank.
+        """Return each sample's logprobs as float32 [T], or [T, K] for K targets, on every rank.
 
-        [T, K] for a sample with K targets.
+        Entry t is the logprob of token t in nats; entry 0 is 0.
         """
         with awaiting("compute_logprobs", record_in=self.failure_folder):
             return self.policy.logprobs(samples) if samples else []
 
     def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        """The same, of the frozen reference policy; raises ValueError where reference.enable is False."""
+        """Return `compute_logprobs` of the reference policy; raises ValueError if there is none."""
+        if self.reference is None:
+            raise ValueError("there is no reference policy to ask: reference.enable is False, must be True")
         with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
-            return there(self.reference).logprobs(samples) if samples else []
+            return self.reference.logprobs(samples) if samples else []
 
     def save_checkpoint(
         self,
@@ -212,88 +270,91 @@ class TrainingEngine(Configurable):
         wait: bool = True,
         attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Let a folder with weights, optimizer, version and random states appear, as `Checkpointer.save`.
+        """Write a folder with weights, optimizer, version and random states (`Checkpointer.save`).
 
         Raises:
-            FileExistsError: the folder is already there.
+            FileExistsError: the folder exists.
             ValueError: a gradient is accumulated, which a checkpoint does not hold.
-            CheckpointError: it could not be written, or the one before that was in the background.
+            CheckpointError: this save, or the background save before it, failed.
         """
-        if self._step.num_calls:
+        if self._gradient.num_calls:
             raise ValueError("save_checkpoint with a gradient accumulated: call optim_step first")
-        state = self._start.saved_state(self.policy_version, position=position, model_only=model_only)
         with awaiting(f"save_checkpoint of step {self.policy_version}"):
-            self.checkpointer.save(folder, state, wait=wait, attachments=attachments)
+            self.checkpointer.save(
+                folder,
+                policy_version=self.policy_version,
+                position=position,
+                model_only=model_only,
+                wait=wait,
+                attachments=attachments,
+            )
 
     def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
     ) -> int:
-        """Continue from a folder of `save_checkpoint`, or start at step 0 from a Hugging Face one or,
-        with the weights that are loaded, from an adapter in PEFT's format.
+        """Load a checkpoint, a Hugging Face folder or a PEFT adapter, and return the policy version.
 
-        An accumulated gradient is dropped. Where the policy starts at step 0, so does the reference policy,
-        else it is that of the run that saved. Returns the policy version.
+        An accumulated gradient is dropped. See `Checkpointer.load` for what each kind of folder sets.
 
         Raises:
-            ValueError: the folder is none of these, incomplete, damaged or of another architecture, or
-                the reference policy's weights are gone.
+            ValueError: the folder is of no known kind, incomplete, damaged or of another architecture, or the
+                reference policy's weights are gone.
         """
         self.drop_gradient()
         with awaiting(f"load_checkpoint from {folder}"):
-            self.policy_version = self._start.load(
+            self.policy_version = self.checkpointer.load(
                 folder, policy_version=self.policy_version, model_only=model_only, exclude=exclude
             )
         return self.policy_version
 
     def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
-        """Write a Hugging Face folder, with the tokenizer of the assets where there are any.
+        """Write a Hugging Face folder with the tokenizer of the assets.
 
         Args:
-            dtype: of the file; None takes `checkpoint.export_dtype`.
+            dtype: dtype of the file; None takes `checkpoint.export_dtype`.
 
         Raises:
-            FileExistsError: the folder is there and not empty.
-            CheckpointError: it could not be written; nothing of it remains.
+            FileExistsError: the folder exists and is not empty.
+            CheckpointError: the folder could not be written; nothing of it remains.
         """
         stored_as = getattr(torch, dtype or self.config.checkpoint.export_dtype)
         with awaiting(f"export_hf of step {self.policy_version}"), unwritten(folder):
-            self.policy.export_hf(folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
+            export_hf(self.policy, folder, dtype=stored_as, tokenizer_from=self.hf_assets_path)
 
     def save_adapter(self, folder: str) -> None:
-        """Write LoRA's adapters as a folder that PEFT opens.
+        """Write the LoRA adapters as a folder that PEFT opens.
 
         Raises:
-            FileExistsError: the folder is there and not empty.
-            CheckpointError: it could not be written; nothing of it remains.
+            FileExistsError: the folder exists and is not empty.
+            CheckpointError: the folder could not be written; nothing of it remains.
             ValueError: there is no LoRA among the converters.
         """
         with awaiting(f"save_adapter of step {self.policy_version}"), unwritten(folder):
-            self.policy.save_adapter(folder)
+            save_adapter(self.policy, folder)
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """The plain model's parameters by name, without gradient, DTensors wherever a mesh shards them;
-        and the persistent buffers, which every rank has the same.
+        """Return the plain model's parameters, adapters merged, and persistent buffers by name.
 
-        The parameters themselves, except where a converter has its part in them: LoRA's are merged.
+        Parameters have no gradient and are DTensors if a mesh shards them; unconverted ones are not copied.
         """
         with awaiting("model_state_dict"):
             return dict(self.policy.plain_tensors()) | persistent_buffers(self.policy.model)
 
     def buffer_names(self) -> set[str]:
-        """What of `model_state_dict` are buffers: they keep their dtype wherever the weights go."""
+        """Return the names in `model_state_dict` that are buffers, which keep their dtype when pushed."""
         return set(persistent_buffers(self.policy.model))
 
     def close(self) -> None:
-        """Wait for a checkpoint being written, and leave the process group that this engine joined."""
+        """Wait for the background save, and leave the process group that this engine joined."""
         self._garbage.close()
         try:
             self.checkpointer.close()
         finally:
-            self._place.leave()
+            self._rank.leave()
 
 
-def _of_folder(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, ModelSpec]:
-    """A Hugging Face folder, and a model of its sizes; `spec` as it is where there is none."""
+def _open_assets(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, ModelSpec]:
+    """Return the Hugging Face folder and the spec with the folder's sizes."""
     if path is None:
         return None, spec
     folder = HFFolder(path, tokenizer=True)
@@ -301,11 +362,10 @@ def _of_folder(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, Mode
 
 
 def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
-    """Those of the folder, or drawn ones."""
     if folder is None:
         policy.init_weights()
     else:
-        policy.load_hf(folder)
+        load_hf(policy, folder)
 
 
 def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:

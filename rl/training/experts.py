@@ -1,12 +1,11 @@
-"""How evenly a mixture's experts are used: counted in every layout, reported, and evened out.
+"""Load balance of a mixture's experts: counted in every layout, reported, and evened out.
 
-Shape legend: T packed tokens of one micro-batch, t those of this rank's routers, K experts of each
-token, N experts, L layers.
+Shape legend: T packed tokens of one micro-batch, t those of this rank's routers, K experts of each token,
+N experts, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,27 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import Configurable
 from rl.distributed.mesh import TP
-from rl.models.converters.converter import ModelConverter
-from rl.models.converters.float8 import Float8
-from rl.models.qwen3.model import Qwen3
-from rl.models.qwen3_moe.model import MoE, Router
+from rl.models.moe import Router
 from rl.types import ExpertLoad
 
 
 class ExpertBalance(Configurable):
-    """Counts what the routers choose, padding not, from one optimizer step to the next.
+    """Counts the experts that routers choose, without padding, from one optimizer step to the next.
 
-    Of a model without experts it does nothing.
+    For a model without experts it does nothing.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         load_balance_rate: float = 0.0
-        """How far the bias of an expert moves after each optimizer step, against its load; 0 leaves the
-        bias as it is. 0.001 is usual for scores that sum to 1."""
+        """Change of an expert's bias after each optimizer step, against its load; 0 keeps the bias. 0.001 is
+        usual for scores that sum to 1."""
         force_load_balance: bool = False
-        """For measurements alone: tokens go to the experts in turn, not to those that the router chose.
-        The model is then another one, and another in each layout."""
+        """Send tokens to the experts in turn, ignoring the router; only for measurements, because the model's
+        output is wrong and differs between layouts."""
 
         def __post_init__(self) -> None:
             if not 0.0 <= self.load_balance_rate < float("inf"):
@@ -46,7 +42,7 @@ class ExpertBalance(Configurable):
             if self.load_balance_rate and self.force_load_balance:
                 raise ValueError(
                     f"experts.load_balance_rate={self.load_balance_rate}: must be 0 with "
-                    "experts.force_load_balance, under which no score and no bias chooses"
+                    "experts.force_load_balance, which ignores scores and biases"
                 )
 
     def __init__(
@@ -63,10 +59,10 @@ class ExpertBalance(Configurable):
 
     @torch.no_grad()
     def count(self, real_T: Tensor) -> None:
-        """What the routers chose in the forward that was just made with a graph.
+        """Count the choices of the latest forward pass with a graph.
 
         Args:
-            real_T: [T] bool, which of its tokens are no padding, before tensor parallelism splits them.
+            real_T: [T] bool, True for tokens that are no padding, before tensor parallelism splits them.
         """
         if not self.routers:
             return
@@ -81,17 +77,8 @@ class ExpertBalance(Configurable):
         ones_LtK = counted_t.double().view(1, -1, 1).expand_as(slots_LtK)
         self._of_call_LN.view(-1).index_add_(0, slots_LtK.flatten(), ones_LtK.flatten())
 
-    def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
-        """[t] bool: each of them on one of the tensor-parallel ranks that route it."""
-        if self.mesh is None or self.mesh[TP].size() == 1:
-            return real_T
-        rank = self.mesh.get_local_rank(TP)
-        if num_tokens == real_T.numel():
-            return real_T & (rank == 0)
-        return real_T.chunk(self.mesh[TP].size())[rank]
-
     def reduce(self) -> ExpertLoad | None:
-        """Of the forwards since the last `reduce`, over all ranks: one collective, one wait."""
+        """Return the load since the last `reduce` over all ranks; None for a model without experts."""
         if not self.routers:
             return None
         counts_LN, self._of_call_LN = self._of_call_LN, torch.zeros_like(self._of_call_LN)
@@ -105,7 +92,7 @@ class ExpertBalance(Configurable):
 
     @torch.no_grad()
     def step(self) -> None:
-        """After an optimizer step: move each expert's bias by the rate, against its load."""
+        """Move each expert's bias by the rate against its load; called after an optimizer step."""
         if not self.routers or not self.config.load_balance_rate:
             return
         below_mean_LN = self._of_step_LN.mean(1, keepdim=True) - self._of_step_LN
@@ -114,33 +101,15 @@ class ExpertBalance(Configurable):
             router.load_balance_bias += move_N
 
     def forget(self) -> None:
-        """The gradient was used or dropped: so is what was counted for it."""
+        """Reset the counts, as the gradient that they belong to was used or dropped."""
         self._of_call_LN.zero_()
         self._of_step_LN.zero_()
 
-
-def check_experts(
-    model: Qwen3.Config,
-    *,
-    balance: ExpertBalance.Config,
-    converters: Sequence[ModelConverter.Config],
-) -> None:
-    """Whether what is asked of the experts can be done; the degrees are checked by the model's spec.
-
-    Raises:
-        ValueError: names the field: whatever is set for a model without experts, and Float8 for one with.
-    """
-    balance.__post_init__()  # A field may have been edited since.
-    if not isinstance(model.block.feed_forward, MoE.Config):
-        for name, value, off in (
-            ("load_balance_rate", balance.load_balance_rate, 0.0),
-            ("force_load_balance", balance.force_load_balance, False),
-        ):
-            if value != off:
-                raise ValueError(f"experts.{name}={value}: must be {off} for a model without experts")
-        return
-    if any(isinstance(converter, Float8.Config) for converter in converters):
-        raise ValueError(
-            "converters has Float8: must not for a model with experts, whose grouped products, most of its "
-            "arithmetic, it would leave as they are"
-        )
+    def _counted_tokens(self, real_T: Tensor, *, num_tokens: int) -> Tensor:
+        """Return a mask [t] that counts each token on one of the tensor-parallel ranks that route it."""
+        if self.mesh is None or self.mesh[TP].size() == 1:
+            return real_T
+        rank = self.mesh.get_local_rank(TP)
+        if num_tokens == real_T.numel():
+            return real_T & (rank == 0)
+        return real_T.chunk(self.mesh[TP].size())[rank]

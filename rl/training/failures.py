@@ -1,40 +1,78 @@
-"""Samples on disk, to look at after a failure or to train on again.
-
-Shape legend: T tokens of all samples, K targets of each, S samples.
-"""
+"""Errors that stop a run, and the batch that is written for a loss that is not finite."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from rl.rollouts.packing import OPTIONAL
-from rl.training.errors import NonFiniteLossError
 from rl.types import TrainingSample
+from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-_PER_TOKEN = ("token_ids", "mask", "generator_logprobs", "advantages", "policy_versions")
-_NOT_PER_TARGET = ("token_ids", "policy_versions", "ratio_mask")
+
+class NonFiniteLossError(RunError, ArithmeticError):
+    """A loss or gradient is NaN or infinite; raised on every rank after the gradient is dropped."""
+
+    def __init__(self, what: str, policy_version: int, batch_file: str | None) -> None:
+        """
+        Args:
+            what: the quantity and its value.
+            policy_version: version of the weights that produced it.
+            batch_file: npz file of the samples since the last step, if one was written.
+        """
+        super().__init__(what, policy_version, batch_file)
+        self.what = what
+        self.policy_version = policy_version
+        self.batch_file = batch_file
+
+    def message(self) -> str:
+        saved = f"; the batch is in {self.batch_file}" if self.batch_file else ""
+        return f"{self.what} at policy version {self.policy_version}{saved}"
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written or read; earlier checkpoints are unchanged."""
+
+
+@contextmanager
+def checkpoint_errors(
+    what: str, *, kinds: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+) -> Iterator[None]:
+    """Raise errors as a CheckpointError that begins with `what`, except that a folder exists."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except kinds as error:
+        raise CheckpointError(f"{what}: {error}") from error
+
+
+def unwritten(folder: str) -> AbstractContextManager[None]:
+    """Raise errors of the disk as a CheckpointError that names the folder."""
+    what = f"{folder} was not written, earlier content is unchanged"
+    return checkpoint_errors(what, kinds=(OSError, SafetensorError))
 
 
 def non_finite(
     what: str, *, policy_version: int, samples: Sequence[TrainingSample], folder: str | None
 ) -> NonFiniteLossError:
-    """The error to raise on every rank, with the samples in `folder`, if any, written by the first."""
+    """Return the error to raise on every rank; the first rank writes the samples into `folder`."""
     file = None
     if folder is not None:
         file = Path(folder) / f"nan_batch_version_{policy_version}.npz"
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 write_batch(file, samples)
-            except OSError as error:  # the number is what the run stops for
+            except OSError as error:  # The run stops because of the loss, not of the disk.
                 with suppress(OSError):
                     file.unlink()
                 logger.warning("%s was not written: %s", file, error.strerror or error)
@@ -43,43 +81,25 @@ def non_finite(
 
 
 def write_batch(file: str | Path, samples: Sequence[TrainingSample]) -> None:
-    """An npz of each per-token array joined to [T], with `lengths` and `temperatures` [S].
-
-    Arrays [T, K] are there row by row, and `num_targets` [S] is K, or 0 for [T]: calls of one step may differ
-    in it.
-    """
+    """Write samples as an npz file with one array `<number>.<field>` for each field that is not None."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    if any(s.targets is not None for s in samples):
-        samples = [s if s.targets is not None else replace(s, targets=s.token_ids) for s in samples]
-    there = [name for name in OPTIONAL if all(getattr(s, name) is not None for s in samples)]
-    names = [*_PER_TOKEN, *there]
-    joined = {name: np.concatenate([getattr(s, name).ravel() for s in samples]) for name in names}
-    np.savez_compressed(
-        file,
-        allow_pickle=False,
-        lengths=np.asarray([len(s.token_ids) for s in samples]),
-        temperatures=np.asarray([s.temperature for s in samples]),
-        num_targets=np.asarray([0 if s.mask.ndim == 1 else s.mask.shape[1] for s in samples]),
-        **joined,
-    )
+    arrays = {
+        f"{number}.{f.name}": value
+        for number, sample in enumerate(samples)
+        for f in fields(sample)
+        if (value := getattr(sample, f.name)) is not None
+    }
+    np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def read_batch(file: str | Path) -> list[TrainingSample]:
-    """The samples that `write_batch` wrote."""
+    """Read the samples that `write_batch` wrote."""
+    samples: dict[str, dict[str, Any]] = {}
     with np.load(file, allow_pickle=False) as content:
-        lengths = content["lengths"]
-        num_targets = content.get("num_targets", np.zeros_like(lengths))
-        columns: dict[str, list[np.ndarray]] = {}
-        for name in (*_PER_TOKEN, *OPTIONAL):
-            if name in content:
-                width_S = np.zeros_like(lengths) if name in _NOT_PER_TARGET else num_targets
-                flat_S = np.split(content[name], np.cumsum(lengths * np.maximum(1, width_S))[:-1])
-                columns[name] = [
-                    flat.reshape(-1, width) if width else flat
-                    for flat, width in zip(flat_S, width_S.tolist(), strict=True)
-                ]
-        temperatures = content["temperatures"].tolist()
+        for key in content:
+            number, _, name = key.partition(".")
+            samples.setdefault(number, {})[name] = content[key]
     return [
-        TrainingSample(**{name: column[i] for name, column in columns.items()}, temperature=temperature)
-        for i, temperature in enumerate(temperatures)
+        TrainingSample(**sample | {"temperature": sample["temperature"].item()})
+        for sample in samples.values()
     ]

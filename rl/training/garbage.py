@@ -1,7 +1,7 @@
-"""Python's garbage collection at chosen moments.
+"""Python's garbage collection on all ranks at the same step.
 
-A collection stops one process for a while, at a moment of its own; ranks that wait for each
-other then wait for all of their collections, one after another.
+A collection pauses one process at an unpredictable moment; ranks that wait for each other would wait for the
+pauses of all ranks one after another.
 """
 
 from __future__ import annotations
@@ -10,53 +10,36 @@ import gc
 import logging
 import time
 
-from torch import Tensor
-
 logger = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Collects after every n-th step and at no other time, until closed. Of the whole process."""
+    """Collects after every n-th step and at no other time until closed, in the whole process."""
 
     def __init__(self, *, every_steps: int, debug: bool) -> None:
-        """0 changes nothing."""
+        """
+        Args:
+            every_steps: 0 leaves collection to Python.
+        """
         self.every_steps = every_steps
         self.debug = debug
-        self._enable_again = False
+        self._enable_again = bool(every_steps) and gc.isenabled()
         if every_steps:
-            self._enable_again = gc.isenabled()
             gc.disable()
             gc.collect()
 
     def after_step(self, step: int) -> None:
-        """`step` is the number of steps done."""
-        if self.every_steps and step % self.every_steps == 0:
-            if self.debug:
-                _collect_and_log(step)
-            else:
-                gc.collect()
+        """Collect if `step`, the number of steps done, is due."""
+        if not self.every_steps or step % self.every_steps:
+            return
+        started = time.perf_counter()
+        num_objects = gc.collect()
+        if self.debug:
+            took_s = time.perf_counter() - started
+            logger.info("garbage collection after step %d: %d objects, %.3f s", step, num_objects, took_s)
 
     def close(self) -> None:
-        """Leave collecting to Python again, if it was; idempotent."""
+        """Re-enable Python's own collection if it was enabled before; idempotent."""
         if self._enable_again:
             gc.enable()
             self._enable_again = False
-
-
-def _collect_and_log(step: int) -> None:
-    started = time.perf_counter()
-    flags = gc.get_debug()
-    gc.set_debug(flags | gc.DEBUG_SAVEALL)  # keep what is found, to look at it
-    try:
-        num_objects = gc.collect()
-        tensors = [found for found in gc.garbage if isinstance(found, Tensor)]
-        num_tensors, num_bytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
-        del tensors
-    finally:
-        gc.garbage.clear()
-        gc.set_debug(flags)
-    gc.collect()
-    logger.info(
-        "garbage collection after step %d: %d objects in cycles, %d tensors of %d bytes among them, %.3f s",
-        step, num_objects, num_tensors, num_bytes, time.perf_counter() - started,
-    )  # fmt: skip

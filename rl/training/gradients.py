@@ -1,60 +1,311 @@
-"""What happens to accumulated gradients before the optimizer: sum, norm, scale and clip."""
+"""Accumulation of gradients over micro-batches and calls, and the step's norm, scale and clip.
+
+Gradients are sums over micro-batches, calls and ranks; `optim_step` divides once by the summed denominator. So k
+calls on parts of a batch equal one call on the whole.
+
+Shape legend: T packed tokens of one micro-batch, K targets of each where there are several.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rl.distributed.reductions import sum_over_world
-from rl.distributed.shards import local_tensor, num_shards
+from losses.ops import drawn_tokens
+from losses.types import Loss, LossInputs, LossOutput, uses_entropy
+from rl.distributed.collectives import reduce_sums_and_maxima, sum_over_world
+from rl.distributed.process_group import awaiting
+from rl.distributed.sharding import local_tensor, num_shards
+from rl.rollouts.packing import PackedBatch
+from rl.training.experts import ExpertBalance
+from rl.training.failures import non_finite
+from rl.training.policy import Policy, TokenValues
+from rl.training.reference import ReferencePolicy
+from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
-COALESCED = 1 << 16
-"""Numbers of a gradient that is summed together with others: a norm's, not that of whole experts."""
+_SUMS = (
+    "loss", "denominator", "num_valid", "num_masked", "entropy", "num_drawn", "logprob_diff", "num_different",
+    "num_padding", "num_rows", "num_attended",
+)  # fmt: skip
+"""Sums of each micro-batch in the order of `CallSums.add`; the loss's own metrics follow."""
+
+
+class GradientAccumulator:
+    """The gradient between two optimizer steps.
+
+    Every rank makes the same calls with the same samples. A call that fails after it has started drops the whole
+    accumulated gradient; a call that is refused changes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        reference: ReferencePolicy | None,
+        experts: ExpertBalance,
+        failure_folder: str | None,
+    ) -> None:
+        """
+        Args:
+            failure_folder: receives the samples of a loss that is not finite.
+        """
+        self._policy = policy
+        self._reference = reference
+        self._experts = experts
+        self._failure_folder = failure_folder
+        self.num_calls = 0
+        """Calls since the last `optim_step`."""
+        self.denominator: float | None = None
+        """Sum over calls and ranks; None if nothing is accumulated or the loss asks for no division."""
+        self._samples: list[TrainingSample] = []
+        """Samples to write if the step is not finite; empty without a failure folder."""
+
+    def add(
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        loss: Loss,
+        version: int,
+        return_logprobs: bool | Sequence[int],
+    ) -> ForwardBackwardResult:
+        """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
+        wanted = _wanted_samples(return_logprobs, num_samples=len(samples))
+        call = self._call(samples, loss=loss, wanted=wanted)
+        with self.dropped_on_error(f"forward_backward of step {version}"):
+            for batch in self._with_reference(call.batches, loss):
+                self._backward(batch.to(self._policy.device), loss=loss, call=call)
+            result = replace(call.result(), expert_load=self._experts.reduce())
+            self.num_calls += 1
+            if self._failure_folder is not None:
+                self._samples.extend(samples)
+            if call.has_denominator:
+                self.denominator = (self.denominator or 0.0) + result.denominator
+            self._check_finite(f"loss {result.loss_sum}", result.loss_sum, version, self._samples)
+        return result
+
+    @torch.no_grad()
+    def evaluate(
+        self, samples: Sequence[TrainingSample], *, loss: Loss, version: int
+    ) -> ForwardBackwardResult:
+        """Return what `add` would, with logprobs, without a gradient (`TrainingEngine.forward`)."""
+        call = self._call(samples, loss=loss, wanted=range(len(samples)))
+        with awaiting(f"forward of step {version}", record_in=self._failure_folder):
+            try:
+                for batch in self._with_reference(call.batches, loss):
+                    batch = batch.to(self._policy.device)
+                    logprobs_T, entropy_T = self._policy.forward(batch)
+                    call.add(
+                        batch, *_evaluate(batch, logprobs_T, entropy_T, loss=loss), logprobs_T, entropy_T
+                    )
+            finally:
+                self._policy.release()
+            result = call.result()
+        self._check_finite(f"loss {result.loss_sum}", result.loss_sum, version, samples)
+        return result
+
+    def scale(self, *, allow_empty: bool = False) -> float:
+        """Return the factor by which the summed gradient is multiplied.
+
+        Raises:
+            ValueError: nothing is accumulated or no token was valid, unless `allow_empty` is set.
+        """
+        if allow_empty and not self.denominator:
+            return 1.0
+        if not self.num_calls:
+            raise ValueError("optim_step without an accumulated gradient: call forward_backward first")
+        if self.denominator is None:
+            return 1.0
+        if not self.denominator > 0.0:
+            raise ValueError(
+                f"the denominator of this step is {self.denominator:g}: no sample had a valid token"
+            )
+        return 1.0 / self.denominator
+
+    def finish(self, *, scale: float, max_norm: float, version: int) -> float:
+        """Sum over ranks, multiply by `scale`, clip, and return the norm before clipping.
+
+        Raises:
+            NonFiniteLossError: the norm is NaN or infinite.
+        """
+        parameters = list(self._policy.trained_parameters.values())
+        if not self.num_calls:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter.data)
+        sum_partial_gradients(parameters)
+        norm = global_norm(parameters, mesh=self._policy.mesh) * scale
+        self._check_finite(f"gradient norm {norm}", norm, version, self._samples)
+        factor = scale * min(1.0, max_norm / (norm + 1e-6))
+        if factor != 1.0:
+            torch._foreach_mul_(_local_gradients(parameters), factor)
+        return norm
+
+    def drop(self) -> None:
+        """Drop the accumulated gradient."""
+        for parameter in self._policy.parameters.values():
+            parameter.grad = None
+        self.num_calls, self.denominator, self._samples = 0, None, []
+        self._experts.forget()
+
+    @contextmanager
+    def dropped_on_error(self, what: str) -> Iterator[None]:
+        """Drop the gradient if the block fails; a collective that fails is reported as part of `what`."""
+        try:
+            with awaiting(what, record_in=self._failure_folder):
+                yield
+        except BaseException:
+            self._policy.release()
+            self.drop()
+            raise
+
+    def _call(self, samples: Sequence[TrainingSample], *, loss: Loss, wanted: Sequence[int]) -> CallSums:
+        if not samples:
+            raise ValueError("forward and forward_backward need samples: there are no samples")
+        return CallSums(samples, policy=self._policy, wanted=wanted)
+
+    def _with_reference(self, batches: list[PackedBatch], loss: Loss) -> list[PackedBatch]:
+        """Attach reference logprobs if the loss reads them and there is a reference policy."""
+        if self._reference is None or not getattr(loss, "uses_reference", False):
+            return batches
+        return self._reference.attach(batches)
+
+    def _backward(self, batch: PackedBatch, *, loss: Loss, call: CallSums) -> None:
+        policy = self._policy
+        logprobs_T, entropy_T = policy.forward(batch, entropy_gradient=uses_entropy(loss))
+        self._experts.count(policy.real_tokens(batch))
+        inputs, output = _evaluate(batch, logprobs_T, entropy_T, loss=loss)
+        if self.num_calls and (output.denominator is None) != (self.denominator is None):
+            raise ValueError(
+                "this loss has a denominator and an earlier one of the same step has none, or the reverse: call "
+                "optim_step between them"
+            )
+        # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
+        loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
+        loss_sum.backward()
+        call.add(batch, inputs, output, logprobs_T, entropy_T)
+
+    def _check_finite(self, what: str, value: float, version: int, samples: Sequence[TrainingSample]) -> None:
+        if not math.isfinite(value):
+            raise non_finite(what, policy_version=version, samples=samples, folder=self._failure_folder)
+
+
+class CallSums:
+    """Micro-batches of one call, and sums over them that stay on the device until the end of the call."""
+
+    def __init__(self, samples: Sequence[TrainingSample], *, policy: Policy, wanted: Sequence[int]) -> None:
+        """
+        Args:
+            wanted: indices of the samples whose logprobs are returned.
+        """
+        self.batches = policy.pack(samples)
+        self.has_denominator = False
+        self._started = time.perf_counter()
+        self._samples = samples
+        self._policy = policy
+        self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None
+        self._rows: list[Tensor] = []
+        self._largest: list[Tensor] = []
+        self._metrics: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def add(
+        self,
+        batch: PackedBatch,
+        inputs: LossInputs,
+        output: LossOutput,
+        logprobs_T: Tensor,
+        entropy_T: Tensor,
+    ) -> None:
+        """Add the sums and logprobs of one micro-batch."""
+        if self._values is not None:
+            self._values.add(batch, logprobs_T)
+        entropy_T = _by_target(entropy_T, batch)
+        logprobs_T = inputs.logprobs.detach()
+        drawn_T = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
+        diff_T = torch.where(drawn_T, (logprobs_T - inputs.generator_logprobs).abs(), 0.0)
+        is_padding_T = batch.sequence_ids == batch.num_sequences
+        denominator = output.denominator
+        self.has_denominator = denominator is not None
+        self._metrics = tuple(output.metric_sums)
+        row = (
+            output.loss_sum.detach(),
+            torch.zeros_like(output.loss_sum) if denominator is None else denominator,
+            output.num_tokens,
+            inputs.mask.sum(),
+            torch.where(inputs.mask, entropy_T, 0.0).sum(),
+            drawn_T.sum(),
+            diff_T.sum(),
+            (drawn_T & (logprobs_T != inputs.generator_logprobs)).sum(),
+            is_padding_T.sum(),
+            torch.full_like(output.num_tokens, batch.sequence_ids.numel()),
+            torch.where(is_padding_T, 0, batch.positions + 1).sum(),
+            *output.metric_sums.values(),
+        )
+        self._rows.append(torch.stack([value.detach().double() for value in row]))
+        self._largest.append(diff_T.amax().double())
+
+    def result(self) -> ForwardBackwardResult:
+        """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0, a ratio 1."""
+        policy, samples = self._policy, self._samples
+        totals, (logprob_diff_max,) = reduce_sums_and_maxima(
+            torch.stack(self._rows).sum(0), torch.stack(self._largest).amax().reshape(1), mesh=policy.mesh
+        )
+        sums = dict(zip(_SUMS, totals, strict=False))
+        num_valid = sums["num_valid"]
+        metric_sums = zip(self._metrics, totals[len(_SUMS) :], strict=True)
+        means = {name: _mean(value, num_valid) for name, value in metric_sums}
+        advantages_T = np.concatenate([s.advantages[1:][s.mask[1:]] for s in samples]).astype(np.float64)
+        return ForwardBackwardResult(
+            loss_sum=sums["loss"],
+            denominator=sums["denominator"],
+            num_samples=len(samples),
+            num_tokens=sum(len(s.token_ids) - 1 for s in samples),
+            num_valid_tokens=round(num_valid),
+            advantage_mean=float(advantages_T.mean()) if advantages_T.size else 0.0,
+            advantage_std=float(advantages_T.std()) if advantages_T.size else 0.0,
+            ratio_mean=means.get("ratio", 1.0) if num_valid else 1.0,
+            clipped_fraction=means.get("clipped_fraction", 0.0),
+            entropy_mean=_mean(sums["entropy"], sums["num_masked"]),
+            logprob_diff_mean=_mean(sums["logprob_diff"], sums["num_drawn"]),
+            logprob_diff_max=logprob_diff_max,
+            logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
+            loss_metrics=means,
+            packing=Packing(
+                num_micro_batches=len(self._rows),
+                num_packed=round(sums["num_rows"] - sums["num_padding"]),
+                num_padding=round(sums["num_padding"]),
+                num_room=len(self._rows) * policy.micro_batch_room,
+                num_attended=round(sums["num_attended"]),
+            ),
+            logprobs=None if self._values is None else tuple(self._values.collect()),
+            time_s=time.perf_counter() - self._started,
+        )
 
 
 def sum_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Finish the sums over tensor-parallel ranks that backward has left open.
+    """Sum the gradients that backward has left partial over tensor-parallel ranks.
 
-    A replicated parameter has seen only its rank's tokens or heads. Small ones, as a norm's weight, share
-    one collective a mesh; larger ones, as experts that are not split, are summed where they are.
+    A replicated parameter, as of a norm, has seen only its rank's tokens or heads.
     """
-    partial: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-            assert grad.device_mesh.ndim == 1, "a partial sum is over the tensor-parallel axis alone"
-            partial.setdefault((grad.device_mesh, grad.dtype), []).append(parameter)
-    for (mesh, _), members in partial.items():
-        local = [p.grad.to_local().contiguous() for p in members]  # type: ignore[union-attr]
-        _sum_in_place(local, group=mesh.get_group())
-        for parameter, grad in zip(members, local, strict=True):
             assert isinstance(parameter.data, DTensor)
-            parameter.grad = DTensor.from_local(grad, mesh, parameter.data.placements, run_check=False)
-
-
-def _sum_in_place(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> None:
-    small = [tensor for tensor in tensors if tensor.numel() < COALESCED]
-    if small:
-        flat = torch.cat([tensor.flatten() for tensor in small])
-        dist.all_reduce(flat, group=group)
-        for tensor, summed in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
-            tensor.copy_(summed.view_as(tensor))
-    for tensor in tensors:
-        if tensor.numel() >= COALESCED:
-            dist.all_reduce(tensor, group=group)
+            parameter.grad = grad.redistribute(placements=parameter.data.placements)
 
 
 def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) -> float:
-    """2-norm of all gradients, the same number on every rank; one collective over the world.
+    """Return the 2-norm of all gradients, the same number on every rank, with one collective.
 
-    Every rank adds the squares of its own parts, each divided by the number of ranks that
-    hold the same part.
+    Each rank adds the squares of its own shards, divided by the number of ranks that hold the same shard.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(_local_gradients(with_grad))
@@ -65,22 +316,51 @@ def global_norm(parameters: Sequence[nn.Parameter], *, mesh: DeviceMesh | None) 
     return math.sqrt(sum_over_world(total, mesh=mesh))
 
 
-def zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Let every parameter have a gradient of zero, placed as it is."""
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter.data)
-
-
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients, in place."""
-    if factor != 1.0:
-        torch._foreach_mul_(_local_gradients(parameters), factor)
-
-
-def clip_factor(norm: float, *, max_norm: float) -> float:
-    """What to multiply gradients of this norm by so that it is at most `max_norm`."""
-    return min(1.0, max_norm / (norm + 1e-6))
-
-
 def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [local_tensor(p.grad) for p in parameters if p.grad is not None]
+
+
+def _evaluate(
+    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, *, loss: Loss
+) -> tuple[LossInputs, LossOutput]:
+    """Call the loss; K targets of a token become K entries in a row, so that [T, K] becomes [T K]."""
+    inputs = LossInputs(
+        logprobs=logprobs_T.flatten(),
+        generator_logprobs=batch.generator_logprobs.flatten(),
+        advantages=batch.advantages.flatten(),
+        mask=batch.mask.flatten(),
+        sequence_ids=_by_target(batch.sequence_ids, batch),
+        num_sequences=batch.num_sequences,
+        reference_logprobs=_flat(batch.reference_logprobs),
+        proximal_logprobs=_flat(batch.proximal_logprobs),
+        ratio_mask=batch.ratio_mask,
+        entropy=_by_target(entropy_T, batch) if uses_entropy(loss) else None,
+    )
+    return inputs, loss(inputs)
+
+
+def _by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:
+    """Repeat each token's value for each of its targets, [T] to [T K]."""
+    if batch.targets.ndim == 1:
+        return values_T
+    return values_T.repeat_interleave(batch.targets.size(1))
+
+
+def _flat(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.flatten()
+
+
+def _wanted_samples(asked: bool | Sequence[int], *, num_samples: int) -> Sequence[int]:
+    """Return the indices of the samples whose logprobs are returned."""
+    if isinstance(asked, bool):
+        return range(num_samples if asked else 0)
+    indices = list(asked)
+    if any(not 0 <= index < num_samples for index in indices) or len(set(indices)) < len(indices):
+        raise ValueError(
+            f"return_logprobs={indices}: must be different sample indices from 0 to {num_samples - 1}"
+        )
+    return indices
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else 0.0

@@ -1,14 +1,14 @@
-"""Muon: momentum, of which each weight matrix is orthogonalised before it is applied.
+"""Muon: gradient momentum that is orthogonalised matrix by matrix before it is applied.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 https://kellerjordan.github.io/posts/muon; scale of the update: Liu et al., "Muon is Scalable
 for LLM Training" (arXiv:2502.16982), equation 4.
 
-A matrix is one tensor of the Hugging Face checkpoint, or a factor of the adapter beside one: of a
-fused projection (q, k, v; gate, up) or of stacked experts each part is orthogonalised alone, or the
-result would depend on how we store them. Orthogonalisation needs the whole matrix: shards of the
-momentum are gathered, the parameters are dealt out to the ranks, and each rank sends what it has
-computed to all others. So the work is shared, and all ranks apply the same bits.
+A matrix is one tensor of the Hugging Face checkpoint: each part of a fused projection (q, k, v; gate, up) or of
+stacked experts is orthogonalised on its own, so that the result does not depend on how weights are stored. Factors
+of adapters are taken as they are stacked. Orthogonalisation needs the whole matrix, so shards of the momentum are
+gathered, parameters are dealt out to ranks, and each rank broadcasts its results. The work is shared, and all ranks
+apply the same bits.
 
 Shape legend: A, B rows and columns of a matrix.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,31 +26,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.distributed.shards import local_shard_of, local_tensor, whole_tensor
+from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
 from rl.models.spec import StateDictAdapter
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose iteration takes singular values to about 1; steepest at 0, by the first source."""
+"""Coefficients of the quintic whose iteration brings singular values to about 1 (first source)."""
 EPS = 1e-7
 
 
 @dataclass(kw_only=True, slots=True)
 class MuonConfig:
-    """Settings of Muon's matrices; lr and weight decay are the optimizer's."""
+    """Settings of the matrices that Muon steps; lr and weight decay are the optimizer's."""
 
     momentum: float = 0.95
     """Decay of the running mean of the gradient."""
     nesterov: bool = True
-    """Look ahead: mix the gradient into its mean once more."""
+    """Use Nesterov momentum: mix the gradient into its mean once more."""
     num_iterations: int = 5
-    """Of Newton and Schulz's method, which makes the mean's singular values about 1."""
+    """Iterations of the Newton-Schulz method, which brings singular values to about 1."""
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Of the orthogonal update of a matrix with A rows and B columns: 0.2 sqrt(max(A, B)) makes it as
-    large as AdamW's, so that one lr suits both; original is sqrt(max(1, A / B))."""
+    """Scale of the update of a matrix with A rows and B columns: 0.2 sqrt(max(A, B)) matches AdamW's size, so
+    that one lr suits both; original is sqrt(max(1, A / B))."""
     lr_ratio: float = 1.0
-    """Learning rate of the matrices as a multiple of the optimizer's; scale original wants more."""
+    """Learning rate of the matrices as a multiple of the optimizer's; scale original needs a larger one."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the iteration's matrix products."""
+    """Dtype of the iteration's matrix products."""
 
     def __post_init__(self) -> None:
         check_momentum(self.momentum)
@@ -65,15 +66,15 @@ def check_momentum(momentum: float) -> None:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps it: a matrix, or a stack of them, of one of the blocks.
+    """Return whether Muon steps a parameter: a matrix, or a stack of matrices, of a block.
 
-    Embedding, output head and norms are not: their rows are not directions of one linear map.
+    AdamW steps embedding, output head and norms, whose rows are not directions of one linear map.
     """
     return name.startswith("layers.") and parameter.ndim >= 2
 
 
 class Muon:
-    """Over the weight matrices of a model, whole or sharded in any layout."""
+    """Muon over a model's weight matrices, whole or sharded in any layout."""
 
     def __init__(
         self,
@@ -82,15 +83,17 @@ class Muon:
         parameters: Mapping[str, nn.Parameter],
         adapter: StateDictAdapter | None,
     ) -> None:
-        """`adapter` says which matrices a parameter is made of; without it, or of a name that it does not
-        know, it is one."""
+        """
+        Args:
+            adapter: splits a parameter into its matrices; a parameter that it does not know is one matrix.
+        """
         self.config = config
         self.parameters = dict(parameters)
         self.adapter = adapter
         self.momenta: dict[nn.Parameter, Tensor] = {}
 
     def momentum_of(self, parameter: nn.Parameter) -> Tensor:
-        """Its running mean, made of zeros where there is none yet."""
+        """Return the running mean of a parameter, creating zeros if there is none."""
         if parameter not in self.momenta:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             self.momenta[parameter] = zeros.requires_grad_(False)
@@ -98,7 +101,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, momentum: float) -> None:
-        """Update the parameters that have a gradient; every rank takes part."""
+        """Update all parameters that have a gradient; collective."""
         lr *= self.config.lr_ratio
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with_grad = [(name, p) for name, p in self.parameters.items() if p.grad is not None]
@@ -108,8 +111,8 @@ class Muon:
             for owner, (_, parameter) in enumerate(window):
                 whole = whole_tensor(self._advance(parameter, momentum=momentum))
                 mine = whole if owner == rank else mine
-                del whole  # or the next one is gathered while this is still held
-            # Only now, or the others would wait in the next gather.
+                del whole  # Free it before the next matrix is gathered.
+            # Compute after all gathers of the window, so that no rank waits in the next gather.
             update = None if mine is None else self._orthogonalized(window[rank][0], mine)
             for owner, (_, parameter) in enumerate(window):
                 whole = update if owner == rank and update is not None else _room_for(parameter)
@@ -120,7 +123,7 @@ class Muon:
                 local.add_(local_shard_of(whole, parameter).to(local), alpha=-lr)
 
     def _advance(self, parameter: nn.Parameter, *, momentum: float) -> Tensor:
-        """Take the gradient into the momentum; what is to be orthogonalised, placed as the parameter."""
+        """Update the momentum and return the matrix to orthogonalise, placed as the parameter."""
         assert parameter.grad is not None
         gradient, mean = local_tensor(parameter.grad), local_tensor(self.momentum_of(parameter))
         mean.lerp_(gradient, 1.0 - momentum)
@@ -134,8 +137,12 @@ class Muon:
         )  # fmt: skip
 
     def _orthogonalized(self, name: str, whole: Tensor) -> Tensor:
-        """Each of its matrices made orthogonal and scaled, in the parameter's dtype."""
-        parts = _matrices(self.adapter, name, whole)
+        """Orthogonalise and scale each matrix of a parameter, in the parameter's dtype."""
+        parts = {name: whole}
+        if self.adapter is not None:
+            with suppress(KeyError):  # A converter added the parameter.
+                self.adapter.hf_names(name)
+                parts = self.adapter.to_hf(name, whole)
         dtype = getattr(torch, self.config.compute_dtype)
         updates = []
         for part_AB in parts.values():
@@ -148,9 +155,9 @@ class Muon:
 
 
 def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
-    """About U V^T of the singular value decomposition U S V^T: a quintic takes S to 0.7 .. 1.2.
+    """Return approximately U V^T of the singular value decomposition U S V^T; singular values end in 0.7 .. 1.2.
 
-    Singular values far below the largest are reached later; 0 stays 0.
+    Values far below the largest need more iterations; 0 stays 0.
     """
     a, b, c = COEFFICIENTS
     tall = matrix_AB.size(0) > matrix_AB.size(1)
@@ -162,16 +169,6 @@ def orthogonalize(matrix_AB: Tensor, *, num_iterations: int) -> Tensor:
     return x.T if tall else x
 
 
-def _matrices(adapter: StateDictAdapter | None, name: str, whole: Tensor) -> dict[str, Tensor]:
-    if adapter is None:
-        return {name: whole}
-    try:
-        adapter.hf_names(name)
-    except KeyError:  # a parameter that a converter added and says nothing of
-        return {name: whole}
-    return adapter.to_hf(name, whole)
-
-
 def _scale(matrix_AB: Tensor, kind: str) -> float:
     rows, columns = matrix_AB.shape
     if kind == "original":
@@ -180,7 +177,7 @@ def _scale(matrix_AB: Tensor, kind: str) -> float:
 
 
 def _device_of(parameter: nn.Parameter) -> torch.device:
-    """Where it is computed with: its shard may be kept on the host."""
+    """Return the device of the computation; the shard may be offloaded to the host."""
     data = parameter.data
     return torch.device(data.device_mesh.device_type) if isinstance(data, DTensor) else data.device
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
 from rl.models.spec import StateDictAdapter
+from rl.training.config import check_refused
 from rl.training.muon import Muon, MuonConfig, check_momentum, is_hidden_matrix
 from rl.types import OptimParams
 
 
 class Optimizer(Configurable):
-    """PyTorch's optimizer with settings that a caller may replace for one step.
+    """Adam, AdamW or Muon with settings that a caller can replace for one step.
 
     Weight decay applies to every parameter, norms and embeddings included.
     """
@@ -24,32 +25,31 @@ class Optimizer(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
-        """AdamW decays weights apart from the gradient; Adam adds the decay to it; Muon steps the matrices
-        of the blocks, and AdamW with it all other parameters."""
+        """AdamW decays weights apart from the gradient, Adam within it; Muon steps the matrices of the blocks, and
+        AdamW all other parameters."""
         lr: float = 1e-5
         """Peak learning rate; the schedule scales it."""
         betas: tuple[float, float] = (0.9, 0.95)
         """Decay of the running means of the gradient and of its square."""
         eps: float = 1e-8
-        """Added to the root of the second mean, against division by zero."""
+        """Added to the root of the second mean to avoid division by zero."""
         weight_decay: float = 0.0
-        """Share of lr by which every parameter shrinks each step, norms and embeddings too."""
+        """Decay of every parameter in each step as a multiple of lr, including norms and embeddings."""
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-        """One kernel for all parameters, one per operation, or one per operation and parameter; of Adam and
-        AdamW, while Muon has one implementation."""
+        """One kernel for all parameters, one per operation, or one per operation and parameter; Adam and AdamW
+        only."""
         muon: MuonConfig = field(default_factory=MuonConfig)
-        """Of name Muon alone."""
+        """Settings of Muon; refused for other names."""
         early_step_in_backward: bool = False
-        """Step each parameter as soon as its gradient is there; refused."""
+        """Step each parameter during backward; refused."""
 
         def __post_init__(self) -> None:
+            check_refused(self)
             _check_settings(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-            _check_muon(name=self.name, config=self.muon)
-            if self.early_step_in_backward:
+            self.muon.__post_init__()  # Callers may have edited fields.
+            if self.name != "Muon" and self.muon != MuonConfig():
                 raise ValueError(
-                    "early_step_in_backward=True: must be False: optim_step divides the gradient by the sum "
-                    "of the denominators of all forward_backward calls and clips it by its norm over all "
-                    "parameters, and neither is known during a backward pass"
+                    f"muon={self.muon} has no effect with name={self.name!r}: leave its defaults"
                 )
 
     def __init__(
@@ -59,8 +59,11 @@ class Optimizer(Configurable):
         parameters: Mapping[str, nn.Parameter],
         adapter: StateDictAdapter | None = None,
     ) -> None:
-        """`parameters` by name; `adapter` says which matrices they are made of, for Muon."""
-        config.__post_init__()  # A field may have been edited since.
+        """
+        Args:
+            parameters: by name; frozen ones are skipped.
+            adapter: splits parameters into matrices for Muon.
+        """
         self.config = config
         self.muon: Muon | None = None
         parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -77,10 +80,10 @@ class Optimizer(Configurable):
         )
 
     def settings(self, *, lr: float, params: OptimParams | None = None) -> dict[str, Any]:
-        """What one step uses: the configured settings, `lr` of the schedule, and then `params`.
+        """Return the settings of one step: the configured ones, `lr` of the schedule, and then `params`.
 
         Raises:
-            ValueError: for a setting out of range.
+            ValueError: a setting is out of range.
         """
         settings: dict[str, Any] = {
             "lr": lr,
@@ -101,29 +104,29 @@ class Optimizer(Configurable):
         return settings
 
     def step(self, settings: dict[str, Any]) -> None:
-        """Update the parameters from their gradients, with what `settings` returned."""
+        """Update the parameters from their gradients with the result of `settings`."""
         for group in self.inner.param_groups:
             group.update(self._adam_settings(settings))
         if self.muon is not None:
             self.muon.step(
                 lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
             )
-        self.inner.step()  # last: hooks after it find every parameter stepped
+        self.inner.step()  # Last, so that its hooks find every parameter stepped.
 
     @staticmethod
     def _adam_settings(settings: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in settings.items() if name != "momentum"}
 
     def reset(self) -> None:
-        """Forget the running means."""
+        """Drop the running means."""
         self.inner.state.clear()
         if self.muon is not None:
             self.muon.momenta.clear()
 
     def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """The running means of each parameter, and Adam's step count, made where there are none yet.
+        """Return the running means of each parameter and Adam's step count, creating missing ones.
 
-        The tensors are the optimizer's own: writing into them restores a state.
+        The tensors are not copied, so writing into them restores a state.
         """
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for parameter in parameters:
@@ -138,19 +141,6 @@ class Optimizer(Configurable):
             matrices = self.muon.parameters.values()
             states |= {p: {"momentum_buffer": self.muon.momentum_of(p)} for p in matrices}
         return states
-
-
-def _check_muon(*, name: str, config: MuonConfig) -> None:
-    config.__post_init__()
-    if name == "Muon":
-        return
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if value != f.default:
-            raise ValueError(
-                f"muon.{f.name}={value!r} has no effect with name={name!r}: must be {f.default!r}, or name "
-                "'Muon'"
-            )
 
 
 def _check_settings(

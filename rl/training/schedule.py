@@ -10,36 +10,35 @@ from rl.config.configurable import Configurable
 
 
 class LRSchedule(Configurable):
-    """The factor on the peak learning rate, a function of the step alone.
+    """Factor on the peak learning rate as a function of the step.
 
-    Over `total_steps`: linear warm-up, the peak, then decay over the last `decay_ratio` of
-    the steps; the factor stays at `min_ratio` from then on.
+    A linear warm-up, a plateau, and a decay over the last `decay_ratio` of `total_steps`; afterwards the factor
+    stays at `min_ratio`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         warmup_steps: int = 0
-        """Steps of linear warm-up; step n of them has n / warmup_steps of the peak."""
+        """Steps of linear warm-up; step n has n / warmup_steps of the peak."""
         decay: Literal["constant", "linear", "cosine", "sqrt"] = "constant"
-        """Shape of the decay; constant has none."""
+        """Shape of the decay; constant does not decay."""
         decay_ratio: float = 1.0
-        """Share of total_steps that decay, at the end; never before the warm-up is over."""
+        """Share of total_steps, at the end, over which the rate decays; never before the warm-up is over."""
         min_ratio: float = 0.0
         """Learning rate after the decay, as a share of the peak."""
         total_steps: int = 0
-        """Optimizer steps of the whole run; needed for a decay, and checked against the loop's in a run."""
+        """Optimizer steps of the whole run; needed for a decay, and must equal the loop's."""
 
         def __post_init__(self) -> None:
             _check(self)
 
     def __init__(self, *, config: Config) -> None:
-        _check(config)
         self.config = config
         length = round(config.decay_ratio * config.total_steps)
         self.decay_start = max(config.warmup_steps, config.total_steps - length)
 
     def factor(self, step: int) -> float:
-        """Of the step with that number, counted from 0."""
+        """Return the factor of a step, counted from 0."""
         config = self.config
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
@@ -64,29 +63,23 @@ def _check(config: LRSchedule.Config) -> None:
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ValueError(f"{name}={getattr(config, name)}: must be between 0 and 1")
     if config.decay == "constant":
-        for name, default in (("decay_ratio", 1.0), ("min_ratio", 0.0), ("total_steps", 0)):
-            if getattr(config, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(config, name)} has no effect with decay='constant': must be {default}, "
-                    "or decay 'linear', 'cosine' or 'sqrt'"
-                )
+        if (config.decay_ratio, config.min_ratio, config.total_steps) != (1.0, 0.0, 0):
+            raise ValueError(
+                "decay_ratio, min_ratio and total_steps have no effect with decay='constant': must be 1, 0 and 0, "
+                "or decay 'linear', 'cosine' or 'sqrt'"
+            )
         return
-    if config.total_steps <= config.warmup_steps:
+    num_decay = round(config.decay_ratio * config.total_steps)
+    if config.total_steps <= config.warmup_steps or not num_decay or config.min_ratio == 1.0:
         raise ValueError(
-            f"total_steps={config.total_steps}: decay={config.decay!r} needs the steps of the run, more "
-            f"than warmup_steps={config.warmup_steps}"
-        )
-    if config.min_ratio == 1.0:
-        raise ValueError(f"min_ratio=1.0: decay={config.decay!r} to the peak is none: must be below 1")
-    if not round(config.decay_ratio * config.total_steps):
-        raise ValueError(
-            f"decay_ratio={config.decay_ratio}: decay={config.decay!r} over no step of "
-            f"total_steps={config.total_steps}: must be larger, or decay 'constant'"
+            f"decay={config.decay!r} with total_steps={config.total_steps}, warmup_steps={config.warmup_steps}, "
+            f"decay_ratio={config.decay_ratio}, min_ratio={config.min_ratio}: nothing would decay; total_steps "
+            "must be the steps of the run, above warmup_steps, decay_ratio above 0, and min_ratio below 1"
         )
 
 
 def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatches: int) -> None:
-    """Raise ValueError for a decay over another number of steps than those of the loop."""
+    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps."""
     in_loop = num_steps * num_minibatches
     if config.decay != "constant" and num_steps and config.total_steps != in_loop:
         raise ValueError(

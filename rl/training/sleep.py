@@ -1,11 +1,11 @@
-"""A trainer that leaves its device to somebody else for a while: its tensors go to the host and come back.
+"""Sleep and wake of a trainer that shares its GPU: tensors move to host memory and back.
 
     sleep = TrainerSleep(engine)
-    sleep.sleep()     # the device's memory is free; nothing but wake may be called
-    sleep.wake()      # every bit is where it was
+    sleep.sleep()     # the device memory is free; only wake may be called
+    sleep.wake()      # every tensor has its bits again
 
-Tensors keep their identity: only the memory behind them goes, so whoever holds a parameter, FSDP and the
-optimizer among them, still holds it afterwards.
+Tensors keep their identity, because only the memory behind them is freed; references that FSDP and the optimizer hold
+stay valid.
 """
 
 from __future__ import annotations
@@ -14,97 +14,85 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl.distributed.process_group import World, barrier
-from rl.distributed.shards import local_tensor, unwrapped
+from rl.distributed.sharding import local_tensor, unwrapped
 from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
-from rl.training.engine_config import EngineConfig
 from rl.training.memory import MemoryEstimate
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_BYTES = 2 * 2**30
-"""What a process keeps of a GPU however little it stores there: context, NCCL's buffers, pieces that the
-allocator cannot give back. Assumed, not measured."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Moved:
-    storage: torch.UntypedStorage
-    num_bytes: int
+"""Bytes that a process keeps on a GPU in any case: context, NCCL's buffers, fragmentation. Assumed, not measured."""
 
 
 class TrainerSleep:
-    """Of one rank's engine; every rank calls the same."""
+    """Moves the tensors of one rank's engine; every rank makes the same calls."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self.engine = engine
-        self._moved: list[_Moved] = []
+        self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
+        """Emptied storages, each with the host copy of its bytes."""
         self._host: dict[int, Tensor] = {}
-        """Where each storage goes, kept from one sleep to the next: page-locked memory takes long to get."""
-        self._asleep = False
-
-    @property
-    def asleep(self) -> bool:
-        return self._asleep
+        """Host copy of each storage, kept between sleeps because page-locked memory is slow to allocate."""
+        self.asleep = False
 
     def sleep(self) -> int:
-        """Move weights, optimizer state and reference policy to the host; idempotent.
-
-        Returns:
-            Bytes freed on the device.
+        """Move weights, optimizer state and reference policy to the host; return the bytes freed. Idempotent.
 
         Raises:
             ValueError: a gradient is accumulated, which would be lost.
         """
-        if self._asleep:
+        if self.asleep:
             return 0
         engine = self.engine
         if any(p.grad is not None for p in engine.policy.parameters.values()):
             raise ValueError("sleep with a gradient accumulated: call optim_step first")
         started = time.perf_counter()
-        engine.checkpointer.wait()  # one that is written in the background reads what is about to move
+        engine.checkpointer.wait()  # A background save may read what is about to move.
         engine.policy.release()
         if engine.reference is not None:
             engine.reference.policy.release()
         barrier()
         for storage in self._storages():
-            num_bytes = storage.nbytes()
-            key = storage._cdata
-            if key not in self._host or self._host[key].nbytes != num_bytes:
+            host = self._host.get(storage._cdata)
+            if host is None or host.nbytes != storage.nbytes():
                 pinned = storage.device.type == "cuda"
-                self._host[key] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-            self._host[key].untyped_storage().copy_(storage)
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                self._host[storage._cdata] = host
+            host.untyped_storage().copy_(storage)
             storage.resize_(0)
-            self._moved.append(_Moved(storage=storage, num_bytes=num_bytes))
-        self._asleep = True
-        _give_back(engine.device)
-        freed = sum(moved.num_bytes for moved in self._moved)
+            self._moved.append((storage, host))
+        self.asleep = True
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+            torch.cuda.empty_cache()
+        freed = sum(host.nbytes for _, host in self._moved)
         logger.info("asleep: %.3g GB freed in %.2f s", freed / 1e9, time.perf_counter() - started)
         return freed
 
     def wake(self) -> int:
-        """Bring everything back, bit for bit; idempotent. Returns the bytes moved."""
+        """Move everything back bit for bit; return the bytes moved. Idempotent."""
         started = time.perf_counter()
         moved_bytes = 0
-        # One leaves the list when it is back, so that a wake that found no memory can be tried again.
+        # A storage leaves the list once it is back, so that a wake that ran out of memory can be retried.
         while self._moved:
-            moved = self._moved[-1]
-            moved.storage.resize_(moved.num_bytes)
-            moved.storage.copy_(self._host[moved.storage._cdata].untyped_storage())
-            moved_bytes += self._moved.pop().num_bytes
-        if self._asleep:
+            storage, host = self._moved[-1]
+            storage.resize_(host.nbytes)
+            storage.copy_(host.untyped_storage())
+            self._moved.pop()
+            moved_bytes += host.nbytes
+        if self.asleep:
             logger.info("awake: %.3g GB back in %.2f s", moved_bytes / 1e9, time.perf_counter() - started)
-        self._asleep = False
+        self.asleep = False
         return moved_bytes
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """What lies on the engine's device, each memory once: tied parameters share theirs."""
+        """Return the storages on the engine's device; tied parameters share one."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             storage = local_tensor(unwrapped(tensor)).untyped_storage()
@@ -133,43 +121,47 @@ def check_shared_device(
     host_bytes: int,
     ranks_per_host: int,
 ) -> None:
-    """Whether trainer and generator can have a device by turns.
+    """Check that trainer and generator can take turns on a device, and their host holds the sleeping ranks.
 
     Args:
-        trainer: of one rank.
-        generator_fraction: of the device, that the generator takes (`generator.gpu_memory_utilization`).
-        host_bytes: memory of the host, where those sleep that have no turn.
+        trainer: memory of one rank.
+        generator_fraction: share of the device that the generator takes
+            (`generator.gpu_memory_utilization`).
 
     Raises:
-        ValueError: says what is needed, and which field to lower.
+        ValueError: a turn or the host needs more memory than there is.
     """
-    gb = 1e9
-    for who, need, field in (
-        ("the trainer's turn", trainer.total, "trainer.training.max_tokens_per_microbatch"),
-        ("the generator's turn", generator_fraction * device_bytes, "generator.gpu_memory_utilization"),
+    room = device_bytes - 2 * CONTEXT_BYTES
+    for what, need, there, advice in (
+        ("the trainer's turn", trainer.total, room, "lower trainer.training.max_tokens_per_microbatch"),
+        (
+            "the generator's turn",
+            generator_fraction * device_bytes,
+            room,
+            "lower generator.gpu_memory_utilization",
+        ),
+        (
+            f"{ranks_per_host} sleeping ranks of the trainer",
+            ranks_per_host * trainer.held,
+            host_bytes,
+            "use more hosts",
+        ),
     ):
-        if need + 2 * CONTEXT_BYTES > device_bytes:
+        if need > there:
             raise ValueError(
-                f"launch.share_gpus=True: {who} needs {need / gb:.3g} GB, and "
-                f"{2 * CONTEXT_BYTES / gb:.3g} GB stay with the two processes; the device has "
-                f"{device_bytes / gb:.3g} GB: lower {field}"
+                f"launch.share_gpus=True: {what} needs {need / 1e9:.3g} GB of {there / 1e9:.3g} GB: {advice}"
             )
-    asleep = ranks_per_host * trainer.held
-    if asleep > host_bytes:
-        raise ValueError(
-            f"launch.share_gpus=True: {ranks_per_host} sleeping ranks of the trainer need "
-            f"{asleep / gb:.3g} GB of the host, which has {host_bytes / gb:.3g} GB: more hosts, or no sharing"
-        )
 
 
 def check_this_device(
-    config: EngineConfig, spec: ModelSpec, *, world: World, generator_fraction: float, ranks_per_host: int
+    config: TrainingEngine.Config,
+    spec: ModelSpec,
+    *,
+    world: World,
+    generator_fraction: float,
+    ranks_per_host: int,
 ) -> None:
-    """`check_shared_device` of this process's GPU, before anything is allocated; nothing on a CPU.
-
-    Raises:
-        ValueError: as that says.
-    """
+    """Run `check_shared_device` for this process's GPU before anything is allocated; do nothing on a CPU."""
     device = world.default_device()
     if device.type != "cuda":
         return
@@ -181,9 +173,3 @@ def check_this_device(
         host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         ranks_per_host=ranks_per_host,
     )
-
-
-def _give_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Environment that Monarch's library reads when it is loaded; import this before it.
+"""Environment variables that Monarch reads when it is loaded; import this module before Monarch.
 
-`actors` and `rl.weights` do so in their `__init__`, ahead of all their modules. What the user
-has set stays. Actor processes inherit it.
+`actors` and `rl.weights` import it in their `__init__`. Variables that the user has set keep their
+values. Actor processes inherit the environment.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 
 SETTINGS = {
-    # A process that dies is noticed within a second instead of ten.
+    # Notice a dead process within one second instead of ten.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    # Monarch's own log, /tmp/$USER/monarch_log.log: warnings instead of every message.
+    # Write only warnings to Monarch's own log, /tmp/$USER/monarch_log.log.
     "MONARCH_FILE_LOG": "warn",
-    # The default's value; where it is not set, torchstore reconfigures the root logger.
+    # The default value; where the variable is unset, torchstore reconfigures the root logger.
     "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": str(10 * 2**30),
 }
 

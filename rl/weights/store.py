@@ -1,4 +1,4 @@
-"""Weights on their way from trainer to generators, under versions.
+"""Versions of the weights, on their way from trainer to generators.
 
     store = WeightStore.Config().build(dtype="bfloat16")     # controller
     await store.start(mesh)                                  # now it can be handed to actors
@@ -8,340 +8,375 @@
     await store.pull(version=3, state_dict=...)              # every generator rank, in place
     await store.prune()                                      # controller, after all of them
 
-A version is never overwritten, cannot be read before it is announced, and is deleted only
-when nobody reads it. Trainer and generator may be laid out differently: what travels are boxes
-of tensors, and a reader takes the intersections with its own. Processes of one host hand them
-over in shared memory (`rl/weights/segments.py`), others by torchstore's messages or RDMA. Push
-and pull return checksums of what was sent and of what then was there, for the canary.
+A version is a snapshot: it is published under a new key, readable once it is announced, never overwritten,
+and deleted only when nothing reads it. Trainer and generator may be sharded differently.
 
-Every operation has the deadline `timeout_s`; its error names operation, version, rank, number
-of tensors and what was awaited.
+How a weight gets from the trainer's optimizer into vLLM:
+
+    actors/trainer.py          `push_model_state_dict` hands the sharded model to `WeightStore.push`
+    rl/weights/store.py        this file: the order of the calls, deadlines, errors
+    rl/weights/plan.py         a rank's tensors as boxes; at a pull, the stored boxes cut to the reader's own
+    rl/weights/transport.py    copies boxes into shared memory, messages, RDMA or files, and out
+    rl/weights/volume.py       the actors behind it: volumes keep the boxes, the index knows the versions
+    actors/generator.py        `pull_model_state_dict` waits for a turn between two engine steps, then pulls
+    actors/vllm/core.py        `weights()`: the parameters of the model inside vLLM, written in place
+
+Push and pull return checksums of what was sent and of what then was there, for `rl.weights.checksum.check_sums`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import itertools
+import shutil
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from monarch.actor import ProcMesh
+import torch.distributed as dist
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError, ProcMesh
 from torch import Tensor
+from torchstore.transport import TensorSlice
 
 from rl.config.configurable import Configurable
-from rl.config.effect import unless
-from rl.types import BoxSum
-from rl.weights import messages
-from rl.weights.box_sums import box_sum
-from rl.weights.copying import Copier
-from rl.weights.deadline import Progress, operation
-from rl.weights.errors import VersionNotFoundError, WeightStoreError
-from rl.weights.messages import all_of
-from rl.weights.monarch_compat import has_rdma
-from rl.weights.plan import Read, plan_reads
-from rl.weights.room import Room
-from rl.weights.segments import SegmentRef, free_memory, this_host
-from rl.weights.shards import Outgoing, lay_out, outgoing_parts, parts_of
-from rl.weights.shared_memory import SharedMemory
-from rl.weights.volumes import (
-    BatchVolume,
-    RankStrategy,
-    VersionIndex,
-    VolumeStats,
-    current_torch_rank,
-)
+from rl.config.effect import only_if, unless
+from rl.observability.spans import span
+from rl.utils.errors import RunError
+from rl.utils.files import LOCK, is_unlocked, locked_folder
+from rl.utils.threads import run_aside
+from rl.weights.checksum import box_sum
+from rl.weights.plan import lay_out, num_elements, outgoing_parts, parts_of, plan_reads
+from rl.weights.shared_memory import SegmentRef, this_host
+from rl.weights.transport import Transport, gather_all, has_rdma
+from rl.weights.types import Transfer, WeightStoreError, WeightTimeoutError
+from rl.weights.volume import VersionIndex, Volume
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """What one rank sent or received."""
+@dataclass(kw_only=True, slots=True)
+class _Progress:
+    """Progress of an operation, for its error messages."""
 
-    num_bytes: int
-    sums: tuple[BoxSum, ...]
-    """One of each box."""
+    waiting_for: str = "the index"
 
 
 class WeightStore(Configurable):
-    """A handle on the store; after `start` it pickles, and works in any process of the run."""
+    """A handle on the store. After `start` it can be pickled and works in every process of the run."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         timeout_s: float = 120.0
-        """Longest that one push, pull or other operation may take."""
+        """Longest time of one push, pull or other operation."""
         keep_versions: int = 2
-        """How many of the newest versions `prune` keeps."""
-        state_dict_key: str = "policy"
-        """Prefix of the stored keys: `<state_dict_key>/v<version>/<name>`."""
+        """Number of the newest versions that `prune` keeps."""
+        state_dict_key: str = field(default="policy", metadata=only_if("transport", "files"))
+        """Name of the versions' folder in `folder`."""
         transport: Literal["auto", "torchstore", "files"] = "auto"
         """auto: shared memory between processes of one host, torchstore's messages or RDMA between hosts;
-        torchstore: that for all; files: through a folder, where all machines share a file system but
-        cannot reach each other."""
+        torchstore: messages or RDMA everywhere; files: a folder that all machines share, for machines that
+        cannot reach each other's memory."""
         rdma: bool = field(default=True, metadata=unless("transport", "files"))
         """Let torchstore use RDMA between hosts that have the hardware."""
-        num_threads: int = field(default=2, metadata=unless("transport", "files"))
-        """With how many CPU threads each rank copies, beside those that it computes with."""
-        folder: str | None = None
-        """Of the files, an absolute path; None is `weights` in the run's folder."""
+        num_threads: int = 2
+        """CPU threads of each rank that copy weights, besides the threads that compute."""
+        folder: str | None = field(default=None, metadata=only_if("transport", "files"))
+        """Absolute path of the folder for transport="files"; None: `weights` in the run's folder."""
 
         def __post_init__(self) -> None:
             if not self.timeout_s > 0:
                 raise ValueError(f"timeout_s={self.timeout_s} must be positive")
-            if self.keep_versions < 1:
-                raise ValueError(f"keep_versions={self.keep_versions} must be at least 1")
-            if self.num_threads < 1:
-                raise ValueError(f"num_threads={self.num_threads} must be at least 1")
-            _check_place(self)
+            for name in ("keep_versions", "num_threads"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if self.folder is not None and self.transport != "files":
+                raise ValueError(f"folder={self.folder!r} has no effect without transport='files'")
+            if self.folder is not None and not Path(self.folder).expanduser().is_absolute():
+                raise ValueError(
+                    f"folder={self.folder!r} must be an absolute path: every machine of the run opens it"
+                )
+            if Path(self.state_dict_key).name != self.state_dict_key or self.state_dict_key.startswith("."):
+                raise ValueError(f"state_dict_key={self.state_dict_key!r} must be the plain name of a folder")
 
-    is_collective: ClassVar[bool] = False
-    """Whether ranks meet in a push, which then belongs into the thread of their collectives."""
-
-    def __init__(self, *, config: Config, dtype: Dtype = "float32") -> None:
-        """`dtype` is what floating-point parameters are sent in: the generators'."""
+    def __init__(self, *, config: Config, dtype: Dtype = "float32", run_folder: Path | None = None) -> None:
+        """`dtype` is the generators': floating-point parameters are cast to it when they are pushed."""
         self.config = config
         self.dtype = dtype
         self._index: Any = None
-        self._strategy: RankStrategy | None = None
-        self._hosts: dict[str, str] = {}
-        """By volume."""
-        self._local: _Local | None = None
+        self._volumes: Any = None
+        self._coordinates: list[dict[str, int]] = []
+        """Place of each volume in the mesh."""
+        self._hosts: list[str] = []
+        """Host of each volume."""
+        self._folder = _folder(config, run_folder) if config.transport == "files" else None
+        self._files = ExitStack()
+        """The lock of the folder."""
+        self._transport: Transport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_local": None}
+        return self.__dict__ | {"_transport": None, "_files": None}
 
     async def start(self, mesh: ProcMesh) -> None:
-        """Spawn a storage volume in each process of `mesh`, and the index in its first.
+        """Spawn a volume in each process of `mesh`, and the index in the first.
 
-        On the trainer's mesh each rank's push stays within its process. On a mesh of its own
-        (one process is enough) the weights outlive the trainer.
+        On the trainer's mesh each rank's push stays within its process. On a separate mesh (one process is
+        enough) the weights outlive the trainer.
+
+        Raises:
+            WeightStoreError: the folder for files belongs to another run, or is no store's.
         """
         async with self._operation("start") as progress:
-            strategy = RankStrategy()
+            if self._folder is not None:
+                progress.waiting_for = f"files in {self._folder}"
+                await run_aside(self._make_folder, name="weight-files")
             progress.waiting_for = "the volumes"
-            volumes = await BatchVolume.spawn(mesh.size(), mesh, id_func=strategy.get_volume_id)
+            name = uuid.uuid4().hex[:8]
+            self._volumes = mesh.spawn(f"weight_volumes_{name}", Volume)
+            hosts = await self._volumes.host.call()
+            self._coordinates = [dict(point) for point, _ in hosts.items()]
+            self._hosts = [host for _, host in hosts.items()]
             first = mesh.slice(**dict.fromkeys(mesh.extent.labels, 0))
-            index = first.spawn(f"weight_index_{uuid.uuid4().hex[:8]}", VersionIndex)
-            await index.init.call_one(
-                strategy=strategy, num_storage_volumes=mesh.size(), storage_volumes=volumes
-            )
-            self._strategy = await index.get_controller_strategy.call_one()
-            if self.config.transport == "auto":
-                hosts = await volumes.host.call()
-                self._hosts = {
-                    volume_id: host
-                    for (_, volume_id), (_, host) in zip(
-                        (await volumes.get_id.call()).items(), hosts.items(), strict=True
-                    )
-                }
-            self._index = index
+            self._index = first.spawn(f"weight_index_{name}", VersionIndex)
+
+    def _make_folder(self) -> None:
+        assert self._folder is not None
+        self.discard()
+        try:
+            _check_folder(self._folder)
+            locked = locked_folder(self._folder, as_what="weights.folder", otherwise="wait for its end")
+            self._files.enter_context(locked)
+        except ValueError as error:
+            raise WeightStoreError(str(error)) from error
+        self._files.callback(self._remove_files)
+        self._remove_files()  # of a run that was killed
+
+    def _remove_files(self) -> None:
+        assert self._folder is not None
+        for version in self._folder.glob("v*"):
+            shutil.rmtree(version, ignore_errors=True)
 
     async def stop(self) -> None:
         """Free everything that is stored; the actors end with their mesh. Idempotent."""
-        index = self._index
+        index, volumes = self._index, self._volumes
         self.forget()
-        if index is None:
-            return
-        # What is dead or stuck frees its memory when its process ends.
-        with contextlib.suppress(WeightStoreError):
+        # A process that is dead or stuck frees its memory when it ends; `discard` removes files that are left.
+        with suppress(WeightStoreError):
             async with self._operation("stop"):
-                await index.teardown.call_one()
+                await run_aside(self.discard, name="weight-files")
+                if index is not None:
+                    await volumes.reset.call()
 
     def forget(self) -> None:
-        """Let go of the store's actors without a word to them, as they may be dead, and of what this process
-        keeps of it; `start` may follow. Idempotent."""
-        if self._local is not None:
-            self._local.close()
-            self._local = None
-        self._index, self._strategy, self._hosts = None, None, {}
+        """Drop the store's actors, which may be dead, without calling them; `start` may follow. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._index = self._volumes = None
+        self._coordinates, self._hosts = [], []
 
     def discard(self) -> None:
-        """Remove what would outlive the processes of a run that ended in whatever way: nothing, here."""
+        """Remove the files, which would outlive the processes of a run. Idempotent."""
+        self._files.close()
 
     async def push(
         self, *, version: int, state_dict: Mapping[str, Tensor], buffer_names: Collection[str] = ()
     ) -> Transfer:
-        """Send this rank's part of the weights; every rank of the trainer calls it with its own.
+        """Send this rank's part of the weights; every rank of the trainer calls it with its own part.
 
-        Floating-point tensors are cast to `dtype`, except those in `buffer_names`. What several
-        ranks hold is sent once, by the first of them. A tensor that is no DTensor counts as
-        equal on all ranks. The tensors must not change before it returns.
+        Floating-point tensors are cast to `dtype`, except the buffers in `buffer_names`. A box that several
+        ranks hold is sent once, by the first of them. A tensor that is no DTensor counts as equal on all
+        ranks. The tensors must not change before the call returns.
 
         Raises:
             VersionExistsError: this version was pushed before.
-            SharedMemoryError: there is not enough for all versions; nothing was written.
+            SharedMemoryError: there is not enough memory for all versions.
             ValueError: names a tensor whose layout cannot be sent.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
-        index, strategy = self._started()
+        index, rank = self._started(), current_torch_rank()
         async with self._operation("push", version=version, num_tensors=len(state_dict)) as progress:
-            prefix, dtype = self._key(version, ""), getattr(torch, self.dtype)
-            outgoing = outgoing_parts(state_dict, key_prefix=prefix, dtype=dtype, buffer_names=buffer_names)
-            volume, volume_id = strategy.select_storage_volume()
-            is_near = self._hosts.get(volume_id) == this_host()
-            room = _room(outgoing, config=self.config) if is_near else None
-            boxes = [(part.key, part.box, part.is_first) for part in outgoing]
-            mine = await index.claim.call_one(version, current_torch_rank(), boxes, room)
-            outgoing = list(itertools.compress(outgoing, mine))
-            progress.waiting_for = f"volume {volume_id}"
-            segment: SegmentRef | None = None
-            if is_near:
-                segment, sums = await self._here().memory.send(volume, prefix, outgoing)
+            parts = outgoing_parts(state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names)
+            boxes = [(part.name, part.box, part.is_first) for part in parts]
+            mine = await index.claim.call_one(version, rank, boxes)
+            outgoing = list(itertools.compress(parts, mine))
+            number, here = rank % len(self._hosts), self._here()
+            volume = self._volume(number)
+            place: SegmentRef | Path | None = None
+            if self._folder is not None:
+                place = self._folder / f"v{version}" / f"rank{rank}.bin"
+                progress.waiting_for = f"the file {place}"
+                sums = await here.send_by_file(place, outgoing)
+            elif self.config.transport == "auto" and self._hosts[number] == this_host():
+                progress.waiting_for = f"volume {number}"
+                place, sums = await here.send_by_memory(
+                    volume, version, outgoing, num_versions=self.config.keep_versions + 1
+                )
             else:
-                sums = await messages.send(volume, outgoing, copier=self._here().copier, progress=progress)
+                progress.waiting_for = f"volume {number}"
+                sums = await here.send_by_messages(volume, version, outgoing)
             progress.waiting_for = "the index"
-            await index.register.call_one(version, volume_id, lay_out(outgoing)[0], segment)
-        return Transfer(
-            num_bytes=sum(part.num_bytes for part in outgoing),
-            sums=tuple(
-                box_sum(part.key.removeprefix(prefix), part.box, dtype=part.dtype, value=value)
-                for part, value in zip(outgoing, sums, strict=True)
-            ),
-        )
+            await index.register.call_one(version, number, lay_out(outgoing)[0], place)
+        return _transfer([(part.name, part.box, part.dtype) for part in outgoing], sums)
 
     async def announce(self, version: int) -> int:
-        """Make a version readable, after every rank has pushed; returns its number of tensors.
+        """Make a version readable, after every rank has pushed; return its number of tensors.
 
         Raises:
             IncompleteVersionError: a rank's part is missing; names a tensor and the parts there are.
             VersionNotFoundError: nothing of the version was pushed.
-            VersionExistsError: it is announced already.
+            VersionExistsError: the version is already announced.
         """
-        index, _ = self._started()
+        index = self._started()
         async with self._operation("announce", version=version):
             return await index.announce.call_one(version)
 
     async def versions(self) -> list[int]:
-        """The readable versions, oldest first."""
-        index, _ = self._started()
+        """Return the readable versions, oldest first."""
+        index = self._started()
         async with self._operation("versions"):
             return await index.versions.call_one()
 
     async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
         """Fill this rank's tensors, DTensors or plain, in place.
 
-        Names and shapes are checked before anything is written. If the transfer itself fails,
-        some tensors are already new: do not use them, pull again.
+        Names and shapes are checked before anything is written. If the transfer fails, some tensors are
+        already new: do not use them, pull again.
 
         Raises:
             VersionNotFoundError: not announced, or deleted; lists the versions there are.
             WeightMismatchError: a name is missing on one side, or a shape differs; names both.
             WeightTimeoutError: names version, number of tensors, rank and what was awaited.
         """
-        index, _ = self._started()
+        index, here = self._started(), self._here()
         async with self._operation("pull", version=version, num_tensors=len(state_dict)) as progress:
-            by_key = await index.locate.call_one(version)
-            stored = {key.removeprefix(self._key(version, "")): boxes for key, boxes in by_key.items()}
-            reads = plan_reads(version, parts_of(state_dict), stored)
+            reads = plan_reads(version, parts_of(state_dict), await index.locate.call_one(version))
             progress.waiting_for = f"boxes from volumes {sorted(reads)}"
-            sums = await all_of(self._fetch(volume_id, boxes) for volume_id, boxes in reads.items())
-        done = list(itertools.chain.from_iterable(reads.values()))
-        return Transfer(
-            num_bytes=sum(read.destination.nbytes for read in done),
-            sums=tuple(
-                box_sum(read.name, read.box, dtype=read.destination.dtype, value=value)
-                for read, value in zip(done, itertools.chain.from_iterable(sums), strict=True)
-            ),
+            if self._folder is not None:
+                progress.waiting_for = f"files in {self._folder}"
+            rdma = self.config.rdma and has_rdma()
+            is_near = self.config.transport == "auto"
+            sums = await gather_all(
+                here.fetch(self._volume(number), version, some, is_near=is_near, rdma=rdma)
+                for number, some in reads.items()
+            )
+        done = itertools.chain.from_iterable(reads.values())
+        return _transfer(
+            [(read.stored.part.name, read.box, read.destination.dtype) for read in done],
+            list(itertools.chain.from_iterable(sums)),
         )
 
     async def delete(self, version: int) -> None:
-        """Forget a version, announced or half pushed, and free its memory; nobody may be pulling it.
+        """Delete a version, announced or half pushed, and free its memory.
 
         Raises:
-            VersionNotFoundError: nothing of it is there; lists the versions there are.
+            VersionNotFoundError: the version does not exist; lists the versions there are.
         """
-        index, strategy = self._started()
+        index = self._started()
         async with self._operation("delete", version=version) as progress:
-            known = await index.remove.call_one(version)
-            progress.waiting_for = "the volumes"
-            dropped = await strategy.storage_volumes.drop.call(self._key(version, ""))
-            if not known and not any(num for _, num in dropped.items()):
-                raise VersionNotFoundError(
-                    f"version {version} is not in the store; announced are {await index.versions.call_one()}"
-                )
+            await index.remove.call_one(version)
+            if self._folder is not None:
+                progress.waiting_for = f"files in {self._folder}"
+                folder = self._folder / f"v{version}"
+                await run_aside(lambda: shutil.rmtree(folder, ignore_errors=True), name="weight-files")
+            else:
+                progress.waiting_for = "the volumes"
+                await self._volumes.drop.call(version)
 
     async def prune(self) -> list[int]:
-        """Delete all announced versions but the `keep_versions` newest; returns the deleted ones."""
+        """Delete all announced versions but the `keep_versions` newest; return the deleted versions."""
         old = (await self.versions())[: -self.config.keep_versions]
         for version in old:
             await self.delete(version)
         return old
 
-    async def stats(self) -> VolumeStats:
-        """What all volumes hold together; to see in tests that memory is given back."""
-        _, strategy = self._started()
-        async with self._operation("stats"):
-            stats = [s for _, s in (await strategy.storage_volumes.stats.call()).items()]
-        return VolumeStats(
-            num_boxes=sum(s.num_boxes for s in stats), num_bytes=sum(s.num_bytes for s in stats)
-        )
+    def _volume(self, number: int) -> Any:
+        return self._volumes.slice(**self._coordinates[number])
 
-    def _key(self, version: int, name: str) -> str:
-        return f"{self.config.state_dict_key}/v{version}/{name}"
-
-    def _started(self) -> tuple[Any, RankStrategy]:
-        if self._index is None or self._strategy is None:
+    def _started(self) -> Any:
+        """Return the index."""
+        if self._index is None:
             raise WeightStoreError("the weight store is not running: call start() first")
-        return self._index, self._strategy
+        return self._index
 
-    def _here(self) -> _Local:
-        if self._local is None:
-            self._local = _Local(self.config)
-        return self._local
+    def _here(self) -> Transport:
+        """Return this process's threads and mapped memory, made at first use."""
+        if self._transport is None:
+            max_age = 4 * (self.config.keep_versions + 1)
+            self._transport = Transport(num_threads=self.config.num_threads, max_age=max_age)
+        return self._transport
 
-    async def _fetch(self, volume_id: str, reads: Sequence[Read]) -> list[int]:
-        _, strategy = self._started()
-        volume, copier = strategy.get_storage_volume(volume_id), self._here().copier
-        if self.config.transport == "auto" and self._here().memory.can_read(reads):
-            return await self._here().memory.fetch(reads)
-        if self.config.rdma and has_rdma():
-            return await messages.fetch_by_pipe(volume, reads, copier=copier)
-        return await messages.fetch(volume, reads, copier=copier)
-
-    def _operation(
+    @asynccontextmanager
+    async def _operation(
         self, name: str, *, version: int | None = None, num_tensors: int = 0
-    ) -> contextlib.AbstractAsyncContextManager[Progress]:
-        return operation(name, timeout_s=self.config.timeout_s, version=version, num_tensors=num_tensors)
+    ) -> AsyncIterator[_Progress]:
+        """Run the body under the store's deadline, and re-raise remote errors with their own type.
+
+        Raises:
+            WeightTimeoutError: names operation, version, number of tensors, rank and what was awaited.
+            WeightStoreError: an actor raised it, or an actor was lost.
+        """
+        progress = _Progress()
+        of_version = "" if version is None else f" of version {version}"
+        of_tensors = f" ({num_tensors} tensors)" if num_tensors else ""
+        what = f"weight store: {name}{of_version}{of_tensors} on rank {current_torch_rank()}"
+        try:
+            with span(f"waits for the weight store ({name})", version=version):
+                async with asyncio.timeout(self.config.timeout_s):
+                    yield progress
+        except TimeoutError as error:
+            if isinstance(error, RunError):
+                raise  # An inner deadline, with its own message.
+            raise WeightTimeoutError(
+                f"{what} not finished within timeout_s={self.config.timeout_s:g}: "
+                f"waited for {progress.waiting_for}"
+            ) from error
+        except ActorError as error:
+            if isinstance(error.exception, WeightStoreError):
+                raise error.exception from None
+            raise
+        except SupervisionError as error:
+            raise WeightStoreError(f"{what} failed: lost {progress.waiting_for}: {error}") from error
 
 
-def _room(outgoing: Sequence[Outgoing], *, config: WeightStore.Config) -> Room:
-    return Room(
-        host=this_host(),
-        box_bytes=[part.num_bytes for part in outgoing],
-        num_versions=config.keep_versions + 1,
-        free_bytes=free_memory(),
+def current_torch_rank() -> int:
+    """Return this process's rank, 0 where there is no process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _transfer(boxes: Sequence[tuple[str, TensorSlice, torch.dtype]], sums: Sequence[int]) -> Transfer:
+    """Return the transfer of each (name, box, dtype) with its checksum."""
+    return Transfer(
+        num_bytes=sum(num_elements(box) * dtype.itemsize for _, box, dtype in boxes),
+        sums=tuple(
+            box_sum(name, box, dtype=dtype, value=value)
+            for (name, box, dtype), value in zip(boxes, sums, strict=True)
+        ),
     )
 
 
-class _Local:
-    """What a store keeps in one process: threads, and mapped memory."""
-
-    def __init__(self, config: WeightStore.Config) -> None:
-        self.copier = Copier(num_threads=config.num_threads)
-        self.memory = SharedMemory(copier=self.copier, max_age=4 * (config.keep_versions + 1))
-
-    def close(self) -> None:
-        self.copier.close()
-        self.memory.close()
+def check_unused(config: WeightStore.Config) -> None:
+    """Raise ValueError if the configured folder belongs to a running run, or is no store's."""
+    if config.folder is not None:
+        _check_folder(_folder(config, None))
 
 
-def _check_place(config: WeightStore.Config) -> None:
-    """Raise ValueError if the folder has no effect, or may not be the same one everywhere."""
-    if config.folder is not None and config.transport != "files":
+def _check_folder(folder: Path) -> None:
+    is_stores = (folder / LOCK).exists() and is_unlocked(folder / LOCK)
+    if folder.exists() and any(folder.iterdir()) and not is_stores:
         raise ValueError(
-            f"folder={config.folder!r} has no effect with transport={config.transport!r}: "
-            "set transport='files' too"
+            f"weights.folder: {folder} already exists and belongs to a running run, or to something else: "
+            "choose another folder or weights.state_dict_key"
         )
-    if config.folder is not None and not Path(config.folder).expanduser().is_absolute():
-        raise ValueError(
-            f"folder={config.folder!r} must be an absolute path: every machine of the run opens it"
-        )
-    if not config.state_dict_key or "/" in config.state_dict_key or config.state_dict_key.startswith("."):
-        raise ValueError(
-            f"state_dict_key={config.state_dict_key!r} must be a name, not empty, without '/' and without "
-            "'.' in front"
-        )
+
+
+def _folder(config: WeightStore.Config, run_folder: Path | None) -> Path:
+    """Return the folder of the versions' files."""
+    if config.folder is not None:
+        return Path(config.folder).expanduser() / config.state_dict_key
+    assert run_folder is not None, "files need weights.folder or the folder of a run"
+    return run_folder / "weights" / config.state_dict_key

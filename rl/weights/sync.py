@@ -1,4 +1,4 @@
-"""When weights travel: behind the learner's next gradient, one version at a time."""
+"""Publish weights in the background, behind the trainer's next gradient, one version at a time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from rl.clock import now_s
-from rl.protocols import WeightPublisher
+from rl.protocols import Publisher
 from rl.types import PublishResult
+from rl.utils.clock import now_s
 
 logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Publishes in the background.
+    """Background publisher of the trainer's weights.
 
-    `begin` waits until the version before is served. The learner may compute while a push runs, and has
-    to wait for `pushed` before it changes the weights.
+    `begin` waits until the version before it is served. The trainer may compute while a push runs, and
+    must wait for `pushed` before it changes the weights.
     """
 
-    def __init__(self, publisher: WeightPublisher, *, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure` is told of an error as soon as it comes up; `begin`, `pushed`, `served` raise it."""
+    def __init__(self, publisher: Publisher, *, on_failure: Callable[[BaseException], None]) -> None:
+        """`on_failure` receives an error as soon as it occurs; `begin`, `pushed` and `served` raise it."""
         self._publisher = publisher
         self._on_failure = on_failure
         self._push: asyncio.Task[PublishResult] | None = None
@@ -30,32 +30,32 @@ class WeightSync:
 
     @property
     def last(self) -> PublishResult:
-        """Of the newest version that is served; there has to be one."""
+        """Result of the newest version that is served."""
         assert self._last is not None, "nothing was published"
         return self._last
 
     async def begin(self, on_served: Callable[[], None] | None = None) -> None:
-        """Start to publish the learner's weights as they are; `on_served` is called when all serve them."""
+        """Start to publish the current weights; call `on_served` when all generators serve them."""
         if self._serve is not None:
             await self.served()
         self._push = asyncio.create_task(self._timed_push(), name="push of weights")
         self._serve = asyncio.create_task(self._timed_serve(self._push, on_served), name="pull of weights")
-        # The push is sent before this returns, and so before what the learner is asked for next: after that
-        # it would be late by as long as that takes.
+        # Send the push before the caller asks the trainer for anything else: a push that is queued behind
+        # a gradient starts late by the time of that gradient.
         await asyncio.sleep(0)
 
     async def pushed(self) -> None:
-        """Until the learner may change its weights."""
+        """Wait until the trainer may change its weights."""
         if self._push is not None:
             await asyncio.shield(self._push)
 
     async def served(self) -> PublishResult:
-        """Until every sampler serves what was begun last; there has to be something."""
+        """Wait until every generator serves the version that was begun last."""
         assert self._serve is not None, "nothing was published"
         return await asyncio.shield(self._serve)
 
     async def close(self) -> None:
-        """End what is under way. Idempotent."""
+        """Cancel the push and the pull in progress. Idempotent."""
         tasks = [task for task in (self._push, self._serve) if task is not None]
         for task in tasks:
             task.cancel()
@@ -80,7 +80,7 @@ class WeightSync:
                 canary_diff=checked.canary_diff,
                 canary_s=checked.canary_s,
             )
-            # Of each version, also of the last, which no step's record can tell of.
+            # Logged for the last version too, which no step's record contains.
             logger.info(_report(result))
             self._last = result
             if on_served is not None:
@@ -93,8 +93,8 @@ class WeightSync:
 
 def _report(published: PublishResult) -> str:
     diff = published.canary_diff
-    canary = "" if diff is None else f", canary {diff:.3g} nats a token in {published.canary_s:.3f} s"
+    parity = "" if diff is None else f", parity {diff:.3g} nats a token in {published.canary_s:.3f} s"
     return (
         f"policy version {published.policy_version} is served: push {published.push_s:.3f} s, "
-        f"pull {published.pull_s:.3f} s{canary}"
+        f"pull {published.pull_s:.3f} s{parity}"
     )

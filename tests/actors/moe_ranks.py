@@ -1,4 +1,4 @@
-"""What a generator of a mixture does on one rank or on two, for `test_vllm_moe.py`."""
+"""Mixture-of-experts generator on one or two ranks, for `test_vllm_moe.py`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,24 @@ Completions = list[list[Completion]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lived:
-    """By one rank; completions are empty on rank 1."""
+    """Results of one rank; rank 1 has no completions."""
 
     placements: dict[str, str]
-    """Of the first layer's mixture; empty for plain tensors."""
+    """Placements in the first layer's mixture; empty for plain tensors."""
     first: Completions
-    """Under the weights of seed 0."""
+    """Completions under the weights of seed 0."""
     second: Completions
-    """Under those of seed 1, bias included."""
+    """Completions under the weights of seed 1, including the bias."""
 
 
 def live(folder: str) -> Lived:
-    """Weights are written into the running engine."""
+    """Generate before and after writing weights into the running engine; a single rank starts from a folder."""
     return asyncio.run(_live(folder))
 
 
-def live_from_folder(folder: str) -> Lived:
-    """The weights of seed 0 are read by vLLM from a Hugging Face folder."""
-    return asyncio.run(_live(folder, from_folder=True))
-
-
-async def _live(folder: str, *, from_folder: bool = False) -> Lived:
+async def _live(folder: str) -> Lived:
     world = World.from_env()
+    from_folder = world.size == 1
     config = GeneratorEngine.Config(
         tensor_parallel_degree=world.size,
         dtype="float32",

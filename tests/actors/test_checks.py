@@ -1,202 +1,148 @@
-"""What is refused of a run before it starts, though only its end would meet it."""
+"""Configs that are refused before a run starts, although only its end would fail."""
 
+import re
 from dataclasses import replace
-from functools import reduce
 
 import pytest
 
-from actors.checks import check_end, check_replicas, check_waits
-from actors.launch_config import LaunchConfig
-from actors.layout_checks import check_layout
+from actors.checks import Machine, config_faults, machine_faults
 from actors.plan import starting_point
-from configs.sum_digits import qwen3_32b, tiny, tiny_moe
+from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
-from rl.models.converters.lora import LoRA
+from rl.models.lora import LoRA
 
 
-def fleet(*converters, **checkpoint):
-    config = tiny()
-    config.trainer.converters = converters
-    for name, value in checkpoint.items():
-        setattr(config.trainer.checkpoint, name, value)
-    return config.fleet
+def faults(base=tiny, num_gpus=0, resumes=False, **edits):
+    """Return all faults of an edited config; `__` in a keyword stands for a dot."""
+    config = rebuild(base(), {path.replace("__", "."): value for path, value in edits.items()})
+    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    return list(config_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes))
 
 
-def test_a_save_may_not_take_longer_than_the_run_waits_for_it():
-    check_end(fleet(timeout_s=1800.0), warms_up=True)
-    with pytest.raises(
-        ValueError, match=r"checkpoint\.timeout_s=1801 is more than timeouts\.checkpoint_s=1800, after which"
-    ):
-        check_end(fleet(timeout_s=1801.0), warms_up=True)
-    check_end(fleet(timeout_s=1801.0, enable=False), warms_up=True)
+ADAPTER = LoRA.Config(initial_adapter="adapters/mine")
+LORA = {"batch_invariant": False, "trainer__converters": (LoRA.Config(),)}
 
 
-def test_an_adapter_of_an_earlier_run_is_in_the_way_only_of_a_run_that_would_save_one(tmp_path):
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {},
+        {"trainer__checkpoint__timeout_s": 1801.0, "trainer__checkpoint__enable": False},
+        {"generator__num_replicas": 3, "num_gpus": 4},
+        {"launch__share_gpus": True, "generator__can_sleep": True, "num_gpus": 1, "batch_invariant": False},
+        {"loop__overlong__enable": True, "loop__overlong__buffer_tokens": 32},
+        {"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2,
+         "trainer__checkpoint__async_mode": "async_with_pinned_mem"},
+    ],
+)  # fmt: skip
+def test_config_without_contradictions_has_no_faults(edits):
+    assert faults(**edits) == []
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({"trainer__checkpoint__timeout_s": 1801.0},
+         "trainer.checkpoint.timeout_s=1801 is more than timeouts.checkpoint_s=1800, after which"),
+        ({"weights__timeout_s": 601.0}, "weights.timeout_s=601 is more than timeouts.sync_s=600, after"),
+        ({**LORA, "trainer__converters": (ADAPTER,)},
+         "trainer.converters.0.initial_adapter='adapters/mine' with a warm-up"),
+        ({"generator__num_replicas": 3, "num_gpus": 3}, "need 4 GPUs on this machine, which has 3"),
+        ({"base": qwen3_32b, "launch__hosts": "slurm", "launch__trainer_hosts": 2, "launch__gpus_per_host": 0,
+          "trainer__checkpoint__async_mode": "async_with_pinned_mem"}, "async_with_pinned_mem"),
+        ({"launch__share_gpus": True, "generator__can_sleep": True, "loop__max_off_policy_steps": 1},
+         "launch.share_gpus=True with loop.max_off_policy_steps=1"),
+        ({"launch__share_gpus": True}, "generator.can_sleep=False: must be 0 and True"),
+        ({"generator__dtype": "bfloat16"}, "trainer.training.param_dtype=float32, generator.dtype=bfloat16"),
+        ({"generator__tensor_parallel_degree": 2}, "generator.tensor_parallel_degree=2: must be the same"),
+        # Errors of the trainer's engine name the options of the run.
+        ({"trainer__compile__enable": True}, "trainer.compile.enable=True: must be False with batch_inv"),
+        ({"trainer__parallelism__tensor_parallel_degree": 2, "trainer__num_procs": 2},
+         "trainer.parallelism.loss_parallel=True: must be False with batch_invariant=True"),
+        ({"trainer__training__logits_chunk_tokens": 48}, "trainer.training.logits_chunk_tokens=48: must be"),
+        ({"trainer__converters": (LoRA.Config(),)}, "trainer.converters.0=LoRA: must not be there"),
+        ({"base": tiny_moe, "batch_invariant": True}, "batch_invariant=True: must be False for a mixture of"),
+        ({"loop__overlong__enable": True, "loop__overlong__buffer_tokens": 33},
+         "loop.overlong.buffer_tokens=33: "),
+        ({"loop__kl_reward__coef": 0.5}, "loop.kl_reward.coef=0.5 needs the reference policy: must be 0"),
+        ({"loop__sampling__max_tokens": 128}, "loop.sampling.max_tokens=128 leaves no room for a prompt"),
+        ({"trainer__num_procs": 3, "trainer__parallelism__data_parallel_shard_degree": 1},
+         "does not multiply to the world size of 3"),
+        ({"trainer__num_procs": 8, "trainer__parallelism__tensor_parallel_degree": 8},
+         "trainer.parallelism.tensor_parallel_degree=8 does not divide num_kv_heads=4"),
+        ({"generator__tensor_parallel_degree": 3},
+         "generator.tensor_parallel_degree=3 does not divide num_kv_heads=4"),
+        ({"base": tiny_moe, "trainer__num_procs": 6, "trainer__parallelism__data_parallel_shard_degree": 6,
+          "trainer__parallelism__expert_parallel_degree": 3}, "degree=3 does not divide num_experts=8"),
+        ({"trainer__experts__load_balance_rate": 0.01}, "must be 0.0 for a model without experts"),
+        ({"trainer__parallelism__expert_tensor_parallel_degree": 2}, "must be 1: a dense model has no experts"),
+        ({"generator__max_model_len": 9999}, "generator.max_model_len=9999 is more than the model's max_positions"),
+        ({"trainer__training__max_tokens_per_microbatch": 64},
+         "max_tokens_per_microbatch=64 is less than generator.max_model_len=128"),
+        ({"trainer__training__max_sequence_length": 127},
+         "trainer.training.max_sequence_length=127 is less than generator.max_model_len=128"),
+        ({"trainer__training__max_sequence_length": 2000},
+         "max_sequence_length=2000: must be at most 1024, the positions of qwen3 tiny"),
+        ({"trainer__loss__kl_coef": 0.1}, "loss.kl_coef=0.1 needs the reference policy"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_and_name_their_options(edits, says):
+    assert any(says in fault for fault in faults(**edits)), faults(**edits)
+
+
+def test_existing_adapter_is_refused_only_if_the_run_would_save_one(tmp_path):
     (tmp_path / "adapter").mkdir()
-    check_end(fleet(folder=str(tmp_path)), warms_up=True)
-    check_end(fleet(LoRA.Config(), folder=str(tmp_path), load_only=True), warms_up=True)
-    with pytest.raises(ValueError, match=r"folder='.*': .*/adapter is there already, of a run that ended"):
-        check_end(fleet(LoRA.Config(), folder=str(tmp_path)), warms_up=True)
-
-
-def test_an_adapter_to_start_from_is_refused_with_a_warm_up(tmp_path):
-    lora = LoRA.Config(initial_adapter="adapters/mine")
-    check_end(fleet(lora), warms_up=False)
-    with pytest.raises(ValueError, match=r"converters\.0\.initial_adapter='adapters/mine' with a warm-up"):
-        check_end(fleet(lora), warms_up=True)
-
-
-def test_more_generators_than_devices_are_refused_before_the_start():
-    config = tiny()
-    config.generator.num_replicas = 3
-    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=4)
-    with pytest.raises(ValueError, match=r"generator\.num_replicas=3 of .* need 4 GPUs, this machine has 3"):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=3)
-    config.launch.trainer_hosts = 2
-    with pytest.raises(ValueError, match="launch: trainer_hosts=2 with hosts='this'"):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=4)
-
-
-def test_more_generators_than_cores_are_refused_where_these_are_the_devices():
-    config = tiny()
-    config.generator.num_replicas = 3
-    check_replicas(config.fleet, num_cores=3, memory_bytes=3 * 2**30)
-    with pytest.raises(ValueError, match=r"generator\.num_replicas=3: must be at most 2, the cores of"):
-        check_replicas(config.fleet, num_cores=2, memory_bytes=3 * 2**30)
-    with pytest.raises(
-        ValueError, match=r"cpu_kv_cache_gib=1 of each of 3 generator processes is more than the 2 GiB of"
-    ):
-        check_replicas(config.fleet, num_cores=3, memory_bytes=2 * 2**30)
-
-
-def test_a_transfer_may_not_take_longer_than_the_run_waits_for_it():
-    config = tiny()
-    config.weights.timeout_s = config.timeouts.sync_s
-    check_waits(config.fleet, store=config.weights)
-    config.weights.timeout_s += 1
-    with pytest.raises(ValueError, match=r"weights\.timeout_s=601 is more than timeouts\.sync_s=600, after"):
-        check_waits(config.fleet, store=config.weights)
-
-
-def test_a_machine_without_gpus_may_start_a_run_that_has_them_elsewhere():
-    config = qwen3_32b()
-    config.trainer.checkpoint.async_mode = "async_with_pinned_mem"
-    config.launch.hosts = "slurm"
-    config.launch.trainer_hosts = 2
-    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
-    config.launch.gpus_per_host = 0
-    with pytest.raises(ValueError, match="async_with_pinned_mem"):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
-
-
-def test_who_shares_devices_can_sleep_and_does_not_work_at_the_same_time():
-    config = tiny()
-    config.launch.share_gpus = config.generator.can_sleep = True
-    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
-    config.loop.max_policy_age = 1
-    with pytest.raises(ValueError, match=r"share_gpus=True with loop\.max_policy_age=1: must be 0"):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
-    config.loop.max_policy_age, config.generator.can_sleep = 0, False
-    with pytest.raises(ValueError, match=r"share_gpus=True with generator\.can_sleep=False: must be True"):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=1)
+    folder = {"trainer__checkpoint__folder": str(tmp_path)}
+    assert faults(**folder) == faults(**LORA, **folder, trainer__checkpoint__load_only=True) == []
+    assert faults(**LORA, **folder, resumes=True) == []
+    (fault,) = faults(**LORA, **folder)
+    assert "/adapter is there already, of a run that ended" in fault
 
 
 @pytest.mark.parametrize(
-    ("launch", "says"),
+    ("num_cores", "gib", "says"),
     [
-        ({"hosts": "process"}, r"spare_generators=2 with launch\.hosts='process': spares are made with"),
-        ({"share_gpus": True}, r"spare_generators=2 with launch\.share_gpus=True: .*, so it must be 0"),
+        (3, 16, None),
+        (2, 16, "generator.num_replicas=3: must be at most 2, the cores of"),
+        (3, 2, "cpu_kv_cache_gib=1 of each of 3 generator processes is more than the 2 GiB of"),
     ],
 )
-def test_spare_generators_are_refused_where_none_can_be_made(launch, says):
+def test_generators_need_cores_and_memory_of_a_machine_without_gpus(num_cores, gib, says):
     config = tiny()
-    config.recovery.spare_generators = 2
-    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
-    config.launch = LaunchConfig(**launch)
-    with pytest.raises(ValueError, match=says):
-        check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
+    config.generator.num_replicas = 3
+    machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=num_cores, memory_bytes=gib * 2**30)
+    found = list(machine_faults(config, spec=config.model, machine=machine))
+    assert [says in fault for fault in found] == [True] * (says is not None)
 
 
-def test_trainer_and_generator_have_the_same_arithmetic_in_the_batch_invariant_mode():
-    def check(**edits):
-        config = rebuild(tiny(), edits)
-        spec = replace(config.model, batch_invariant=True)
-        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
-
-    check()
-    with pytest.raises(
-        ValueError,
-        match=r"trainer\.training\.param_dtype=float32, generator\.dtype=bfloat16: must be the same",
-    ):
-        check(**{"generator.dtype": "bfloat16"})
-    with pytest.raises(
-        ValueError, match=r"tensor_parallel_degree=1, generator\.tensor_parallel_degree=2: must be the same"
-    ):
-        check(**{"generator.tensor_parallel_degree": 2})
+def memory_faults(config, *, memory_bytes):
+    config.trainer.parallelism.data_parallel_shard_degree = 4
+    machine = Machine(num_gpus=0, gpu_bytes=None, num_cores=8, memory_bytes=memory_bytes)
+    return list(machine_faults(config, spec=config.model, machine=machine))
 
 
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        ({"trainer.compile.enable": True}, r"^trainer\.compile\.enable=True: must be False with batch_inv"),
-        (
-            {"trainer.parallelism.tensor_parallel_degree": 2, "trainer.num_procs": 2},
-            r"^trainer\.parallelism\.loss_parallel=True: must be False with batch_invariant=True",
-        ),
-        (
-            {"trainer.training.logits_chunk_tokens": 48},
-            r"^trainer\.training\.logits_chunk_tokens=48: must be",
-        ),
-        ({"trainer.converters": (LoRA.Config(),)}, r"^trainer\.converters\.0=LoRA: must not be there"),
-    ],
-)
-def test_what_the_engine_refuses_is_named_as_the_option_that_it_is(edit, says):
-    config = tiny()
-    for path, value in edit.items():
-        *path_to, name = path.split(".")
-        setattr(reduce(getattr, path_to, config), name, value)
-    spec = replace(config.model, batch_invariant=True)
-    with pytest.raises(ValueError, match=says):
-        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
+def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
+    config = qwen3_8b()
+    # 8.19 billion parameters in float32, as many gradients, twice as many optimizer values: 131 GB.
+    (fault,) = memory_faults(config, memory_bytes=130 * 10**9)
+    assert re.search(r"qwen3 8B needs \d+ GB on 4 ranks .*parameters 8\.19.*has 130 GB and no GPU", fault)
+    need = config.trainer.estimate_memory(
+        config.model, degrees=config.trainer.parallelism.degrees(4), on_gpu=False
+    )
+    assert 4 * need.held == pytest.approx(131e9, rel=0.01)
+    assert memory_faults(config, memory_bytes=4 * need.total) == []
+    assert memory_faults(config, memory_bytes=4 * need.total - 1) != []
+    # A compiled model may need less.
+    config.trainer.compile.enable = True
+    assert memory_faults(config, memory_bytes=4 * need.total - 1) == []
+    (record,) = caplog.records
+    assert (record.levelname, record.name) == ("WARNING", "rl.training.memory")
 
 
-def test_a_model_that_cannot_be_batch_invariant_is_no_option_of_the_trainers():
-    config = tiny_moe()
-    spec = replace(config.model, batch_invariant=True)
-    with pytest.raises(ValueError, match=r"^batch_invariant=True: must be False for a mixture of experts"):
-        check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
-
-
-def test_the_switch_reaches_the_model_of_trainer_and_generator(tmp_path):
+def test_batch_invariant_option_reaches_the_model_and_has_a_warm_up_of_its_own(tmp_path):
+    starts = {}
     for on in (True, False):
         config = rebuild(tiny(), {"batch_invariant": on, "dump_folder": str(tmp_path)})
-        assert starting_point(config, task=config.task.build(), source=None).spec.batch_invariant is on
-
-
-def test_a_warm_up_in_other_kernels_is_another_one(tmp_path):
-    folders = {
-        starting_point(config, task=config.task.build(), source=None).warmed_up
-        for config in (
-            rebuild(tiny(), {"batch_invariant": on, "dump_folder": str(tmp_path)}) for on in (True, False)
-        )
-    }
-    assert len(folders) == 2
-
-
-def check_loop(config):
-    check_layout(config.fleet, model_spec=config.model, loop=config.loop, num_gpus=0)
-
-
-def test_settings_of_the_loop_that_do_not_fit_others_are_named_as_the_options_that_they_are():
-    config = tiny()
-    config.loop.overlong.enable = True
-    config.loop.overlong.buffer_tokens = config.loop.sampling.max_tokens + 1
-    with pytest.raises(ValueError, match=r"^loop\.overlong\.buffer_tokens=\d+: .*loop\.sampling\.max_tokens"):
-        check_loop(config)
-    config.loop.overlong.buffer_tokens -= 1
-    check_loop(config)
-    config.loop.kl_reward.coef = 0.5
-    with pytest.raises(
-        ValueError, match=r"^loop\.kl_reward\.coef=0\.5 needs .*: must be 0, or trainer\.reference\.enable"
-    ):
-        check_loop(config)
+        starts[on] = starting_point(config, task=config.task.build(), source=None)
+        assert starts[on].spec.batch_invariant is on
+    assert starts[True].warmed_up != starts[False].warmed_up

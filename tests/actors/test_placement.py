@@ -1,37 +1,26 @@
-"""Which hosts and devices each role gets, and what is refused."""
+"""Hosts and devices of each role, and layouts that are refused."""
 
 import dataclasses
 
 import pytest
 
-from actors.launch_config import LaunchConfig
-from actors.placement import Processes, generator_roles, place, too_many_threads
+from actors.config import LaunchConfig
+from actors.placement import generator_roles
 from configs.sum_digits import tiny
+from tests.support.placed import placed as of_launch
 
 CLUSTER = {"hosts": "slurm"}
 
 
-def processes(*, trainer=2, replicas=1, degree=1, **others):
-    plain = Processes(
-        trainer=trainer,
-        trainer_threads=1,
-        num_replicas=replicas,
-        tensor_parallel_degree=degree,
-        generator_threads=1,
-        reward=1,
-    )
-    return dataclasses.replace(plain, **others)
-
-
-def placed(launch=None, *, num_gpus=0, **numbers):
-    return place(LaunchConfig(**(launch or {})), processes(**numbers), num_gpus=num_gpus)
+def placed(launch=None, **numbers):
+    return of_launch(LaunchConfig(**(launch or {})), **numbers)
 
 
 def gpus(placement):
     return placement.trainer.gpus, [generator.gpus for generator in placement.generators]
 
 
-def test_generators_are_numbered_only_when_there_are_several():
+def test_only_several_generators_are_numbered():
     assert generator_roles(1) == ("generator",)
     assert generator_roles(3) == ("generator_0", "generator_1", "generator_2")
 
@@ -42,12 +31,12 @@ def test_devices_go_to_the_trainer_first_then_to_each_generator():
     assert gpus(placed(num_gpus=8, replicas=3, degree=2)) == ((0, 1), [(2, 3), (4, 5), (6, 7)])
 
 
-def test_chosen_devices_are_taken_and_the_others_are_what_is_left():
+def test_chosen_devices_are_used_and_the_rest_goes_to_other_roles():
     assert gpus(placed({"trainer_gpus": (3, 1)}, num_gpus=4, replicas=2)) == ((3, 1), [(0,), (2,)])
     assert gpus(placed({"generator_gpus": (1, 0)}, num_gpus=4, replicas=2)) == ((2, 3), [(1,), (0,)])
 
 
-def test_simulated_hosts_share_out_the_devices_of_the_one_machine():
+def test_simulated_hosts_divide_the_devices_of_this_machine():
     launch = {"hosts": "process", "trainer_hosts": 2}
     placement = placed(launch, num_gpus=4, replicas=2)
     assert gpus(placement) == ((0, 1), [(2,), (3,)])
@@ -55,13 +44,13 @@ def test_simulated_hosts_share_out_the_devices_of_the_one_machine():
     assert (placement.trainer.procs_per_host, placement.reward.hosts) == (1, None)
 
 
-def test_shared_devices_are_the_trainers():
+def test_shared_devices_are_those_of_the_trainer():
     shared = {"share_gpus": True}
     assert gpus(placed(shared, num_gpus=1, trainer=1)) == ((0,), [(0,)])
     assert gpus(placed(shared, num_gpus=4, trainer=2, replicas=2, degree=2)) == ((0, 1), [(0, 1), (2, 3)])
 
 
-def test_on_a_cluster_every_host_counts_its_own_devices():
+def test_devices_of_cluster_hosts_are_counted_per_host():
     launch = CLUSTER | {"trainer_hosts": 2, "generator_hosts": 2}
     placement = placed(launch, trainer=16, replicas=2, degree=4)
     assert gpus(placement) == (tuple(range(8)), [(0, 1), (0, 1)])
@@ -76,7 +65,7 @@ def test_small_replicas_may_share_a_host():
     assert placement.gpus_of("generator0") == 4
 
 
-def test_a_cluster_without_gpus_is_asked_for():
+def test_cluster_without_gpus_may_be_requested():
     placement = placed(CLUSTER | {"gpus_per_host": 0, "reward_hosts": 1})
     assert gpus(placement) == (None, [None])
     assert placement.reward.hosts == "reward"
@@ -89,30 +78,30 @@ def test_a_cluster_without_gpus_is_asked_for():
         (
             {}, 3, {"replicas": 2},
             r"trainer\.num_procs=2 and generator\.num_replicas=2 of generator\.tensor_parallel_degree=1 need "
-            "4 GPUs, this machine has 3",
+            "4 GPUs on this machine, which has 3",
         ),
-        ({"share_gpus": True}, 1, {"trainer": 1, "replicas": 2}, "need 2 GPUs that they share, .* has 1"),
-        ({"trainer_gpus": (0, 1)}, 0, {}, r"trainer_gpus=\(0, 1\): this machine has no GPU"),
-        ({"trainer_gpus": (0,)}, 4, {}, r"trainer_gpus=\(0,\): must be 2 devices, one for each of"),
+        ({"share_gpus": True}, 1, {"trainer": 1, "replicas": 2}, "need 2 GPUs .* that they share, which has 1"),
+        ({"trainer_gpus": (0, 1)}, 0, {}, "trainer_gpus and .* must be None: this machine has no GPU"),
+        ({"trainer_gpus": (0,)}, 4, {}, r"trainer_gpus=\(0,\): must be 2 devices, one for each process"),
         ({"trainer_gpus": (0, 4)}, 4, {}, "this machine has 4 GPUs, numbered 0 to 3"),
         ({"generator_gpus": (1, 2)}, 4, {}, r"generator_gpus=\(1, 2\): must be 1 devices, one for"),
         (
             {"trainer_gpus": (0, 1), "generator_gpus": (1,)}, 4, {},
-            r"trainer_gpus=\(0, 1\) and launch\.generator_gpus=\(1,\) both have 1: share_gpus=True",
+            r"trainer_gpus=\(0, 1\) and launch\.generator_gpus=\(1,\) have devices in common: share_gpus=True",
         ),
         (CLUSTER | {"trainer_hosts": 3}, 0, {}, r"launch\.trainer_hosts=3 does not divide trainer"),
         (CLUSTER | {"generator_hosts": 2}, 0, {}, r"does not divide generator\.tensor_parallel_degree=1"),
         (CLUSTER | {"reward_hosts": 2}, 0, {}, r"launch\.reward_hosts=2 does not divide reward\.num_procs=1"),
         (CLUSTER | {"replicas_per_host": 2}, 0, {}, r"=2 is more than generator\.num_replicas=1"),
-        (CLUSTER | {"gpus_per_host": 1}, 0, {}, r"gpus_per_host=1: a host needs 2 of them \(trainer"),
+        (CLUSTER | {"gpus_per_host": 1}, 0, {}, r"need 2 GPUs on a host \(launch\.gpus_per_host\), which has 1"),
         (
             CLUSTER | {"gpus_per_host": 4, "trainer_gpus": (4, 5)}, 0, {},
-            r"trainer_gpus=\(4, 5\): a host has 4 GPUs, numbered 0 to 3",
+            r"trainer_gpus=\(4, 5\): must be 2 .* has 4 GPUs, numbered 0 to 3",
         ),
-        (CLUSTER | {"gpus_per_host": 0, "trainer_gpus": (0, 1)}, 0, {}, "trainer_gpus=.*gpus_per_host=0"),
+        (CLUSTER | {"gpus_per_host": 0, "trainer_gpus": (0, 1)}, 0, {}, "must be None: a host .* has no GPU"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_together_is_refused_by_field(launch, num_gpus, numbers, says):
+def test_inconsistent_layout_is_refused_by_field(launch, num_gpus, numbers, says):
     with pytest.raises(ValueError, match=says):
         placed(launch, num_gpus=num_gpus, **numbers)
 
@@ -120,8 +109,8 @@ def test_what_does_not_fit_together_is_refused_by_field(launch, num_gpus, number
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"trainer_hosts": 2}, "trainer_hosts=2 with hosts='this', which is one host: choose process, slurm"),
-        ({"reward_hosts": 1}, "reward_hosts=1 with hosts='this': must be 0"),
+        ({"trainer_hosts": 2}, "trainer_hosts=2 with hosts='this', which is one host: must be 1"),
+        ({"reward_hosts": 1}, "reward_hosts=1 with hosts='this', which is one host: must be 0"),
         ({"hosts": "process", "trainer_hosts": 0}, "trainer_hosts=0: must be at least 1"),
         (
             {"hosts": "process", "gpus_per_host": 4},
@@ -132,45 +121,23 @@ def test_what_does_not_fit_together_is_refused_by_field(launch, num_gpus, number
             "replicas_per_host=2 with generator_hosts",
         ),
         ({"hosts": "kubernetes"}, r"kubernetes\.image=None: hosts='kubernetes' needs an image"),
-        (CLUSTER | {"share_gpus": True}, "share_gpus=True with hosts='slurm': works with hosts='this' only"),
-        ({"share_gpus": True, "generator_gpus": (0,)}, r"generator_gpus=\(0,\) with share_gpus=True"),
-        ({"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): names a device twice"),
+        (CLUSTER | {"share_gpus": True}, "share_gpus=True with hosts='slurm'"),
+        ({"share_gpus": True, "generator_gpus": (0,)}, r"generator_gpus=\(0,\): must be 'this' and None"),
+        ({"trainer_gpus": (1, 1)}, r"trainer_gpus=\(1, 1\): must name devices from 0 on, each once"),
         ({"trainer_gpus": (-1,)}, r"trainer_gpus=\(-1,\): must name devices from 0 on"),
-        ({"trainer_gpus": ()}, r"trainer_gpus=\(\): must name devices from 0 on, or be None"),
+        ({"trainer_gpus": ()}, r"trainer_gpus=\(\): must name devices from 0 on, each once, or be None"),
         ({"job_name": "My-job"}, "job_name='My-job': must be at most 30 lowercase letters and digits"),
         ({"start_timeout_s": 0.0}, r"start_timeout_s=0\.0: must be above 0"),
     ],
 )
-def test_settings_that_say_nothing_or_two_things_are_refused(fields, says):
+def test_invalid_launch_settings_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         LaunchConfig(**fields)
 
 
-def test_a_config_that_was_edited_is_checked_again_before_the_start():
-    launch = LaunchConfig()
-    launch.trainer_hosts = 2
-    with pytest.raises(ValueError, match="launch: trainer_hosts=2 with hosts='this'"):
-        launch.check()
-    launch = LaunchConfig()
-    launch.slurm.time_limit = "soon"
-    with pytest.raises(ValueError, match=r"launch\.slurm: time_limit='soon'"):
-        launch.check()
-
-
-def test_replicas_are_counted_and_refused_by_the_config_of_a_run():
+def test_replicas_are_validated_with_the_config_of_the_run():
     config = tiny()
     config.generator.num_replicas = 3
-    assert config.fleet.generator.num_replicas == 3
+    assert config.generator.num_replicas == 3
     with pytest.raises(ValueError, match=r"generator\.num_replicas=0: must be at least 1"):
         dataclasses.replace(config.generator, num_replicas=0)
-
-
-def test_more_threads_of_one_role_than_cores_are_worth_a_warning():
-    four = placed(replicas=4)
-    assert too_many_threads(four, num_cores=4) is None
-    assert "the generator's processes have 4 threads in all on 3 cores" in (
-        too_many_threads(four, num_cores=3) or ""
-    )
-    assert "the trainer's processes have 6 threads in all on 4 cores" in (
-        too_many_threads(placed(trainer_threads=3), num_cores=4) or ""
-    )

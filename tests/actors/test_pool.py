@@ -1,4 +1,4 @@
-"""Generators that are lost and replaced, over fakes in virtual time."""
+"""Loss and replacement of generators in a pool, over fakes in virtual time."""
 
 import asyncio
 import random
@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.backend import ActorSampler
-from actors.background import end_background
+from actors.backend import GeneratorClient
 from actors.calls import ActorCallError, ActorLostError
-from actors.pool import GeneratorPool
+from actors.config import RecoveryConfig
+from actors.parity import ParityCheck
+from actors.recovery import GeneratorPool, RestartsUsedUpError, Role, Supervisor
 from actors.router import Router
-from actors.supervision import RecoveryConfig, RestartsUsedUpError, Supervisor
-from actors.sync_check import SyncCheck
-from rl.errors import RunError
 from rl.types import SamplingParams
+from rl.utils.errors import RunError
 from tests.support.mortal import Mortal, MortalGenerator
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
@@ -23,17 +22,17 @@ START_S = 20.0
 SAMPLING = SamplingParams(max_tokens=8, num_samples=1, seed=1)
 
 
-class Room:
-    """A pool whose generators take `START_S` to start again."""
+class PoolRun:
+    """Pool whose generators take `START_S` to restart."""
 
     def __init__(self, num_generators: int = 2, *, now_s: Any = now_s, **settings: Any) -> None:
-        self.check = SyncCheck(None)
+        self.check = ParityCheck(None)
         self.trainer = Mortal("trainer")
         self.told: list[tuple] = []
         self.num_started = 0
         self.failing_starts = 0
         self.settings: dict[str, Any] = {}
-        """Of generators that are started again."""
+        """Settings of the restarted generators."""
         store: Any = None
         supervisor = Supervisor(
             RecoveryConfig(**({"pause_s": 0.0} | settings)),
@@ -42,17 +41,17 @@ class Room:
         )
         self.pool = GeneratorPool(
             [MortalGenerator(f"generator_{i}") for i in range(num_generators)],
-            start=self.start,
+            start=lambda number: self.start(number),
             supervisor=supervisor,
-            trainer=self.trainer,
+            trainer=Role(self.trainer),
             store=store,
             check=self.check,
         )
-        self.router = Router([ActorSampler(slot) for slot in self.pool.slots], pool=self.pool)
+        self.router = Router([GeneratorClient(slot) for slot in self.pool.members], pool=self.pool)
 
     def __getitem__(self, number: int) -> MortalGenerator:
-        """Who is in the slot now."""
-        group = self.pool.slots[number].group
+        """Return the generator that is in this slot now."""
+        group = self.pool.members[number].group
         assert isinstance(group, MortalGenerator)
         return group
 
@@ -69,7 +68,7 @@ class Room:
         await self.pool.serve(version)
 
     async def ask(self, *numbers: int) -> list[int]:
-        """Prompts with these numbers; what the answers repeat of them."""
+        """Ask for completions of prompts with these numbers; return the numbers that they repeat."""
         prompts = [np.array([number], dtype=np.int32) for number in numbers]
         return [int(c.token_ids[0]) for (c,) in await self.router.generate(prompts, sampling=SAMPLING)]
 
@@ -77,20 +76,20 @@ class Room:
         return [self[number].version for number in self.pool.up()]
 
 
-def in_room(steps, **settings):
-    """What the steps return, in a room whose background ends with them."""
+def run_pool(steps, **settings):
+    """Return the result of `steps` on a pool whose background tasks end with it."""
 
     async def main():
-        room = Room(**settings)
+        room = PoolRun(**settings)
         try:
             return await steps(room)
         finally:
-            await end_background(timeout_s=10)
+            room.pool.close()
 
     return run_in_virtual_time(main())[0]
 
 
-def test_prompts_of_a_lost_generator_are_answered_by_another_in_their_order():
+def test_prompts_of_a_lost_generator_are_answered_by_another_in_order():
     async def steps(room):
         await room.serve(0)
         asking = asyncio.create_task(room.ask(1, 2, 3, 4))
@@ -99,14 +98,14 @@ def test_prompts_of_a_lost_generator_are_answered_by_another_in_their_order():
         answers = await asking
         return answers, now_s(), room.pool.up(), room.router.num_running
 
-    answers, ended_at, up, running = in_room(steps)
+    answers, ended_at, up, running = run_pool(steps)
     assert answers == [1, 2, 3, 4]
-    assert ended_at == 1 + 1 + 2  # pulled, lost in the middle, asked for anew: nobody waits for a restart
+    assert ended_at == 1 + 1 + 2  # pulled, lost halfway, asked again: no call waits for the restart
     assert up == [1]
     assert running == [0, 0]
 
 
-def test_who_takes_a_lost_ones_place_serves_only_after_it_has_pulled_what_the_others_have():
+def test_restarted_generator_serves_only_after_pulling_the_current_version():
     async def steps(room):
         await room.serve(0)
         room.pool.watch()
@@ -117,13 +116,13 @@ def test_who_takes_a_lost_ones_place_serves_only_after_it_has_pulled_what_the_ot
         with pytest.raises(
             ActorLostError, match=r"^generator_0\.generate failed: it is being started again$"
         ):
-            await room.pool.slots[0].call("generate", limit="generate_s")
+            await room.pool.members[0].call("generate", limit_s=600.0)
         await asyncio.sleep(START_S)
         while len(room.pool.up()) < 2:
             await asyncio.sleep(0.1)
         return room[0].asked, room.versions(), room.told
 
-    asked, versions, told = in_room(steps)
+    asked, versions, told = run_pool(steps)
     assert asked == ["use_store", "pull_model_state_dict"]
     assert versions == [1, 1]
     assert told[0] == ("lost", "generator_0", "rank 0 is dead: its process ended")
@@ -131,34 +130,22 @@ def test_who_takes_a_lost_ones_place_serves_only_after_it_has_pulled_what_the_ot
     assert (event, role, after_s) == ("recovered", "generator_0", pytest.approx(START_S + 1, abs=0.01))
 
 
-def test_a_generator_lost_while_it_pulls_fails_neither_the_update_nor_the_run():
-    async def steps(room):
-        room[1].pull_s = 5.0
-        serving = asyncio.create_task(room.serve(3))
-        await asyncio.sleep(2)
-        room[1].die()
-        await serving
-        return now_s(), room.versions()
-
-    assert in_room(steps) == (2, [3])
-
-
-def test_an_update_while_one_joins_waits_for_it_and_both_then_have_the_new_version():
+def test_update_during_a_join_waits_for_it_and_reaches_both_generators():
     async def steps(room):
         await room.serve(0)
         room.settings = {"pull_s": 6.0}
         room[0].die()
-        await room.ask(1, 2)  # finds it out
-        await asyncio.sleep(START_S - 1)  # it pulls version 0 now
+        await room.ask(1, 2)  # notices the loss
+        await asyncio.sleep(START_S - 1)  # the restarted generator pulls version 0 now
         await room.serve(1)
         return room[0].asked, room.versions()
 
-    asked, versions = in_room(steps)
+    asked, versions = run_pool(steps)
     assert asked == ["use_store", "pull_model_state_dict", "pull_model_state_dict"]
     assert versions == [1, 1]
 
 
-def test_without_any_generator_left_update_and_prompts_wait_for_one():
+def test_update_and_prompts_wait_when_all_generators_are_lost():
     async def steps(room):
         await room.serve(0)
         for number in range(2):
@@ -172,19 +159,19 @@ def test_without_any_generator_left_update_and_prompts_wait_for_one():
         served_at, versions = now_s(), room.versions()
         return served_at, versions, await asking
 
-    served_at, versions, answers = in_room(steps)
+    served_at, versions, answers = run_pool(steps)
     assert served_at == 1 + 1 + START_S + 1
     assert versions == [1]
     assert answers == [7]
 
 
-def test_an_engine_that_failed_in_a_living_process_counts_as_lost():
+def test_failed_engine_in_a_living_process_counts_as_lost():
     async def steps(room):
         await room.serve(0)
         room[0].engine_failed = True
         return await room.ask(1, 2), room.pool.up(), room.told
 
-    answers, up, told = in_room(steps)
+    answers, up, told = run_pool(steps)
     assert answers == [1, 2]
     assert up == [1]
     assert told == [
@@ -192,44 +179,30 @@ def test_an_engine_that_failed_in_a_living_process_counts_as_lost():
     ]
 
 
-def test_an_error_that_is_no_loss_stays_one():
+def test_other_errors_are_raised_unchanged():
     async def steps(room):
         with pytest.raises(RunError, match="the generator has no weights"):
             await room.ask(1)
         return room.pool.up()
 
-    assert in_room(steps) == [0, 1]
+    assert run_pool(steps) == [0, 1]
 
 
 @pytest.mark.parametrize("num_generators", [1, 2])
-def test_one_that_does_not_come_up_again_ends_the_run_even_if_others_are_up(num_generators):
+def test_generator_that_cannot_be_restarted_ends_the_run_even_if_others_are_up(num_generators):
     async def steps(room):
         room.failing_starts = 2
         await room.serve(0)
         room.pool.watch()
         room[0].die()
         await asyncio.sleep(1 + 2 * START_S)
-        text = "generator_0 is lost once more, after 2 restarts .* the last reason: start 2 failed"
-        for waiting in (room.ask(1), room.serve(1), room.pool.one_up()):
+        text = "generator_0 is lost again, after 2 restarts .* the last reason: start 2 failed"
+        for waiting in (room.ask(1), room.serve(1), room.pool.wait_until_one_is_up()):
             with pytest.raises(RestartsUsedUpError, match=text):
                 await waiting
         return room.num_started
 
-    assert in_room(steps, num_generators=num_generators, max_restarts=2) == 2
-
-
-def test_whoever_waits_for_a_generator_hears_that_none_comes():
-    async def steps(room):
-        room.failing_starts = 1
-        await room.serve(0)
-        asking = asyncio.create_task(room.ask(1))
-        await asyncio.sleep(1)
-        room[0].die()
-        with pytest.raises(RestartsUsedUpError):
-            await asking
-        return now_s()
-
-    assert in_room(steps, num_generators=1, max_restarts=1) == 1 + 1 + START_S
+    assert run_pool(steps, num_generators=num_generators, max_restarts=2) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,22 +212,22 @@ def test_whoever_waits_for_a_generator_hears_that_none_comes():
         (asyncio.CancelledError(), "generator_0 is not started again any more"),
     ],
 )
-def test_a_start_that_breaks_unexpectedly_is_an_error_to_whoever_waits(error, told):
+def test_unexpected_error_of_a_restart_fails_waiting_calls(error, told):
     async def steps(room):
         await room.serve(0)
 
         async def broken(number):
             raise error
 
-        room.pool._start = broken
+        room.start = broken
         room[0].die()
         with pytest.raises(RunError, match=told):
             await room.ask(1)
 
-    in_room(steps, num_generators=1)
+    run_pool(steps, num_generators=1)
 
 
-def test_a_pull_from_a_trainer_that_dies_ends_at_once_and_says_who_is_lost():
+def test_trainer_death_during_a_pull_is_raised_at_once():
     async def steps(room):
         room[0].pull_s = room[1].pull_s = 100.0
         serving = asyncio.create_task(room.serve(1))
@@ -264,10 +237,10 @@ def test_a_pull_from_a_trainer_that_dies_ends_at_once_and_says_who_is_lost():
             await serving
         return now_s(), raised.value.role
 
-    assert in_room(steps) == (3, "trainer")
+    assert run_pool(steps) == (3, "trainer")
 
 
-def test_after_a_trainer_was_lost_all_have_its_successors_store_and_wait_for_its_first_version():
+def test_generators_get_the_store_of_a_new_trainer_and_wait_for_its_first_version():
     async def steps(room):
         await room.serve(5)
         room[0].die()
@@ -276,21 +249,21 @@ def test_after_a_trainer_was_lost_all_have_its_successors_store_and_wait_for_its
         async with room.pool.without_weights():
             room.check.forget()
             await room.pool.use_store()
-            await asyncio.sleep(START_S)  # whoever starts meanwhile does not join
+            await asyncio.sleep(START_S)  # a generator that starts meanwhile does not join
             assert room.pool.up() == [1]
         await asking
         while len(room.pool.up()) < 2:
             await asyncio.sleep(0.1)
         assert "pull_model_state_dict" not in room[0].asked
-        await room.serve(2)  # an earlier number than before, with other weights
+        await room.serve(2)  # a lower version number than before, with other weights
         return room[1].asked[-3:], room.versions()
 
-    asked, versions = in_room(steps)
+    asked, versions = run_pool(steps)
     assert asked == ["abort", "use_store", "pull_model_state_dict"]
     assert versions == [2, 2]
 
 
-def test_one_that_does_not_take_a_new_store_is_lost_and_not_the_trainer_once_more():
+def test_generator_that_does_not_take_the_new_store_is_lost():
     async def steps(room):
         await room.serve(0)
         lost = room[0]
@@ -305,12 +278,12 @@ def test_one_that_does_not_take_a_new_store_is_lost_and_not_the_trainer_once_mor
         assert room[0] is not lost
         return room.versions(), room.told[0]
 
-    versions, told = in_room(steps)
+    versions, told = run_pool(steps)
     assert versions == [1, 1]
-    assert told == ("lost", "generator_0", "generator_0.abort gave no answer within timeouts.close_s=20")
+    assert told == ("lost", "generator_0", "generator_0.abort gave no answer within 20 s")
 
 
-def test_one_whose_join_fails_as_the_trainer_dies_is_not_lost_once_more():
+def test_generator_whose_join_fails_as_the_trainer_dies_is_not_restarted_again():
     async def steps(room):
         await room.serve(0)
         room.settings = {"pull_s": 5.0}
@@ -319,7 +292,7 @@ def test_one_whose_join_fails_as_the_trainer_dies_is_not_lost_once_more():
         await asyncio.sleep(START_S + 1)
         started = room.num_started
         joining = room.latest
-        joining.pull_fails = True  # it hears of it before anybody else
+        joining.pull_fails = True  # it notices the death first
         await asyncio.sleep(4.6)
         room.trainer.die()
         await asyncio.sleep(1)
@@ -327,28 +300,12 @@ def test_one_whose_join_fails_as_the_trainer_dies_is_not_lost_once_more():
         assert room[0] is joining
         return room.num_started - started
 
-    assert in_room(steps, max_restarts=1) == 0
-
-
-def test_one_that_joins_when_the_trainer_dies_waits_with_the_others_for_the_next_version():
-    async def steps(room):
-        await room.serve(0)
-        room.settings = {"pull_s": 50.0}
-        room.pool.watch()
-        room[0].die()
-        await asyncio.sleep(START_S + 2)
-        room.trainer.die()
-        await asyncio.sleep(0.1)
-        assert room.pool.up() == [0, 1]
-        assert room[0].version is None
-        return room.num_started
-
-    assert in_room(steps) == 1
+    assert run_pool(steps, max_restarts=1) == 0
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_dies_when_every_prompt_is_answered_once_and_no_answer_is_of_older_weights(seed):
-    """Generators die at random moments while versions are served and prompts are asked."""
+def test_each_prompt_is_answered_once_with_current_weights_under_random_deaths(seed):
+    """Generators die at random moments while versions are served and prompts answered."""
     rng = random.Random(seed)
 
     async def steps(room):
@@ -365,7 +322,7 @@ def test_whatever_dies_when_every_prompt_is_answered_once_and_no_answer_is_of_ol
         async def kill_some():
             for _ in range(rng.randrange(1, 8)):
                 await asyncio.sleep(rng.uniform(0, 25))
-                victim = rng.choice(room.pool.slots)
+                victim = rng.choice(room.pool.members)
                 if victim.is_up:
                     victim.group.die()
 
@@ -383,4 +340,4 @@ def test_whatever_dies_when_every_prompt_is_answered_once_and_no_answer_is_of_ol
         await asyncio.gather(asking, killing)
         return num_answers
 
-    assert in_room(steps, num_generators=3, max_restarts=100) == list(range(60))
+    assert run_pool(steps, num_generators=3, max_restarts=100) == list(range(60))

@@ -1,4 +1,4 @@
-"""On this test's own processes and shared memory."""
+"""Process and shared-memory tools, on processes and files of this test."""
 
 import mmap
 import os
@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.processes import (
-    ProcessId,
-    carrying_environment,
-    identify,
-    is_alive,
-    kill,
-    mapped_shared_memory,
-    remove_unmapped,
-    with_descendants,
-)
+from actors.processes import carrying_environment, mapped_shared_memory, remove_unmapped, with_descendants
+from rl.utils.processes import ProcessId, identify, is_alive, kill
 
 PARENT = """
 import subprocess, sys
@@ -46,13 +38,13 @@ def tree():
     parent.communicate()
 
 
-def test_this_process_is_alive_and_one_that_started_later_under_its_pid_would_not_be():
+def test_process_identity_excludes_a_later_process_with_the_same_pid():
     me = living(os.getpid())
     assert is_alive(me)
     assert not is_alive(ProcessId(me.pid, me.start_ticks + 1))
 
 
-def test_a_process_that_waits_to_be_reaped_is_not_alive():
+def test_zombie_is_not_alive():
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert identify(process.pid) is None
@@ -90,7 +82,7 @@ def test_kill_spares_another_process_with_the_same_pid(tree):
     assert is_alive(living(parent.pid))
 
 
-def test_shared_memory_is_removed_only_when_nobody_maps_it():
+def test_shared_memory_is_removed_only_if_no_process_maps_it():
     file = Path(f"/dev/shm/relay-test-processes {os.getpid()}")
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, mmap.PAGESIZE)

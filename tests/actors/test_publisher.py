@@ -1,4 +1,4 @@
-"""How long the publisher waits for whom."""
+"""Deadlines of the publisher's calls."""
 
 import asyncio
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from actors.backend import ActorPublisher
-from actors.calls import Timeouts
-from actors.sync_check import SyncCheck
-from rl.errors import RunError
+from actors.config import Timeouts
+from actors.parity import ParityCheck
 from rl.types import PullResult, PushResult
-from rl.weights.errors import WeightStoreError
+from rl.utils.errors import RunError
+from rl.weights.types import WeightStoreError
 
 
 class Answering:
-    """A group that answers every call, and keeps the deadlines."""
+    """Fake group that answers every call and records the deadlines."""
 
     timeouts = Timeouts()
 
@@ -22,8 +22,8 @@ class Answering:
         self.name, self.answer = name, answer
         self.limits = {}
 
-    def call(self, endpoint, *args, limit, **kwargs):
-        self.limits[endpoint] = limit
+    def call(self, endpoint, *args, limit_s, **kwargs):
+        self.limits[endpoint] = limit_s
 
         async def answered():
             return [self.answer]
@@ -35,7 +35,7 @@ class Dead(Answering):
     def __init__(self):
         super().__init__("generator", None)
 
-    def call(self, endpoint, *args, limit, **kwargs):
+    def call(self, endpoint, *args, limit_s, **kwargs):
         async def failed():
             raise RunError("generator is dead")
 
@@ -50,12 +50,12 @@ class Store:
         pass
 
 
-@pytest.mark.parametrize(("drains", "limit"), [(False, "sync_s"), (True, "generate_s + sync_s")])
-def test_a_pull_that_drains_may_take_as_long_as_the_completions(drains, limit):
+@pytest.mark.parametrize(("drains", "limit"), [(False, 600.0), (True, 2400.0)])
+def test_draining_pull_may_take_as_long_as_the_completions(drains, limit):
     trainer = Answering("trainer", PushResult(policy_version=1, time_s=0.0, num_bytes=0))
     generator = Answering("generator", PullResult(policy_version=1, time_s=0.0))
     store: Any = Store()
-    check = SyncCheck(None, drains=drains)
+    check = ParityCheck(None, drains=drains)
     publisher = ActorPublisher(trainer=trainer, generators=[generator], store=store, check=check)
 
     async def publish():
@@ -63,19 +63,19 @@ def test_a_pull_that_drains_may_take_as_long_as_the_completions(drains, limit):
 
     asyncio.run(publish())
     assert generator.limits == {"pull_model_state_dict": limit}
-    assert trainer.limits == {"push_model_state_dict": "sync_s"}
+    assert trainer.limits == {"push_model_state_dict": 600.0}
 
 
-def test_a_version_whose_check_was_given_up_is_an_error_for_who_pulls_it_next():
-    """Not a cancellation, by which a generator that joins would be lost without a word."""
+def test_version_whose_check_was_cancelled_is_an_error_for_the_next_pull():
+    """A cancellation instead of an error would lose a joining generator silently."""
 
     async def pull_twice():
-        check = SyncCheck(None)
+        check = ParityCheck(None)
         never: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         check.expect(1, sums=[], expected=never)
         with pytest.raises(RunError, match="generator is dead"):
             await check.pull(1, generators=[Dead()])
         await check.pull(1, generators=[])
 
-    with pytest.raises(WeightStoreError, match="version 1 was given up: a pull of it has failed before"):
+    with pytest.raises(WeightStoreError, match="version 1 was given up: an earlier pull of it has failed"):
         asyncio.run(pull_twice())

@@ -1,12 +1,13 @@
 import asyncio
 from typing import Any
 
-from actors.calls import ActorCallError, Timeouts
-from actors.random_states import ActorRandomStates
+from actors.backend import ActorRandomStates
+from actors.calls import ActorCallError
+from actors.config import Timeouts
 
 
 class Answering:
-    """A group of two ranks."""
+    """Fake group of two ranks."""
 
     timeouts = Timeouts()
 
@@ -15,8 +16,8 @@ class Answering:
         self.fails = fails
         self.restored: list[dict[int, bytes]] = []
 
-    async def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> list[Any]:
-        assert limit == "close_s"  # nobody waits long for these
+    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+        assert limit_s == self.timeouts.close_s  # all callers use a short deadline for these calls
         if self.fails:
             raise ActorCallError(f"{self.name}.{endpoint} failed: rank 0 of 2 is dead")
         if endpoint == "random_states":
@@ -25,7 +26,7 @@ class Answering:
         return [None, None]
 
 
-def test_each_rank_gets_back_what_it_had_and_other_names_are_passed_over():
+def test_each_rank_gets_its_state_back_and_unknown_roles_are_skipped():
     generator_1, generator_10, reward = (Answering(n) for n in ("generator_1", "generator_10", "reward"))
     states = asyncio.run(ActorRandomStates([generator_1, generator_10]).random_states())
     assert states == {
@@ -34,16 +35,16 @@ def test_each_rank_gets_back_what_it_had_and_other_names_are_passed_over():
         "generator_10-0": b"generator_10 0",
         "generator_10-1": b"generator_10 1",
     }
-    # There is one generator less now, and a reward process that has none.
+    # The restored run has one generator less, and a reward process without a saved state.
     asyncio.run(ActorRandomStates([generator_10, reward]).restore_random_states(states))
     assert generator_10.restored == [{0: b"generator_10 0", 1: b"generator_10 1"}]
     assert generator_1.restored == reward.restored == []
 
 
-def test_a_group_that_does_not_answer_stops_neither_a_save_nor_a_start(caplog):
+def test_unanswered_call_fails_neither_a_save_nor_a_start(caplog):
     groups = [Answering("generator_0", fails=True), Answering("reward")]
     states = asyncio.run(ActorRandomStates(groups).random_states())
     assert list(states) == ["reward-0", "reward-1"]
     asyncio.run(ActorRandomStates(groups).restore_random_states({"generator_0-0": b"x"}))
-    assert "random states of generator_0 are not saved: generator_0.random_states failed" in caplog.text
-    assert "random states of generator_0 are not restored" in caplog.text
+    for endpoint in ("random_states", "restore_random_states"):
+        assert f"{endpoint} of generator_0 failed: generator_0.{endpoint} failed" in caplog.text

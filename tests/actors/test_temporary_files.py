@@ -1,4 +1,4 @@
-"""Temporary files of a run are in a folder of its own, and gone after it, however it ended."""
+"""Temporary files of a run: one folder, removed at the end or by the next run."""
 
 import json
 import os
@@ -9,15 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
-from actors import temporary_files
-from actors.client import RUN, RUN_VARIABLE
-from actors.processes import identify, is_alive, kill
+from actors import processes, temporary_files
+from actors.processes import RUN_VARIABLE
 from actors.temporary_files import MAX_PATH, PREFIX, remove_dead
-from tests.support.forked import in_copy
+from rl.utils.processes import identify, is_alive, kill
+from tests.support.forked import run_in_fork
 
 INSIDE = """
 import json, os, sys, tempfile
@@ -32,23 +33,28 @@ print(json.dumps([inside, again, tempfile.gettempdir(), os.environ["TMPDIR"], os
 
 @pytest.fixture
 def parent():
-    """A short one: that of pytest is too long for sockets."""
+    """A folder with a short path: pytest's are too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
         yield Path(folder)
 
 
+def folders(parent):
+    return [path for path in parent.glob(f"{PREFIX}*") if path.is_dir()]
+
+
 def in_run(parent, function):
-    """The exit status, and what `function` answers in a copy of this process that is such a run."""
+    """Run `function` as a run in a forked copy of this process; return its exit status and answer."""
 
     def run():
         os.environ["TMPDIR"] = tempfile.tempdir = str(parent)
+        processes.RUN = uuid.uuid4().hex[:8]
         with temporary_files.temporary_files():
             return function()
 
-    return in_copy(run)
+    return run_in_fork(run)
 
 
-def test_a_run_has_one_folder_from_start_to_end_and_leaves_none(parent):
+def test_run_has_one_temporary_folder_and_removes_it(parent):
     ran = subprocess.run(
         [sys.executable, "-c", INSIDE],
         env=os.environ | {"TMPDIR": str(parent)},
@@ -66,16 +72,16 @@ def test_a_run_has_one_folder_from_start_to_end_and_leaves_none(parent):
     assert list(parent.iterdir()) == []
 
 
-def test_what_is_compiled_stays_where_later_runs_find_it(parent, monkeypatch):
+def test_compile_cache_is_kept_for_later_runs(parent, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     _, answer = in_run(parent, lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert Path(answer).parent == parent
     assert Path(answer).name.startswith("torchinductor_")
 
 
-def test_a_killed_run_s_files_and_processes_are_ended_by_the_next_and_a_living_run_s_are_not(parent):
+def test_next_run_removes_what_a_killed_run_left_and_spares_living_runs(parent):
     def be_killed():
-        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: RUN})
+        left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_VARIABLE: processes.RUN})
         tempfile.mkdtemp()
         (parent / "pid").write_text(str(left.pid))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -84,11 +90,11 @@ def test_a_killed_run_s_files_and_processes_are_ended_by_the_next_and_a_living_r
     assert status == -signal.SIGKILL
     left = identify(int((parent / "pid").read_text()))
     assert left is not None
-    (folder,) = parent.glob(f"{PREFIX}*")
+    (folder,) = folders(parent)
     try:
 
         def live():
-            (mine,) = (path for path in parent.glob(f"{PREFIX}*") if path != folder)
+            (mine,) = folders(parent)
             return json.dumps([folder.exists(), [str(path) for path in remove_dead(parent)], mine.exists()])
 
         status, answer = in_run(parent, live)
@@ -101,19 +107,21 @@ def test_a_killed_run_s_files_and_processes_are_ended_by_the_next_and_a_living_r
         kill(left)
 
 
-def test_a_folder_that_holds_no_run_of_ours_is_left_alone(parent):
+def test_foreign_folders_are_left_alone(parent):
     (parent / "relay-runs").mkdir()
-    (parent / f"{PREFIX}file").write_text("x")
+    (parent / f"{PREFIX}folder").mkdir()
+    (parent / f"{PREFIX}link.lock").write_text("x")
     (parent / f"{PREFIX}link").symlink_to(parent / "relay-runs")
     assert remove_dead(parent) == []
-    assert len(list(parent.iterdir())) == 3
+    assert len(list(parent.iterdir())) == 4
 
 
-def test_where_paths_would_be_too_long_for_sockets_the_folder_is_in_the_ordinary_place(parent):
+def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     deep = parent / ("x" * MAX_PATH)
     deep.mkdir()
     status, answer = in_run(deep, lambda: os.environ["TMPDIR"])
     assert status == 0
     assert re.fullmatch(rf"/tmp/{PREFIX}\w{{8}}", answer)
-    shutil.rmtree(answer)  # which a copy of a process leaves to the next run
+    shutil.rmtree(answer)  # a forked copy leaves it to the next run
+    Path(f"{answer}.lock").unlink()
     assert list(deep.iterdir()) == []

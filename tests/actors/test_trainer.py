@@ -1,11 +1,9 @@
-"""A push of the weights goes on while the engine computes, and what changes weights waits for it."""
+"""Pushes overlap computation, and changes of the weights wait for them."""
 
 import asyncio
-import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +11,13 @@ import torch
 
 from actors.trainer import PolicyTrainer, PushGate
 from losses.cross_entropy import CrossEntropyLoss
-from rl.machine_limits import Workload
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.observability.spans import read_spans
-from rl.training.reference import ReferenceConfig
+from rl.observability.machine_limits import Workload
+from rl.observability.span_reader import read_spans
+from rl.training.config import ReferenceConfig
 from rl.types import TrainingSample
-from rl.weights.errors import WeightTimeoutError
-from rl.weights.files import FileWeightStore
 from rl.weights.store import WeightStore
+from rl.weights.types import WeightTimeoutError
 from tests.support.kept_spans import kept_spans
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.policies import VOCAB_SIZE, model_folder, random_model, small_spec
@@ -50,12 +47,12 @@ def assets(tmp_path):
     return folder, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def spawn_trainer(meshes, mesh, *, store, folder, assets):
-    """A trainer of one rank, set up."""
+def spawn_trainer(meshes, mesh, *, store, folder, assets, num_procs=1):
+    """Return a trainer after its set-up."""
     trainer = mesh.spawn(
         "policy_trainer",
         PolicyTrainer,
-        config=PolicyTrainer.Config(reference=ReferenceConfig(enable=True)),
+        config=PolicyTrainer.Config(num_procs=num_procs, reference=ReferenceConfig(enable=True)),
         model_spec=SPEC,
         store=store,
         failure_folder=str(folder),
@@ -65,14 +62,14 @@ def spawn_trainer(meshes, mesh, *, store, folder, assets):
 
 
 def are_old(meshes, store, before, *, version):
-    """Of each tensor of the version, which is announced here, whether it is the one from before."""
+    """Announce and pull the version; return for each tensor whether it equals the one in `before`."""
     received = {name: torch.zeros_like(p) for name, p in before.items()}
     meshes.run(store.announce(version))
     meshes.run(store.pull(version=version, state_dict=received))
     return [torch.equal(received[name], old) for name, old in before.items()]
 
 
-async def push_while_the_store_stands_still(trainer, store_pid):
+async def push_while_the_store_is_stopped(trainer, store_pid):
     push = asyncio.ensure_future(_call(trainer.push_model_state_dict.call_one()))
     gradient = await _call(trainer.forward_backward.call_one([SAMPLE], CrossEntropyLoss()))
     assert gradient.num_samples == 1
@@ -92,8 +89,8 @@ async def push_while_the_store_stands_still(trainer, store_pid):
 
 @pytest.mark.medium
 @pytest.mark.timeout(180)
-def test_a_push_overlaps_gradients_and_delivers_the_version_from_before_the_step(meshes, assets, tmp_path):
-    """The index of the store stands still while the push asks it; so the push lasts until it goes on."""
+def test_push_overlaps_gradients_and_delivers_the_version_before_the_step(meshes, assets, tmp_path):
+    """The stopped index of the store keeps the push waiting until it continues."""
     folder, before = assets
     trainer_mesh, store_mesh = meshes.spawn_mesh(1), meshes.spawn_mesh(1, process_group=False)
     store = WeightStore.Config(timeout_s=60).build(dtype="float32")
@@ -103,7 +100,7 @@ def test_a_push_overlaps_gradients_and_delivers_the_version_from_before_the_step
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     try:
-        meshes.run(push_while_the_store_stands_still(trainer, pid))
+        meshes.run(push_while_the_store_is_stopped(trainer, pid))
     finally:
         os.kill(pid, signal.SIGCONT)
     meshes.run(trainer.push_model_state_dict.call())
@@ -114,29 +111,25 @@ def test_a_push_overlaps_gradients_and_delivers_the_version_from_before_the_step
 
 @pytest.mark.medium
 @pytest.mark.timeout(180)
-def test_through_files_where_ranks_meet_in_a_push_the_engines_thread_makes_it(meshes, assets, tmp_path):
+def test_two_ranks_push_to_files_and_answer_once(meshes, assets, tmp_path):
+    """One rank returns logprobs and measures its machine; a step may be empty."""
     folder, before = assets
-    store = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
-    mesh = meshes.spawn_mesh(1)
-    meshes.run(store.start(mesh))
-    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
-    meshes.run(trainer.push_model_state_dict.call())
-    assert all(are_old(meshes, store, before, version=0))
-    meshes.run(trainer.close.call())
-    meshes.run(store.stop())
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(180)
-def test_logprobs_come_with_the_loss_from_one_rank_and_a_step_may_be_empty(meshes, assets, tmp_path):
-    folder, _ = assets
-    store = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
+    store = WeightStore.Config(transport="files").build(run_folder=tmp_path)
     mesh = meshes.spawn_mesh(2)
     meshes.run(store.start(mesh))
-    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
+    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder, num_procs=2)
 
     def all_ranks(endpoint, *args):
         return [result for _, result in meshes.run(endpoint.call(*args)).items()]
+
+    all_ranks(trainer.push_model_state_dict)
+    assert all(are_old(meshes, store, before, version=0))
+    limits, nothing = all_ranks(
+        trainer.measure_machine, Workload(dtype="float32", num_bytes=1 << 20), str(tmp_path / "cache")
+    )
+    assert nothing is None
+    assert limits.flops_per_s > 1e9
+    assert limits.host_bytes_per_s == limits.memory_bytes_per_s > 1e8
 
     samples = [replace(SAMPLE, token_ids=np.roll(SAMPLE.token_ids, n)) for n in range(3)]
     expected = all_ranks(trainer.compute_logprobs, samples)[0]
@@ -157,7 +150,7 @@ async def _call(awaitable):
     return await awaitable
 
 
-def test_a_push_that_does_not_end_is_an_error_of_what_waits_for_it(tmp_path):
+def test_unfinished_push_fails_the_calls_that_wait_for_it(tmp_path):
     gate = PushGate(timeout_s=0.01, margin_s=0.01)
     gate.wait()
     gate.begin()
@@ -168,31 +161,6 @@ def test_a_push_that_does_not_end_is_an_error_of_what_waits_for_it(tmp_path):
         gate.wait()
     gate.end()
     gate.wait()
-    (span,) = read_spans(tmp_path)  # where there is no push nobody waits
+    (span,) = read_spans(tmp_path)  # without a push nothing waits
     assert (span.name, span.kind) == ("waits for a push", "wait")
     assert 0.02 <= span.duration_s < 10
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(180)
-def test_rank_0_says_what_its_machine_can_do_with_the_threads_that_compute(meshes, assets, tmp_path):
-    folder, _ = assets
-    store = FileWeightStore(config=FileWeightStore.Config(), folder=tmp_path / "weights")
-    mesh = meshes.spawn_mesh(2)
-    meshes.run(store.start(mesh))
-    trainer = spawn_trainer(meshes, mesh, store=store, folder=tmp_path, assets=folder)
-    workload = Workload(dtype="float32", num_bytes=1 << 20)
-
-    def ask():
-        answers = meshes.run(trainer.measure_machine.call(workload, str(tmp_path / "cache")))
-        return [answer for _, answer in answers.items()]
-
-    limits, nothing = ask()
-    assert nothing is None
-    assert limits.flops_per_s > 1e9
-    assert limits.host_bytes_per_s == limits.memory_bytes_per_s > 1e8
-    if limits.file:  # else the machine was busy
-        assert json.loads(Path(limits.file).read_text())["of"]["threads"] == 1
-        assert ask() == [limits, None]
-    meshes.run(trainer.close.call())
-    meshes.run(store.stop())

@@ -1,49 +1,34 @@
-"""The batch-invariant mode in a real engine with little room, beside a real training engine.
-
-Prompts are read in parts (64 tokens a step), requests wait for each other, and prompts that were
-served before come from the prefix cache.
+"""Batch-invariant mode in a real generation engine with little room, beside a real training engine. Prompts
+are read in parts of 64 tokens, requests wait for each other, and repeated prompts come from the prefix cache.
 """
 
-import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from actors.vllm.engine import GeneratorEngine
 from rl.distributed.process_group import World
 from rl.models.generate import generate as generate_plainly
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import SamplingParams, TrainingSample
-from tests.support.policies import config_folder, prompts_of, random_model, small_spec, writer
+from tests.support.policies import prompts_of, random_model, small_spec
+from tests.support.served_engine import served_engine
 
 pytestmark = pytest.mark.medium
 
 SPEC = replace(small_spec(), batch_invariant=True)
 MODEL = random_model(SPEC, seed=0)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 64])
-CALL_TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
-    config = GeneratorEngine.Config(
-        dtype="float32", max_model_len=256, max_num_seqs=64, max_num_batched_tokens=64, cpu_kv_cache_gib=0.05
-    )
-    folder = config_folder(tmp_path_factory.mktemp("engine") / "assets", SPEC)
-    with asyncio.Runner() as runner:
-        engine = GeneratorEngine(config=config, model_spec=SPEC, hf_assets_path=folder)
-        runner.run(engine.start())
-        runner.run(engine.update_weights(writer(MODEL), version=1))
-
-        def generate(prompts, **sampling):
-            call = engine.generate(prompts, sampling=SamplingParams(max_tokens=20, seed=1, **sampling))
-            return runner.run(asyncio.wait_for(call, CALL_TIMEOUT_S))
-
-        yield generate
-        runner.run(engine.close())
+    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, max_num_seqs=64) as served:
+        served.load(MODEL)
+        yield partial(served.generate, max_tokens=20, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +55,7 @@ def as_sample(prompt, completion, *, temperature):
 
 
 def same(some, others):
-    """Token for token and bit for bit."""
+    """Return whether tokens and logprobs have equal bits."""
     pairs = [(a, b) for x, y in zip(some, others, strict=True) for a, b in zip(x, y, strict=True)]
     assert pairs
     return all(
@@ -79,10 +64,10 @@ def same(some, others):
     )
 
 
-def test_a_request_gets_the_same_bits_alone_in_a_crowd_in_parts_and_from_the_cache(generate):
+def test_request_gets_the_same_bits_alone_in_a_batch_in_parts_and_from_the_cache(generate):
     crowd = prompts_of(range(2, 60), seed=3)
     together = generate([*PROMPTS, *crowd])[: len(PROMPTS)]
-    # The second time whole blocks of the longer prompts are cached; the first of all are read in parts.
+    # The second time whole blocks of the longer prompts are cached; the first prompts are read in parts.
     alone = [generate([prompt])[0] for prompt in PROMPTS]
     again = [generate([prompt])[0] for prompt in reversed(PROMPTS)][::-1]
     assert same(together, alone)
@@ -90,7 +75,7 @@ def test_a_request_gets_the_same_bits_alone_in_a_crowd_in_parts_and_from_the_cac
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_trainers_logprobs_are_the_generators_bit_for_bit_however_packed(generate, trainer, temperature):
+def test_trainer_and_generator_logprobs_have_equal_bits_however_packed(generate, trainer, temperature):
     completions = generate(PROMPTS, num_samples=4, temperature=temperature)
     samples = [
         as_sample(prompt, completion, temperature=temperature)
@@ -129,7 +114,7 @@ def test_without_the_mode_the_same_samples_differ(generate, trainer):
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 0.0}], ids=str)
-def test_our_own_sampler_gives_the_engines_tokens_and_bits(generate, trainer, settings):
+def test_plain_sampler_gives_the_tokens_and_bits_of_the_engine(generate, trainer, settings):
     sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1, **settings)
     ours = generate_plainly(trainer.policy.model, PROMPTS, sampling=sampling)
     assert same(generate(PROMPTS, num_samples=2, **settings), ours)

@@ -1,17 +1,19 @@
-"""What is refused of the generator's settings, and how long that takes: nothing is started."""
+"""Generator settings that are refused without starting an engine."""
 
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from actors.generator import VLLMGenerator, generator_env
 from actors.vllm.engine import GeneratorEngine
-from actors.vllm.memory import cpu_cache_tokens
+from actors.vllm.requests import check_call, check_sequences
 from rl.distributed.process_group import World
-from tests.support.policies import small_spec
+from rl.types import Completion, SamplingParams
+from tests.support.policies import VOCAB_SIZE, small_spec
 
 MODEL = small_spec().model
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
@@ -32,7 +34,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_ca
         ({"gpu_memory_utilization": 1.2}, "generator.gpu_memory_utilization=1.2: must be above 0, at most 1"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(settings, message):
+def test_setting_out_of_range_is_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         VLLMGenerator.Config(**settings)
 
@@ -40,17 +42,17 @@ def test_a_setting_out_of_range_is_refused_by_name(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_degree": 4}, "generator.tensor_parallel_degree=4 does not divide num_kv_heads=2"),
+        ({"tensor_parallel_degree": 4}, "tensor_parallel_degree=4 does not divide num_kv_heads=2"),
         ({"max_model_len": 257}, "generator.max_model_len=257 is more than the model's max_positions=256"),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_refused_by_name(settings, message):
+def test_settings_that_do_not_fit_the_model_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         VLLMGenerator.Config(**(SETTINGS | settings)).check_model(MODEL)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about a CPU's cache")
-def test_settings_that_do_not_fit_a_cpu_are_refused_by_name():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the cache of a CPU")
+def test_cache_that_does_not_fit_a_cpu_is_refused():
     with pytest.raises(ValueError, match=r"generator.block_size=48: must be a multiple of 32 on a CPU"):
         VLLMGenerator.Config(**SETTINGS, block_size=48).check_model(MODEL)
     # A token takes 2 x 2 layers x 2 heads x 32 places x 4 bytes = 1 KiB, a block of 32 tokens 32 KiB.
@@ -61,22 +63,89 @@ def test_settings_that_do_not_fit_a_cpu_are_refused_by_name():
     VLLMGenerator.Config(**settings | {"cpu_kv_cache_gib": 9 / 2**15}).check_model(MODEL)
 
 
-def test_a_ranks_share_of_the_cache_is_of_its_heads_in_its_precision():
-    sizes: dict[str, Any] = {"cache_gib": 9 / 2**15, "block_size": None}
-    assert cpu_cache_tokens(MODEL, dtype="float32", tensor_parallel_degree=1, **sizes) == 8 * 32
-    assert cpu_cache_tokens(MODEL, dtype="float32", tensor_parallel_degree=2, **sizes) == 17 * 32
-    assert cpu_cache_tokens(MODEL, dtype="bfloat16", tensor_parallel_degree=2, **sizes) == 35 * 32
-    sizes["block_size"] = 64
-    assert cpu_cache_tokens(MODEL, dtype="float32", tensor_parallel_degree=1, **sizes) == 3 * 64
+@pytest.mark.parametrize(
+    ("settings", "num_tokens"),
+    [
+        ({"dtype": "float32"}, 8 * 32),
+        ({"dtype": "float32", "tensor_parallel_degree": 2}, 17 * 32),
+        ({"dtype": "bfloat16", "tensor_parallel_degree": 2}, 35 * 32),
+        ({"dtype": "float32", "block_size": 64}, 3 * 64),
+    ],
+)
+def test_cache_of_a_rank_holds_its_heads_only(settings, num_tokens):
+    config = VLLMGenerator.Config(cpu_kv_cache_gib=9 / 2**15, **settings)
+    assert config.cpu_cache_tokens(MODEL) == num_tokens
 
 
-def test_an_engine_needs_as_many_processes_as_its_degree(tmp_path):
+A, B = (
+    Completion(
+        token_ids=np.array(ids, dtype=np.int32),
+        logprobs=np.zeros(2, dtype=np.float32),
+        policy_versions=np.zeros(2, dtype=np.int32),
+        finish_reason="abort",
+    )
+    for ids in ([3, 4], [3, VOCAB_SIZE])
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "begun", "message"),
+    [
+        (
+            np.zeros(157),
+            {"max_tokens": 100},
+            None,
+            "prompt 0 has 157 tokens: with .*more than generator.max_",
+        ),
+        (np.zeros(0), {}, None, "prompt 0 is empty"),
+        (np.array([3, VOCAB_SIZE]), {}, None, "prompt 0 has token id 64: must be 0 to 63"),
+        (np.array([-1, 3]), {}, None, "prompt 0 has token id -1: must be 0 to 63"),
+        (
+            np.zeros(1),
+            {"temperature": 0.005},
+            None,
+            r"temperature=0.005: must be 0 \(greedy\) or at least 0.01",
+        ),
+        (np.zeros(1), {"top_p": 0.0}, None, "sampling.top_p=0.0: must be above 0, at most 1"),
+        (
+            np.zeros(1),
+            {},
+            [[A, A]],
+            "begun must have sampling.num_samples=1 completions for each of 1 prompts",
+        ),
+        (
+            np.zeros(1),
+            {"max_tokens": 1},
+            [[A]],
+            r"begun\[0\]\[0\] has 2 tokens: must be at most sampling.max_",
+        ),
+        (np.zeros(1), {}, [[B]], r"begun\[0\]\[0\] has token id 64"),
+    ],
+)
+def test_call_that_cannot_be_served_is_refused(prompt, settings, begun, message):
+    sampling = SamplingParams(**({"max_tokens": 5} | settings))
+    limits = {"max_model_len": 256, "vocab_size": VOCAB_SIZE}
+    check_call([np.zeros(156)], SamplingParams(max_tokens=100), [[A]], **limits)
+    with pytest.raises(ValueError, match=message):
+        check_call([prompt], sampling, begun, **limits)
+
+
+def test_sequence_that_cannot_be_scored_is_refused():
+    limits = {"max_model_len": 256, "vocab_size": VOCAB_SIZE}
+    check_sequences([np.zeros(256)], **limits)
+    with pytest.raises(
+        ValueError, match=r"sequence 1 has 257 tokens: more than generator\.max_model_len=256"
+    ):
+        check_sequences([np.zeros(1), np.zeros(257)], **limits)
+
+
+def test_engine_needs_as_many_processes_as_its_degree(tmp_path):
     config = GeneratorEngine.Config(tensor_parallel_degree=2)
     with pytest.raises(ValueError, match="tensor_parallel_degree=2 needs as many processes: there are 1"):
         GeneratorEngine(config=config, model_spec=small_spec(), hf_assets_path=str(tmp_path), world=World())
 
 
-def test_the_config_is_the_actors_and_says_what_its_processes_need():
+def test_config_builds_the_actor_and_the_environment_of_its_processes():
     config = VLLMGenerator.Config(num_threads=3)
     assert config.owner is VLLMGenerator
     env = generator_env(config)

@@ -1,14 +1,15 @@
-"""New weights while requests run, calls that are aborted and continued, sequences that are scored."""
+"""Updates in flight, aborted and continued calls, and scored sequences."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.vllm.errors import GeneratorError
+from actors.vllm.requests import GeneratorError
 from rl.models.generate import generate
-from rl.types import Completion, SamplingParams
+from rl.types import SamplingParams
 from tests.support.policies import (
     prompts_of,
     random_model,
@@ -16,7 +17,6 @@ from tests.support.policies import (
     sequence_logprobs,
     small_spec,
     tokens_of,
-    writer,
 )
 from tests.support.served_engine import served_engine
 
@@ -25,31 +25,33 @@ pytestmark = pytest.mark.medium
 SPEC = small_spec()
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 70])
-"""Some are longer than a step takes, and some fill whole cache blocks."""
+"""Prompts: some are longer than a step takes, and some fill whole cache blocks."""
 LONG = SamplingParams(max_tokens=100, num_samples=2, seed=3)
 EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 0}
-"""Against one float32 forward over the whole sequence; a logprob of another policy is off by 0.1 and more."""
+"""Float32 tolerance; logprobs of other weights are off by 0.1 or more."""
 
 
-@pytest.fixture(scope="module", params=["keep", "recompute"])
-def served(request, tmp_path_factory):
-    with served_engine(tmp_path_factory.mktemp(request.param), SPEC, on_update=request.param) as served:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with served_engine(tmp_path_factory.mktemp("engine"), SPEC, on_update="keep") as served:
         yield served
 
 
-@pytest.fixture
-def engine(served):
+@pytest.fixture(params=["keep", "recompute"])
+def engine(served, request):
+    """The shared engine in both modes; starting a second one would take seconds."""
+    served.engine._core._on_update = request.param
     served.load(OLD)
     return served
 
 
 async def after(engine, num_tokens):
-    """Until requests that run already have at least about that many tokens."""
+    """Wait until the running requests have about `num_tokens` tokens."""
     await engine.engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=num_tokens))
 
 
 def updated_in_the_middle(engine, model, *, prompts=PROMPTS[:3]):
-    """Completions that run while the weights become `model`'s, and the version of those."""
+    """Return completions that span an update to the weights of `model`, and the new version."""
 
     async def run():
         calls = asyncio.create_task(engine.engine.generate(prompts, sampling=LONG))
@@ -77,13 +79,13 @@ def test_every_token_has_the_version_that_drew_it(engine):
         by_new = recomputed_logprobs(NEW, prompt, completion, LONG)
         np.testing.assert_allclose(completion.logprobs[:num_old], by_old[:num_old], **EXACT)
         rest = np.abs(completion.logprobs - by_new)[num_old:]
-        if engine.engine.config.on_update == "recompute":
+        if engine.engine._core._on_update == "recompute":
             assert rest.max() <= 1e-4
         else:
             assert rest.max() > 0.1
 
 
-def test_equal_weights_leave_completions_as_they_would_have_been(engine):
+def test_update_to_equal_weights_changes_no_completion(engine):
     completions, version = updated_in_the_middle(engine, OLD)
     assert {c.policy_versions[-1] for of in completions for c in of} == {version}
     assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS[:3], sampling=LONG))
@@ -92,11 +94,11 @@ def test_equal_weights_leave_completions_as_they_would_have_been(engine):
         np.testing.assert_allclose(completion.logprobs, expected, **EXACT)
 
 
-def test_what_begins_after_an_update_reads_nothing_from_before(engine):
+def test_later_requests_read_no_cache_of_old_weights(engine):
     sampling, longer = SamplingParams(max_tokens=10, seed=5), SamplingParams(max_tokens=60, seed=4)
 
     async def run():
-        # 36 requests, of which 12 run: the prompts' blocks are in the cache and in use, the others wait.
+        # 36 requests, of which 12 run: the prompts' blocks are cached and in use, the other requests wait.
         early = asyncio.create_task(engine.engine.generate(PROMPTS[2:] * 9, sampling=longer))
         await after(engine, 1)
         version = await engine.update(NEW)
@@ -113,16 +115,7 @@ def test_what_begins_after_an_update_reads_nothing_from_before(engine):
                 np.testing.assert_allclose(completion.logprobs, expected, **EXACT)
 
 
-def test_an_update_returns_what_was_written(engine):
-    async def write(state_dict):
-        await writer(OLD)(state_dict)
-        return sorted(state_dict)[:2]
-
-    assert engine.run(engine.engine.update_weights(write, version=50)) == sorted(OLD.state_dict())[:2]
-    assert engine.engine.policy_version == 50
-
-
-def test_a_failed_update_fails_what_runs_and_the_next_heals(engine):
+def test_failed_update_fails_running_calls_and_the_next_heals(engine):
     async def fail(state_dict):
         state_dict["norm.weight"].zero_()
         raise KeyError("version 9 is not in the store")
@@ -136,14 +129,17 @@ def test_a_failed_update_fails_what_runs_and_the_next_heals(engine):
     update, calls = engine.run(run())
     assert repr(update) == repr(KeyError("version 9 is not in the store"))
     assert isinstance(calls, GeneratorError)
+    assert str(calls) == "the update of the weights to version 9 failed"
     assert not engine.engine._core.has_requests
+    with pytest.raises(GeneratorError, match="no weights"):
+        engine.generate(PROMPTS, max_tokens=1)
     engine.load(NEW)
     sampling = SamplingParams(max_tokens=5, seed=0)
     made = engine.run(engine.engine.generate(PROMPTS, sampling=sampling))
     assert tokens_of(made) == tokens_of(generate(NEW, PROMPTS, sampling=sampling))
 
 
-def test_an_aborted_call_returns_what_it_has_and_goes_on_from_there(engine):
+def test_aborted_call_returns_its_tokens_and_can_be_continued(engine):
     ends = generate(OLD, PROMPTS, sampling=LONG)[0][0].token_ids[40]
     sampling = SamplingParams(max_tokens=100, num_samples=2, seed=3, stop_token_ids=(int(ends),))
     undisturbed = generate(OLD, PROMPTS, sampling=sampling)
@@ -183,7 +179,7 @@ def reasons_of(completions):
     return [c.finish_reason for of_prompt in completions for c in of_prompt]
 
 
-def test_a_continued_completion_keeps_the_versions_it_has(engine):
+def test_continued_completion_keeps_its_versions(engine):
     async def run():
         call = asyncio.create_task(engine.engine.generate(PROMPTS[:2], sampling=LONG, call_id="a"))
         await after(engine, 10)
@@ -200,66 +196,28 @@ def test_a_continued_completion_keeps_the_versions_it_has(engine):
         assert num_old >= 9
         assert completion.policy_versions.tolist() == [version - 1] * num_old + [version] * (100 - num_old)
         assert np.array_equal(completion.logprobs[:num_old], old.logprobs)
-        # A continued request's keys and values are all of the weights that continue it.
+        # All keys and values of a continued request come from the weights that continue it.
         expected = recomputed_logprobs(NEW, prompt, completion, LONG)
         np.testing.assert_allclose(completion.logprobs[num_old:], expected[num_old:], **EXACT)
 
 
-def test_what_is_finished_is_returned_as_it_is(engine):
+def test_finished_completions_are_returned_unchanged(engine):
     finished = engine.generate(PROMPTS[:1], max_tokens=4, num_samples=2, seed=1)
-    cut = [Completion(**{**fields(c), "finish_reason": "abort"}) for c in finished[0]]
+    cut = [replace(c, finish_reason="abort") for c in finished[0]]
     sampling = SamplingParams(max_tokens=4, num_samples=2, seed=1)
     (made,) = engine.run(engine.engine.generate(PROMPTS[:1], sampling=sampling, begun=finished))
     assert made == finished[0]
-    # As long as `max_tokens` says: there is nothing left to make.
+    # An aborted completion of `max_tokens` tokens counts as finished.
     (made,) = engine.run(engine.engine.generate(PROMPTS[:1], sampling=sampling, begun=[cut]))
     assert [c.finish_reason for c in made] == ["length", "length"]
     assert tokens_of([made]) == tokens_of(finished)
 
 
-def fields(completion):
-    return {name: getattr(completion, name) for name in Completion.__slots__}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: [c], "begun has completions of 1 prompts: there are 2 prompts"),
-        (lambda c: [c, c[:1]], r"begun\[1\] has 1 completions: must be sampling.num_samples=2"),
-        (lambda c: [c, [c[0], long(c[1])]], r"begun\[1\]\[1\] has 8 tokens: more than sampling.max_tokens=4"),
-        (
-            lambda c: [[c[0], replaced(c[1], logprobs=c[1].logprobs[:3])], c],
-            r"begun\[0\]\[1\].logprobs has 3 entries: it has 4 tokens",
-        ),
-        (
-            lambda c: [[replaced(c[0], token_ids=c[0].token_ids + 60), c[1]], c],
-            r"begun\[0\]\[0\] has token id \d+: must be 0 to 63",
-        ),
-    ],
-)
-def test_completions_that_do_not_fit_the_call_are_refused_by_name(engine, change, message):
-    (made,) = engine.generate(PROMPTS[:1], max_tokens=4, num_samples=2, seed=1)
-    sampling = SamplingParams(max_tokens=4, num_samples=2, seed=1)
-    with pytest.raises(ValueError, match=message):
-        engine.run(engine.engine.generate(PROMPTS[:2], sampling=sampling, begun=change(made)))
-    with pytest.raises(ValueError, match="call_ids='a': must be a list of ids"):
-        engine.run(engine.engine.abort("a"))
-
-
-def replaced(completion, **changes):
-    return Completion(**{**fields(completion), **changes})
-
-
-def long(completion):
-    names = ("token_ids", "logprobs", "policy_versions")
-    return replaced(completion, **{n: np.tile(getattr(completion, n), 2) for n in names})
-
-
-def test_given_sequences_are_scored_beside_running_requests(engine):
+def test_sequences_are_scored_beside_running_requests(engine):
     sequences = prompts_of([2, 1, 32, 150, 256, 64, 65], seed=9)
 
     async def run():
-        # More requests than run at once, and the cache knows the sequences.
+        # More requests than can run at once, and the sequences are in the cache.
         calls = asyncio.create_task(engine.engine.generate(PROMPTS * 4, sampling=LONG))
         await engine.engine.generate(sequences[:4], sampling=SamplingParams(max_tokens=1))
         scored = await engine.engine.compute_logprobs(sequences)
@@ -276,11 +234,11 @@ def test_given_sequences_are_scored_beside_running_requests(engine):
     assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS * 4, sampling=LONG))
 
 
-def test_a_sequence_is_scored_by_one_version(engine):
+def test_sequence_is_scored_by_one_version(engine):
     sequences = prompts_of([250, 200, 256], seed=9)
 
     async def run():
-        # At 64 tokens a step these are not done when a completion is that needs few steps more.
+        # Scoring at 64 tokens a step takes longer than this short completion.
         few = asyncio.create_task(engine.engine.generate(PROMPTS[1:2], sampling=SamplingParams(max_tokens=6)))
         await after(engine, 1)
         scored = asyncio.create_task(engine.engine.compute_logprobs(sequences))
@@ -295,14 +253,3 @@ def test_a_sequence_is_scored_by_one_version(engine):
         assert min(differences) <= 1e-5
         by_new.append(differences[1] <= 1e-5)
     assert any(by_new)
-
-
-def test_what_cannot_be_scored_is_refused(engine):
-    for sequence, message in (
-        (np.zeros(0, dtype=np.int32), "sequence 1 is empty"),
-        (np.zeros(257, dtype=np.int32), "sequence 1 has 257 tokens: more than generator.max_model_len=256"),
-        (np.array([3, 64]), "sequence 1 has token id 64: must be 0 to 63"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            engine.run(engine.engine.compute_logprobs([PROMPTS[0], sequence]))
-    assert engine.run(engine.engine.compute_logprobs([])) == []

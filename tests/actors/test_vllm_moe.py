@@ -1,10 +1,10 @@
-"""A mixture inside vLLM, on one rank and on two, says what the trainer's model says."""
+"""A mixture of experts in vLLM on one rank and on two equals the trainer's model."""
 
 import numpy as np
 import pytest
 
 from rl.models.generate import generate
-from tests.actors.moe_ranks import PROMPTS, SAMPLING, SPEC, live, live_from_folder
+from tests.actors.moe_ranks import PROMPTS, SAMPLING, SPEC, live
 from tests.support.distributed import run_ranks
 from tests.support.policies import random_model, recomputed_logprobs, tokens_of
 
@@ -15,16 +15,13 @@ OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
 
 @pytest.fixture(scope="module")
 def ranks_of(tmp_path_factory):
-    """What each of so many ranks lived through; one rank reads its first weights from a folder."""
+    """Results of each rank, by number of ranks; a single rank reads its first weights from a folder."""
     folders = {size: str(tmp_path_factory.mktemp("ranks")) for size in (1, 2)}
-    return {
-        size: run_ranks(live_from_folder if size == 1 else live, size, folders[size], timeout_s=110)
-        for size in (1, 2)
-    }
+    return {1: [live(folders[1])], 2: run_ranks(live, 2, folders[2], timeout_s=110)}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_tokens_and_logprobs_are_those_of_the_trainers_model(ranks_of, num_ranks):
+def test_tokens_and_logprobs_equal_those_of_the_trainers_model(ranks_of, num_ranks):
     lived = ranks_of[num_ranks][0]
     for model, completions in ((OLD, lived.first), (NEW, lived.second)):
         assert tokens_of(completions) == tokens_of(generate(model, PROMPTS, sampling=SAMPLING))

@@ -1,4 +1,4 @@
-"""The benchmark's parts are disjoint and make up the whole."""
+"""Parts of a generator step are disjoint and sum to the whole."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from benchmarks.generator_step import PARTS, PartClock, main
 
 
 class Work:
-    """Each method takes at least so much CPU time by itself."""
+    """Object whose methods each take a minimum of CPU time themselves."""
 
     def outer(self):
         spin(0.02)
@@ -26,7 +26,7 @@ def spin(seconds):
         pass
 
 
-def test_a_part_is_what_it_takes_without_the_parts_in_it():
+def test_time_of_a_part_excludes_nested_parts():
     clock, work = PartClock(), Work()
     clock.watch(work, "outer", "a")
     clock.watch(work, "inner", "b")
@@ -37,7 +37,7 @@ def test_a_part_is_what_it_takes_without_the_parts_in_it():
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_step_make_up_its_cpu_time(capsys):
+def test_parts_of_a_step_sum_to_its_cpu_time(capsys):
     main(["--quick", "--tokens", "5"])
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     row = figures["new_tokens"]["5"]

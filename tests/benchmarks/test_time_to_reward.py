@@ -1,4 +1,4 @@
-"""What is read out of a run's records."""
+"""Time to reward, read from the records of a run."""
 
 import pytest
 
@@ -19,6 +19,6 @@ def test_steps_are_counted_up_to_the_first_evaluation_at_the_goal():
     assert first_reached(RECORDS, goal=0.9) == {"step": 3, "seconds": 4.0, "age_max": 1}
 
 
-def test_a_run_that_does_not_get_there_is_an_error():
+def test_run_that_misses_the_goal_is_an_error():
     with pytest.raises(ValueError, match=r"no evaluation reached 0\.95"):
         first_reached(RECORDS, goal=0.95)

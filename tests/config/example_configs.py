@@ -95,7 +95,7 @@ class Run(Configurable):
         """Supervised start."""
         schedule: tuple[Warmup.Config, ...] = ()
         stages: tuple[Configurable.Config, ...] = ()
-        """Of any kind."""
+        """Components of any kind."""
         spec: Spec = field(
             default_factory=lambda: Spec(name="qwen3", flavor="tiny", make=dict), metadata=HIDDEN
         )
@@ -132,7 +132,7 @@ class SgdOptimizer(Optimizer):
     @dataclass(kw_only=True, slots=True)
     class Config(Optimizer.Config):
         momentum: float = 0.9
-        """Of the running mean of gradients."""
+        """Momentum of the running mean."""
 
 
 def with_momentum() -> Run.Config:

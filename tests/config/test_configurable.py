@@ -1,7 +1,6 @@
-import dataclasses
 import pickle
-import sys
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -61,59 +60,13 @@ def test_config_refuses_positional_arguments_and_unknown_attributes():
         Trainer.Config().learning_rate = 1.0  # type: ignore[attr-defined]
 
 
-def test_config_without_slots_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"NoSlots\.Config has no slots"):
-
-        class NoSlots(Configurable):
-            @dataclass(kw_only=True)
-            class Config(Configurable.Config):
-                lr: float = 1.0
-
-
-def test_positional_config_is_refused_by_name_and_field():
-    with pytest.raises(TypeError, match=r"Positional\.Config\.lr is positional"):
-
-        class Positional(Configurable):
-            @dataclass(slots=True)
-            class Config(Configurable.Config):
-                lr: float = 1.0
-
-
-def test_positional_config_that_only_changes_an_inherited_default_is_refused():
-    with pytest.raises(TypeError, match=r"Redeclared\.Config\.lr is positional"):
-
-        class Redeclared(Optimizer):
-            @dataclass(slots=True)
-            class Config(Optimizer.Config):
-                lr: float = 1.0
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="3.11 does not record the decorator's arguments")
-def test_positional_config_without_fields_of_its_own_is_refused():
-    with pytest.raises(TypeError, match=r"NoFields\.Config is not keyword-only"):
-
-        class NoFields(Optimizer):
-            @dataclass(slots=True)
-            class Config(Optimizer.Config):
-                pass
-
-
-def test_keyword_only_marker_of_the_parents_fields_does_not_excuse_missing_slots():
-    with pytest.raises(TypeError, match=r"Marked\.Config has no slots"):
-
-        class Marked(Configurable):
-            @dataclass
-            class Config(Configurable.Config):
-                _: KW_ONLY
-                lr: float = 1.0
-
-
-def test_plain_class_config_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"Plain\.Config is not a dataclass"):
-
-        class Plain(Configurable):
-            class Config(Configurable.Config):
-                lr = 1.0
+@pytest.mark.parametrize("decorator", [None, dataclass(kw_only=True), dataclass(slots=True)])
+def test_config_without_keywords_and_slots_is_refused_by_name(decorator):
+    config: Any = type("Config", (Optimizer.Config,), {"__annotations__": {"lr": float}, "lr": 1.0})
+    with pytest.raises(
+        TypeError, match=r"Wrong\.Config must be decorated with @dataclass\(kw_only=True, slots"
+    ):
+        type("Wrong", (Optimizer,), {"Config": config if decorator is None else decorator(config)})
 
 
 def test_config_that_does_not_derive_from_the_parents_is_refused():
@@ -134,14 +87,10 @@ def test_config_must_derive_from_every_configurable_parent():
                 pass
 
 
-def test_borrowed_config_is_refused_and_keeps_its_owner():
+def test_config_of_another_class_is_refused():
     with pytest.raises(TypeError, match=r"Borrower\.Config already builds Optimizer"):
 
         class Borrower(Configurable):
             Config = Optimizer.Config
 
     assert Optimizer.Config.owner is Optimizer
-
-
-def test_owner_is_no_field():
-    assert [f.name for f in dataclasses.fields(FreshCounter.Config)] == ["values"]

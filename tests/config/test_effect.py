@@ -1,9 +1,9 @@
 from dataclasses import dataclass, field
-
-import pytest
+from functools import reduce
+from typing import Literal
 
 from configs.sum_digits import tiny
-from rl.config.effect import EFFECT, all_of, conditions_of, idle_fields, only_if, unless
+from rl.config.effect import EFFECT, all_of, fixed_options, idle_options, only_if, unless
 from rl.config.tree import rebuild, walk
 
 
@@ -25,52 +25,55 @@ class Outer:
     several: tuple[Inner, ...] = ()
 
 
-def idle(config):
-    return {found.path: found.why for found in idle_fields(config)}
-
-
-def test_a_component_without_effect_is_named_alone_and_its_fields_are_not():
-    assert idle(Outer()) == {"inner": "every=0", "share": "inner.size=1", "name": "later.kind=None"}
-    assert idle(Outer(every=3)) == {
-        "inner.depth": "inner.kind='plain'",
-        "share": "inner.size=1",
-        "name": "later.kind=None",
-    }
-
-
-def test_all_conditions_must_hold_and_the_first_that_does_not_is_the_reason():
+def test_options_without_effect_are_listed_and_components_without_their_fields():
+    assert list(idle_options(Outer())) == ["inner", "share", "name"]
+    assert list(idle_options(Outer(every=3))) == ["inner.depth", "share", "name"]
     config = Outer(every=3, inner=Inner(size=3, kind="deep"), later=Inner(kind="deep"))
-    assert idle(config) == {}
-    assert idle(rebuild(config, {"enable": False})) == {"share": "enable=False"}
-    assert idle(rebuild(config, {"inner.size": 2})) == {"share": "inner.size=2"}
+    assert list(idle_options(config)) == []
+    assert list(idle_options(rebuild(config, {"enable": False}))) == ["share"]
+    assert list(idle_options(rebuild(config, {"inner.size": 2}))) == ["share"]
+    assert list(idle_options(rebuild(config, {"several": (Inner(),)}))) == ["several.0.depth"]
 
 
-def test_elements_of_a_list_are_named_by_their_number():
-    config = Outer(every=1, inner=Inner(size=3, kind="deep"), later=Inner(kind="deep"), several=(Inner(),))
-    assert idle(config) == {"several.0.depth": "several.0.kind='plain'"}
-
-
-def declared():
-    """Owner, field and condition of everything that a run's config says of itself."""
+def test_every_condition_of_a_run_names_an_existing_field_and_values():
     config = tiny()
-    seen = {type(config): config}
-    for entry in walk(config):
-        if entry.kind == "node" and not isinstance(entry.value, list | tuple):
-            seen[type(entry.value)] = entry.value
-    for cls, value in seen.items():
-        for declared_field in value.__dataclass_fields__.values():
-            for condition in conditions_of(declared_field):
-                yield pytest.param(value, condition, id=f"{cls.__qualname__}.{declared_field.name}")
+    owners = [config, *(entry.value for entry in walk(config) if entry.kind == "node")]
+    for owner in owners:
+        for declared in getattr(owner, "__dataclass_fields__", {}).values():
+            for path, values, _ in declared.metadata.get(EFFECT, ()):
+                reduce(getattr, path.split("."), owner)
+                assert values
 
 
-@pytest.mark.parametrize(("owner", "condition"), list(declared()))
-def test_every_condition_of_a_run_names_a_field_that_is_there(owner, condition):
-    value = owner
-    for name in condition.field.split("."):
-        value = getattr(value, name)
-    assert condition.values
+@dataclass(kw_only=True)
+class Part:
+    off: bool = False
+    steps: int = 0
+    rate: float = 1.0
+    kind: Literal["a", "b"] = "a"
+    depth: int = 3
+    folder: str | None = None
+
+    def __post_init__(self):
+        if self.off:
+            raise ValueError("off=True: must be False, as nothing can do it")
+        if self.depth != 3 and self.kind == "a":
+            raise ValueError(f"depth={self.depth} has no effect with kind='a': must be 3, or kind 'b'")
+        if self.steps % 2:
+            raise ValueError(f"steps={self.steps}: must be even")
+        if self.folder is not None and not self.folder.startswith("/"):
+            raise ValueError(f"folder={self.folder!r}: must be an absolute path")
 
 
-def test_metadata_of_an_effect_is_told_apart_from_other_metadata():
-    assert set(only_if("a", 1)) == {EFFECT}
-    assert conditions_of(field(default=0, metadata={"hidden": True})) == ()
+@dataclass(kw_only=True)
+class Whole:
+    part: Part = field(default_factory=Part)
+    parts: tuple[Part, ...] = ()
+
+
+def test_options_whose_other_values_are_all_refused_are_found():
+    config = Whole(parts=(Part(kind="b"),))
+    before = [(entry.path, entry.value) for entry in walk(config)]
+    # Odd numbers and relative paths are refused, others are not.
+    assert list(fixed_options(config)) == ["part.off", "part.depth", "parts.0.off"]
+    assert [(entry.path, entry.value) for entry in walk(config)] == before

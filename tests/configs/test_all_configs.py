@@ -1,36 +1,40 @@
-"""Every shipped config of a run is complete and can be laid out; none of this needs a GPU."""
+"""Checks of every shipped config, without a GPU."""
 
 import importlib
 import json
 import pkgutil
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import configs
-from actors.layout_checks import check_layout
+from actors.checks import config_faults
 from actors.task_checks import check_demonstrations, has_turns
+from rl.config.cli import parse_cli
+from rl.config.json import read_json, write_json
 from rl.config.registry import ResolvedRun, registry_functions
-from rl.config.serialize import read_json, write_json
 from rl.models.tokenizer import build_byte_tokenizer
+from rl.rollouts.environment import TriedEnvironments
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.tokenizer import open_tokenizer
-from rl.rollouts.tried_environments import TriedEnvironments
 from rl.tasks.generated import GeneratedTask
 from rl.tasks.verifiers_task import VerifiersTask
+from rl.tinker.backend import TinkerBackend
 from tests.support import chat_templates
 
 GPU_MEMORY_BYTES = 80e9
-SERVERS = ("tinker",)
-"""Their configs are no runs: test_tinker.py."""
-MODULES = sorted(m.name for m in pkgutil.iter_modules(configs.__path__) if m.name not in SERVERS)
+MODULES = sorted(m.name for m in pkgutil.iter_modules(configs.__path__))
 CONFIGS = [
     f"{module}.{function}"
     for module in MODULES
     for function in sorted(registry_functions(importlib.import_module(f"configs.{module}")))
 ]
-GPU_CONFIGS = [name for name in CONFIGS if ".qwen3_" in name]
+RUNS = [name for name in CONFIGS if not name.startswith("tinker.")]
+GPU_CONFIGS = [name for name in RUNS if ".qwen3_" in name or ".math_" in name]
 
 
 def config_of(name):
@@ -38,123 +42,136 @@ def config_of(name):
     return registry_functions(importlib.import_module(f"configs.{module}"))[function]()
 
 
-WARMED_UP = [
-    name
-    for name in CONFIGS
-    if config_of(name).warmup is not None and isinstance(config_of(name).task, GeneratedTask.Config)
-]
-
-
-def test_every_module_has_a_config_and_the_promised_tasks_are_there():
-    assert {name.partition(".")[0] for name in CONFIGS} == set(MODULES)
-    assert {"sum_digits", "reverse_text", "alphabet_sort", "countdown"} <= set(MODULES)
+def test_every_task_and_size_has_a_config():
     learnt = ("sum_digits", "reverse_text", "alphabet_sort")
-    assert {f"{task}.{config}" for task in learnt for config in ("tiny", "tiny_noise")} <= set(CONFIGS)
+    expected = {f"{task}.{config}" for task in learnt for config in ("tiny", "tiny_noise")}
+    layouts = ("async", "fsdp2", "tp2", "ddp2", "fsdp2_tp2", "moe")
+    expected |= {f"sum_digits.tiny_{name}" for name in layouts} | {"countdown.tiny", "tinker.tiny_actors"}
+    sizes = ("0_6b", "1_7b", "4b", "8b", "14b", "32b", "30b_a3b")
+    assert expected | {f"sum_digits.qwen3_{size}" for size in sizes} <= set(CONFIGS)
+    on = {n for n in RUNS if n.startswith("sum_digits.") and config_of(n).batch_invariant}
+    assert on == {f"sum_digits.tiny{suffix}" for suffix in ("", "_async", "_fsdp2", "_ddp2", "_noise")}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layout_lengths_and_heads_are_valid(name):
-    config = config_of(name)
-    spec = replace(config.model, batch_invariant=config.batch_invariant)
-    check_layout(config.fleet, model_spec=spec, loop=config.loop, num_gpus=0)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_survives_its_json(name, tmp_path):
-    config = config_of(name)
-    path = tmp_path / "config.json"
-    module, function = name.split(".")
-    write_json(ResolvedRun(module=module, function=function, config=config), path)
-    assert json.loads(path.read_text())["values"]["model"] == f"{config.model.name}/{config.model.flavor}"
-    assert read_json(path).config == config
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_call_makes_a_config_of_its_own(name):
+def test_every_call_returns_a_new_config_that_survives_its_json(name, tmp_path):
     first, second = config_of(name), config_of(name)
-    assert first == second
-    assert first.loop is not second.loop
-    assert first.task is not second.task
-    first.loop.num_steps += 1
+    module, function = name.split(".")
+    path = tmp_path / "config.json"
+    write_json(ResolvedRun(module=module, function=function, config=first), path)
+    assert read_json(path).config == first == second
+    if name in RUNS:
+        values = json.loads(path.read_text())["values"]
+        assert values["model"] == f"{first.model.name}/{first.model.flavor}"
+        assert (first.loop is second.loop, first.task is second.task) == (False, False)
+        first.loop.num_steps += 1
+    else:
+        first.backend.cache = "elsewhere"
     assert config_of(name) == second
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_every_config_has_a_valid_layout(name):
+    config = config_of(name)
+    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    assert list(config_faults(config, spec=spec, num_gpus=0)) == []
+
+
 @pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_gpu_configs_fit_80_gb_in_trainer_and_generator(name):
+def test_gpu_configs_fit_80_gb_and_have_an_instruction(name):
     config = config_of(name)
     degrees = config.trainer.parallelism.degrees(config.trainer.num_procs)
     need = config.trainer.estimate_memory(config.model, degrees=degrees, on_gpu=True)
     assert need.total < 0.9 * GPU_MEMORY_BYTES
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in config.model.model.build().parameters())
+    billions = float(name.partition("qwen3_")[2].partition("b")[0].replace("_", "."))
+    assert num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
     per_rank = 2 * num_parameters / config.generator.tensor_parallel_degree
     assert per_rank < 0.6 * config.generator.gpu_memory_utilization * GPU_MEMORY_BYTES
-
-
-@pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_a_task_for_a_model_that_was_not_taught_it_says_what_to_do(name):
-    config = config_of(name)
     assert config.warmup is None
     if isinstance(config.task, GeneratedTask.Config):
         assert getattr(config.task, "instruction")  # noqa: B009  (of each of them, not of their base)
 
 
-@pytest.fixture(scope="module")
-def byte_tokenizer(tmp_path_factory):
-    """Of the models that runs make themselves, with the tokens that end a reply."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    build_byte_tokenizer(folder)
-    return open_tokenizer(folder)
-
-
-@pytest.mark.parametrize("name", WARMED_UP)
-def test_demonstrations_fit_the_lengths_of_a_config_that_warms_up_on_them(name, byte_tokenizer):
+def is_warmed_up(name):
     config = config_of(name)
-    tokenizer, ends = byte_tokenizer
-    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends)
+    return config.warmup is not None and isinstance(config.task, GeneratedTask.Config)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if is_warmed_up(name)])
+def test_demonstrations_fit_the_config(name, tmp_path):
+    config = config_of(name)
+    build_byte_tokenizer(tmp_path)
+    tokenizer, ends = open_tokenizer(tmp_path)
     task = config.task.build()
     check_demonstrations(
         task.warmup_problems(seed=config.seed),
         environments=TriedEnvironments(make=task.environment),
-        renderer=renderer,
+        renderer=make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends),
         max_tokens=config.loop.sampling.max_tokens,
         max_model_len=config.generator.max_model_len,
     )
 
 
-def may_have_turns(config):
-    """By an episode of the task where it can be made here: those of files and packages have one turn, but
-    for verifiers', which may have any number."""
-    if not isinstance(config.task, GeneratedTask.Config):
-        return isinstance(config.task, VerifiersTask.Config)
-    task = config.task.build()
-    return has_turns(TriedEnvironments(make=task.environment), next(task.train_problems(seed=0)))
+def test_renderers_of_gpu_configs_support_several_turns(tmp_path):
+    tokenizer = chat_templates.byte_tokenizer(tmp_path / "qwen3", "qwen3")
+    found = set()
+    for name in GPU_CONFIGS:
+        config = config_of(name)
+        if isinstance(config.task, GeneratedTask.Config):
+            task = config.task.build()
+            environments = TriedEnvironments(make=task.environment)
+            several = has_turns(environments, next(task.train_problems(seed=0)))
+        else:
+            several = isinstance(config.task, VerifiersTask.Config)
+        if several:
+            found.add(name.partition(".")[0])
+            ends = (tokenizer.eos_token_id,)
+            make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends).check_multi_turn()
+    assert found == {"alphabet_sort", "verifiers_env"}
 
 
-MULTI_TURN = [name for name in GPU_CONFIGS if may_have_turns(config_of(name))]
-
-
-def test_gpu_configs_with_turns_are_these():
-    assert {name.partition(".")[0] for name in MULTI_TURN} == {"alphabet_sort", "verifiers_env"}
-
-
-@pytest.fixture(scope="module")
-def qwen3_tokenizer(tmp_path_factory):
-    """Bytes, with the chat template of Qwen3."""
-    return chat_templates.byte_tokenizer(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
-@pytest.mark.parametrize("name", MULTI_TURN)
-def test_gpu_configs_with_turns_go_on_after_a_reply_of_qwen3(name, qwen3_tokenizer):
-    ends = (qwen3_tokenizer.eos_token_id,)
-    renderer = make_renderer(config_of(name).renderer, tokenizer=qwen3_tokenizer, stop_token_ids=ends)
-    renderer.check_multi_turn()
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.endswith(".tiny_noise")])
-def test_a_control_differs_from_the_run_in_its_reward_alone(name):
+@pytest.mark.parametrize("name", [name for name in RUNS if name.endswith(".tiny_noise")])
+def test_a_control_differs_only_in_its_reward(name):
     control, run = config_of(name), config_of(name.removesuffix("_noise"))
     assert (control.task.reward, run.task.reward) == ("noise", "answer")
     control.task.reward = "answer"
     control.description = run.description
     assert control == run
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in RUNS])
+def test_backend_of_a_server_is_built_from_options(name):
+    argv = ["--config", name.partition(".")[2], "--port", "0", "--backend.cache", "x", "--limits.models", "3"]
+    config = parse_cli(argv, default_module="tinker").config
+    backend: TinkerBackend = config.backend.build()
+    assert (config.port, config.limits.models, config.backend.cache) == (0, 3, "x")
+    assert list(backend.base_models) == []  # nothing is loaded before it starts
+
+
+def commands_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text().replace("\\\n", " ")
+    found = [shlex.split(line)[3:] for line in re.findall(r"^ *python -m rl\.train .*$", text, re.MULTILINE)]
+    return [argv for argv in found if argv[1] in ("gsm8k", "reasoning", "verifiers_env")]
+
+
+@pytest.mark.parametrize("argv", commands_of_the_docs(), ids=lambda argv: argv[1])
+def test_commands_of_the_docs_are_parsed(argv):
+    task = parse_cli(argv, default_module="sum_digits").config.task
+    given = dict(zip(argv[::2], argv[1::2], strict=False))
+    if "--task.dataset" in given:
+        assert (task.dataset, task.settings) == ("countdown", {"min_numbers": 3, "max_numbers": 4})
+    elif "--task.taskset" in given:
+        assert (task.taskset, task.settings) == ("my-env", {"split": "train"})
+        assert task.eval_settings == {"split": "test"}
+    elif "--task.train_files" in given:
+        assert task.train_files == (given["--task.train_files"],)
+    else:
+        assert Path(task.train_files[0]).is_file()  # what comes with the project
+
+
+def test_evaluation_files_are_named():
+    argv = ["--config", "qwen3_0_6b", "--task.eval_files", "easy", "a.jsonl", "hard", "b.parquet"]
+    task = parse_cli(argv, default_module="gsm8k").config.task
+    assert task.eval_files == {"easy": "a.jsonl", "hard": "b.parquet"}

@@ -17,7 +17,8 @@ def run(**config):
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     compile_blocks(blocks, CompileConfig(**config))
-    x = torch.randn(2, 4, requires_grad=True)  # As a block's input has, or the first is compiled apart.
+    # Without a gradient the first block's graph would differ from the others'.
+    x = torch.randn(2, 4, requires_grad=True)
     for block in blocks:
         x = block(x)
     return x, list(blocks.state_dict())
@@ -32,7 +33,7 @@ def test_blocks_share_one_graph_and_keep_their_names(counters):
     assert compiled_names == names
 
 
-def test_components_choose_what_is_compiled(counters):
+def test_components_select_the_compiled_parts(counters):
     loss = CompileConfig(enable=True, components=("loss",), backend="eager")
     model = CompileConfig(enable=True, components=("model",), backend="eager")
     run(enable=True, components=("loss",), backend="eager")
@@ -47,32 +48,25 @@ def test_components_choose_what_is_compiled(counters):
         ({"backend": "inducto"}, "backend='inducto': must be one of inductor, aot_eager, eager"),
         ({"components": ()}, r"components=\(\): must be 'model', 'loss' or both"),
         ({"components": ("optimizer",)}, r"components=\('optimizer',\): must be"),
-        (
-            {"backend": "eager"},
-            "backend='eager' has no effect with enable=False: must be 'inductor', or enable",
-        ),
-        ({"components": ("model",)}, r"components=\('model',\) has no effect with enable=False"),
     ],
 )
-def test_unknown_settings_and_those_of_what_is_off_are_refused(config, says):
+def test_invalid_setting_is_rejected(config, says):
     with pytest.raises(ValueError, match=says):
         CompileConfig(**config)
 
 
-def test_missing_compiler_is_refused_where_it_is_needed(monkeypatch, tmp_path):
+def test_missing_compiler_is_named_unless_the_environment_has_one(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=r"compile.backend='inductor' needs a C\+\+ compiler on a CPU, and"):
+    with pytest.raises(
+        ValueError, match=r"compile.backend='inductor' needs a compiler \(g\+\+\) on device 'cpu'"
+    ):
         check_compiler(CompileConfig(enable=True), device_type="cpu")
-    with pytest.raises(ValueError, match=r"compile.backend='inductor' needs .* on a GPU"):
+    with pytest.raises(ValueError, match=r"compile.backend='inductor' needs .* on device 'cuda'"):
         check_compiler(CompileConfig(enable=True), device_type="cuda")
     check_compiler(CompileConfig(enable=True, backend="aot_eager"), device_type="cpu")
     check_compiler(CompileConfig(), device_type="cpu")
-
-
-def test_compiler_named_in_the_environment_is_enough(monkeypatch, tmp_path):
     (tmp_path / "my-compiler").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "my-compiler")
     check_compiler(CompileConfig(enable=True), device_type="cpu")

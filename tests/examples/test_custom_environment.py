@@ -7,73 +7,47 @@ import pytest
 from examples.custom_environment import GuessNumber, tiny
 from rl.config.cli import parse_cli
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.demonstrations import demonstrated
-from rl.rollouts.grading import ScoredRollout, token_rewards
+from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.group import ScoredRollout, token_rewards
 from rl.rollouts.renderer import make_renderer
+from rl.rollouts.samples import demonstrated
 from rl.rollouts.tokenizer import open_tokenizer
-from rl.rollouts.tried_environments import TriedEnvironments
-from rl.types import Problem, Prompt, Reply, Rollout, Turn
-from tests.support.scored import COMPLETION
+from rl.types import Problem
+from tests.support.tasks import played
 
 PROBLEM = Problem(id="guess/10-16/12", question="10-16", answer="12", info={"low": 10, "high": 16})
 TASK: GuessNumber = GuessNumber.Config().build()
 
 
-def play(*guesses: str) -> Rollout:
-    """The rollout of these replies, as far as the environment lets them be said."""
-
-    async def run() -> Rollout:
-        environment = TASK.environment(PROBLEM)
-        messages, turns = environment.opening(), []
-        for guess in guesses:
-            observation = await environment.step(Reply(text=guess, completion=COMPLETION))
-            prompt_ids = np.zeros(1, dtype=np.int32)
-            turns.append(
-                Turn(
-                    messages=tuple(messages),
-                    prompt_ids=prompt_ids,
-                    completion=COMPLETION,
-                    text=guess,
-                    observation=observation,
-                )
-            )
-            messages = observation.messages
-            if not messages:
-                break
-        await environment.close()
-        prompt = Prompt(problem=PROBLEM, token_ids=turns[0].prompt_ids)
-        return Rollout(prompt=prompt, sample=0, turns=tuple(turns))
-
-    return asyncio.run(run())
-
-
 @pytest.mark.parametrize(
-    ("guesses", "told", "reward", "is_correct"),
+    ("guesses", "asked", "reward", "is_correct"),
     [
-        (["13", "11", "12", "1"], ["10-16", "lower", "higher"], 0.8, True),
+        (["13", "11", "12"], ["10-16", "lower", "higher"], 0.8, True),
         (["12"], ["10-16"], 1.0, True),
-        (["10", "11", "13", "12"], ["10-16", "higher", "higher"], -0.3, False),
-        (["a", "12"], ["10-16"], -0.1, False),
+        (["10", "11", "13"], ["10-16", "higher", "higher"], -0.3, False),
+        (["a"], ["10-16"], -0.1, False),
     ],
     ids=["halved", "at once", "too late", "no number"],
 )
-def test_guesses_are_answered_and_rewarded(guesses, told, reward, is_correct):
-    rollout = play(*guesses)
-    assert [m.content for turn in rollout.turns for m in turn.messages] == told
+def test_guesses_are_answered_and_rewarded(guesses, asked, reward, is_correct):
+    rollout = played(TASK, PROBLEM, *guesses)
+    assert [m.content for turn in rollout.turns for m in turn.messages] == asked
     assert rollout.turns[-1].observation.messages == ()
     score = TASK.rubric(seed=0).score(rollout)
     assert score.reward == pytest.approx(reward)
     assert score.correct == is_correct
 
 
-def test_a_wrong_guess_is_paid_for_at_its_own_tokens():
-    rollout = play("13", "11", "12")
+def test_wrong_guess_is_penalized_at_its_tokens():
+    rollout = played(TASK, PROBLEM, "13", "11", "12")
     score = TASK.rubric(seed=0).score(rollout)
     rewards = token_rewards(ScoredRollout(rollout=rollout, score=score), by_turn=True)
-    assert rewards.tolist() == pytest.approx([0, -0.1, 0, -0.1, 0, 1.0])  # two tokens a reply
+    assert rewards.tolist() == pytest.approx(
+        [0, 0, -0.1, 0, 0, -0.1, 0, 0, 1.0]
+    )  # a token a character and the end
 
 
-def test_demonstrations_are_what_the_environment_asks_for_and_mostly_from_below(tmp_path):
+def test_demonstrations_fit_the_environment_and_mostly_begin_at_the_lowest(tmp_path):
     build_byte_tokenizer(tmp_path)
     tokenizer, ends = open_tokenizer(tmp_path)
     renderer = make_renderer(tiny().renderer, tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True)
@@ -90,19 +64,6 @@ def test_demonstrations_are_what_the_environment_asks_for_and_mostly_from_below(
     assert 0.45 < np.mean(found) < 0.75
 
 
-def test_its_fields_are_options():
+def test_fields_are_options():
     argv = ["--module", "examples.custom_environment", "--config", "tiny", "--task.max_guesses", "4"]
     assert parse_cli(argv, default_module="sum_digits").config.task == GuessNumber.Config(max_guesses=4)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("width", 1, "width=1 is not between 2 and 20"),
-        ("max_guesses", 0, "max_guesses=0 is less than 1"),
-        ("halving", 1.5, "halving=1.5 is not between 0 and 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(field, value, says):
-    with pytest.raises(ValueError, match=says):
-        GuessNumber.Config(**{field: value})

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from examples.multi_turn_tools import Arithmetic, qwen3_0_6b, tiny
+from examples.multi_turn_tools import Arithmetic, tiny
 from rl.config.cli import parse_cli
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.observability.metrics import read_metrics
-from rl.rollouts.demonstrations import demonstrated
+from rl.rollouts.environment import TriedEnvironments
 from rl.rollouts.renderer import make_renderer
+from rl.rollouts.samples import demonstrated
 from rl.rollouts.tokenizer import open_tokenizer
-from rl.rollouts.tried_environments import TriedEnvironments
-from rl.tools.calls import ToolCall, render_call
+from rl.tools.tool import ToolCall, render_call
 from rl.types import Reply
 from tests.support.scored import COMPLETION, replied
 
@@ -36,7 +36,7 @@ def problem_of(task, kind):
 
 
 @pytest.mark.parametrize("kind", ["bin", "product"])
-def test_the_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
+def test_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
     problem = problem_of(task, kind)
     environment = task.environment(problem)
     observation = step(environment, problem.demonstrations[0])
@@ -44,20 +44,19 @@ def test_the_demonstrated_call_gets_the_answer_from_its_tool(task, kind):
     assert observation.metrics["tools/calls"] == 1
     assert observation.metrics["tools/errors"] == 0
     assert step(environment, problem.demonstrations[1]).messages == ()
+    assert [m.content for m in task.environment(problem).opening()] == [problem.question]
+    announced = Arithmetic.Config().build().environment(problem).opening()[0].content
+    assert '"name": "calculator"' in announced
+    assert '"name": "python"' in announced
 
 
 def test_only_the_right_number_at_the_end_is_rewarded(task):
     replies = ("= 1,776", "1776", "37*48 is 1776", "1775", "1776 or 1775", "", "about 6771", "<think>1776")
-    rubric = task.rubric(seed=0)
+    assert task.tools  # made, as in a run; the rubric is pickled without them
+    rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
     scores = [rubric.score(replied(text, question="37*48", answer="1776")) for text in replies]
     assert [s.reward for s in scores] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert [s.correct for s in scores] == [True] * 3 + [False] * 5
-
-
-def test_the_rubric_goes_to_other_processes_without_the_tools(task):
-    assert task.tools  # made, as in a run
-    again = pickle.loads(pickle.dumps(task.rubric(seed=0)))
-    assert again.score(replied("= 12", answer="12")).reward == 1.0
 
 
 def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
@@ -77,18 +76,6 @@ def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
     assert 0.5 < sum(guesses) / 200 < 0.7
 
 
-def test_a_large_model_is_told_of_the_tools_and_a_tiny_one_is_not(task):
-    large = qwen3_0_6b().task.build()
-    problem = next(large.train_problems(seed=0))
-    system, question = large.environment(problem).opening()
-    assert system.role == "system"
-    assert '"name": "calculator"' in system.content
-    assert '"name": "python"' in system.content
-    assert question.content.startswith("What is ")
-    small = problem_of(task, "product")
-    assert [m.content for m in task.environment(small).opening()] == [small.question]
-
-
 def test_calls_beyond_the_configured_number_end_the_episode():
     task = Arithmetic.Config(max_calls=1).build()
     environment = task.environment(next(task.train_problems(seed=0)))
@@ -97,29 +84,16 @@ def test_calls_beyond_the_configured_number_end_the_episode():
     assert step(environment, call).messages == ()
 
 
-def test_its_fields_are_options():
+def test_fields_are_options():
     argv = ["--module", "examples.multi_turn_tools", "--config", "tiny", "--task.sandbox.time_limit_s", "2"]
     assert parse_cli(argv, default_module="sum_digits").config.task.sandbox.time_limit_s == 2
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("guesses", -0.1, "guesses=-0.1 is not between 0 and 1"),
-        ("python_share", 2.0, "python_share=2.0 is not between 0 and 1"),
-        ("num_digits", 1, "num_digits=1 is not between 2 and 9"),
-    ],
-)
-def test_settings_out_of_range_are_refused(field, value, says):
-    with pytest.raises(ValueError, match=says):
-        Arithmetic.Config(**{field: value})
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
+def test_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
     short = {
-        "warmup.num_steps": "2", "loop.num_steps": "1", "loop.num_prompts": "2", "loop.num_samples": "2",
+        "warmup.num_steps": "2", "loop.num_steps": "1", "loop.groups_per_batch": "2", "loop.group_size": "2",
         "loop.eval_every": "1", "task.num_eval": "4",
         "dump_folder": str(tmp_path), "name": "short",
     }  # fmt: skip
@@ -137,5 +111,5 @@ def test_a_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
     records = read_metrics(tmp_path / "short" / "metrics.jsonl")
     assert [r["step"] for r in records if "eval/correct" in r] == [0, 1]
     (trained,) = (r for r in records if "reward/mean" in r)
-    assert trained["environment/tools/calls"] == 0  # a random model calls nothing, and is asked all the same
+    assert trained["environment/tools/calls"] == 0  # a random model calls no tool
     assert trained["rollout/turns_mean"] == 1

@@ -10,22 +10,17 @@ from safetensors.torch import load_file
 from examples.rl_loop import main, parse_args, reward
 from tests.support.scored import replied
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "rl_loop.py"
-SHORT = ["--warmup_steps", "3", "--num_prompts", "2", "--num_samples", "2", "--num_eval", "4"]
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rl_loop.py"
+SHORT = ["--warmup_steps", "3", "--groups_per_batch", "2", "--group_size", "2", "--num_eval", "4"]
 
 
-def test_the_whole_algorithm_is_under_250_lines():
-    assert len(SCRIPT.read_text().splitlines()) < 250
-
-
-def test_a_right_answer_earns_more_than_a_wrong_one_and_that_more_than_none():
+def test_reward_is_for_the_answer_and_less_for_the_form():
     texts = ("19+2=21 [ANSWER] 21", "17+2=19 [ANSWER] 19", "21")
     assert [reward(replied(text)) for text in texts] == [1.0, 0.1, 0.0]
 
 
 @pytest.mark.medium
-def test_a_short_run_is_on_policy_and_saves_what_it_trained(tmp_path, capsys):
+def test_short_run_is_on_policy_and_saves_what_it_trained(tmp_path, capsys):
     args = parse_args([*SHORT, "--steps", "2", "--eval_every", "1", "--output", str(tmp_path / "out")])
     curve = asyncio.run(main(args))
     assert [step for step, _ in curve] == [0, 1, 2]
@@ -36,32 +31,24 @@ def test_a_short_run_is_on_policy_and_saves_what_it_trained(tmp_path, capsys):
     )
     assert (random - warm).abs().max() > 1e-4
     assert (tmp_path / "out" / "hf" / "model.safetensors").exists()
-    with pytest.raises(SystemExit, match="out is there already: name another folder, or remove it"):
-        asyncio.run(main(args))
-
-
-@pytest.mark.medium
-def test_it_runs_as_a_file_from_any_folder(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SHORT, "--steps", "1", "--output", "out"],
+    again = subprocess.run(
+        [sys.executable, str(SCRIPT), "--output", "out"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert done.returncode == 0, done.stderr
-    assert "Hugging Face folder: out/hf" in done.stdout
-    assert (tmp_path / "out" / "hf" / "config.json").exists()
+    assert "out is there already: name another folder, or remove it" in again.stderr
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "message"),
     [
-        ("--num_samples=1", "--num_samples=1: must be at least 2"),
+        ("--group_size=1", "--group_size=1: must be at least 2"),
         ("--steps=0", "--steps=0: must be at least 1"),
     ],
 )
-def test_options_out_of_range_are_refused(option, says, capsys):
+def test_options_out_of_range_are_refused(option, message, capsys):
     with pytest.raises(SystemExit):
         parse_args([option])
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

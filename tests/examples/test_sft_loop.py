@@ -37,7 +37,7 @@ def test_every_reply_of_a_conversation_is_trained_on_and_nothing_else(tokenizer,
     tokens, ends = tokenizer
     renderer = make_renderer(RendererConfig(), tokenizer=tokens, stop_token_ids=ends, multi_turn=True)
     sample = conversation_sample(messages, renderer)
-    # The tokens are the template's of the whole conversation, but for the line end after the last turn.
+    # The template adds a line end after the last turn.
     whole = tokens.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in messages], tokenize=False
     )
@@ -50,7 +50,7 @@ def test_every_reply_of_a_conversation_is_trained_on_and_nothing_else(tokenizer,
 
 
 @pytest.mark.medium
-def test_the_held_out_loss_falls_and_a_run_that_was_continued_ends_as_one_in_one_go(tmp_path):
+def test_held_out_loss_falls_and_a_resumed_run_has_the_same_losses(tmp_path):
     whole = run(tmp_path / "whole", "--steps", "6")
     assert [step for step, _ in whole] == [0, 2, 4, 6]
     assert whole[-1][1] < whole[0][1] - 1.0
@@ -60,7 +60,7 @@ def test_the_held_out_loss_falls_and_a_run_that_was_continued_ends_as_one_in_one
     assert (tmp_path / "rest" / "hf" / "config.json").exists()
 
 
-def test_every_epoch_has_each_sample_once_in_an_order_of_its_own():
+def test_every_epoch_has_each_sample_once_in_a_new_order():
     places = [p for step in range(6) for p in batch_of_step(step, num_samples=9, batch_size=3, seed=1)]
     first, second = places[:9], places[9:]
     assert sorted(first) == sorted(second) == list(range(9))
@@ -68,7 +68,7 @@ def test_every_epoch_has_each_sample_once_in_an_order_of_its_own():
     assert batch_of_step(1, num_samples=9, batch_size=5, seed=1) == places[5:10]
 
 
-def test_the_learning_rate_rises_and_decays_to_a_tenth():
+def test_learning_rate_rises_and_decays_to_a_tenth():
     args = parse_args(["--lr", "1.0", "--steps", "100", "--warmup_steps", "4"])
     assert [round(lr_at(step, args), 2) for step in (0, 1, 3, 50, 100)] == [0.25, 0.5, 1.0, 0.55, 0.1]
 
@@ -78,7 +78,7 @@ REPLY = {"role": "assistant", "content": "3"}
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"text": "a"}, r"line 2 has no list `messages`; it has \['text'\]"),
         ({"messages": [USER, {"role": "assistant"}]}, r"line 2: .* is no message with a `role` and a text"),
@@ -87,10 +87,10 @@ REPLY = {"role": "assistant", "content": "3"}
         ({"messages": [USER, REPLY, USER]}, "line 2: a conversation must begin with another role and end"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, row, says):
+def test_bad_line_is_named(tmp_path, row, message):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": [USER, REPLY]}) + "\n" + json.dumps(row))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         read_conversations(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="line 1 is not JSON"):

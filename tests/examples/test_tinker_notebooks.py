@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom in an empty folder, and what they say is learnt, is."""
+"""The notebooks run in an empty folder and reach the numbers that they state."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def read(name):
 
 
 def execute(name, folder, monkeypatch):
-    """The notebook after it ran, and seconds."""
+    """Return the executed notebook and its wall-clock seconds."""
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     )
@@ -67,7 +67,7 @@ def test_supervised_notebook_learns_the_rule(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * MOST_S)
-def test_policy_gradient_notebook_mends_the_habit(tmp_path, monkeypatch):
+def test_policy_gradient_notebook_raises_the_reward(tmp_path, monkeypatch):
     notebook, seconds = execute("tinker_grpo.ipynb", tmp_path, monkeypatch)
     text = printed(notebook)
     rewards = [float(reward) for reward in re.findall(r"round +\d+  reward ([\d.]+)", text)]
@@ -81,7 +81,7 @@ def test_policy_gradient_notebook_mends_the_habit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tinker_sft.ipynb", "tinker_grpo.ipynb"])
-def test_a_notebook_is_kept_with_its_plots_and_without_its_machine(name):
+def test_notebook_has_its_plots_and_no_path_of_a_machine(name):
     notebook, text = read(name), (EXAMPLES / name).read_text()
     nbformat.validate(notebook)
     assert plots(notebook)

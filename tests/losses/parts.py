@@ -1,4 +1,4 @@
-"""Random micro-batches as losses take them, in several forms: packed, padded by sequence, one by one.
+"""Random micro-batches in several forms: packed, padded by sequence, one by one.
 
 Shape legend: T packed tokens, B sequences, L tokens of the longest.
 """
@@ -6,24 +6,26 @@ Shape legend: T packed tokens, B sequences, L tokens of the longest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from losses.cispo import CISPOLoss
 from losses.cross_entropy import CrossEntropyLoss
-from losses.dapo import DAPOLoss
-from losses.dr_grpo import DrGRPOLoss
-from losses.dro import DROLoss
-from losses.grpo import GRPOLoss
-from losses.gspo import GSPOLoss
-from losses.importance_sampling import ImportanceSamplingLoss
-from losses.policy import PolicyLoss
-from losses.ppo import PPOLoss
-from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
-from losses.rloo import RLOOLoss
+from losses.policy import (
+    CISPOLoss,
+    DAPOLoss,
+    DrGRPOLoss,
+    DROLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    PolicyLoss,
+    PPOLoss,
+    ReinforcePlusPlusLoss,
+    RLOOLoss,
+)
 from losses.types import Loss, LossInputs
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
@@ -40,7 +42,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "importance_sampling": ImportanceSamplingLoss(),
     "dro": DROLoss(beta=0.3),
 }
-"""Each with bounds within and beyond which some of the random ratios are."""
+"""Losses whose bounds clip some but not all of the random ratios."""
 LOSSES: dict[str, Loss] = POLICY_LOSSES | {
     "cross_entropy": CrossEntropyLoss(),
     "weighted cross_entropy": CrossEntropyLoss(weights="advantages"),
@@ -49,7 +51,7 @@ LOSSES: dict[str, Loss] = POLICY_LOSSES | {
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """[B, L] float64 each; what is not `mask` is NaN wherever it can be, except in the padded form."""
+    """Sequences in padded form, [B, L] float64 each."""
 
     logprobs: Tensor
     generator: Tensor
@@ -61,15 +63,15 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences, with what is masked in them."""
+        """Lengths of the sequences, including masked tokens."""
         return [int(row.nonzero().max()) + 2 for row in self.mask]
 
 
 def random_batch(seed: int, *, num_sequences: int = 5, length: int = 9, by_token: bool = False) -> Batch:
-    """Of sequences of different lengths, with gaps in their masks, as after tools' answers.
+    """Make sequences of different lengths with gaps in their masks, as tool results leave them.
 
     Args:
-        by_token: an advantage of its own for each token, else one for each sequence.
+        by_token: give each token its own advantage instead of one per sequence.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -97,11 +99,11 @@ def random_batch(seed: int, *, num_sequences: int = 5, length: int = 9, by_token
 def packed(
     batch: Batch, *, rows: list[int] | None = None, padding: int = 3, given: bool = True
 ) -> LossInputs:
-    """The sequences one after another, then padding; NaN wherever the mask is not.
+    """Pack the sequences and padding, with NaN outside the mask.
 
     Args:
-        rows: which sequences, in which order.
-        given: with logprobs of the reference policy and of the one before the first step.
+        rows: sequences to pack, in order.
+        given: include reference and proximal logprobs.
     """
     rows = list(range(len(batch.mask))) if rows is None else rows
     lengths = batch.lengths
@@ -125,12 +127,8 @@ def packed(
     )
 
 
-def replaced(inputs: LossInputs, **values: Tensor | int | None) -> LossInputs:
-    return replace(inputs, **values)  # type: ignore[arg-type]
-
-
 def value_and_gradients(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, not divided, and its gradients for logprobs and entropy, [T]; 0 for what has no part in it."""
+    """Return the undivided sum and its gradients with respect to logprobs and entropy, [T]."""
     output = loss(inputs)
     assert inputs.entropy is not None
     of_logprobs, of_entropy = torch.autograd.grad(
@@ -142,7 +140,3 @@ def value_and_gradients(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tensor,
         zeros if of_logprobs is None else of_logprobs,
         zeros if of_entropy is None else of_entropy,
     )
-
-
-def by_name(settings: object) -> dict[str, object]:
-    return {f.name: getattr(settings, f.name) for f in fields(settings)}  # type: ignore[arg-type]

@@ -1,29 +1,27 @@
-"""Each algorithm's surrogate on numbers that are worked out by hand, and as the sums of Tinker's losses.
+"""Each algorithm's surrogate on hand-computed numbers.
 
-Two sequences, of three tokens and of one, all drawn with probability 1/4 (q). Under the policy (p) their
-ratios are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
+Two sequences, of three tokens and of one, all sampled with probability 1/4 (q). The ratios of the policy (p) to q
+are 2, 1/2, 4 (product 4, geometric mean 4^(1/3)) and 1/2.
 """
 
 import math
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from losses.cispo import CISPOLoss
 from losses.cross_entropy import CrossEntropyLoss
-from losses.dapo import DAPOLoss
-from losses.dr_grpo import DrGRPOLoss
-from losses.dro import DROLoss
-from losses.gspo import GSPOLoss
-from losses.importance_sampling import ImportanceSamplingLoss
-from losses.normalization import NormalizedLoss
-from losses.ppo import PPOLoss
-from losses.rloo import RLOOLoss
+from losses.policy import (
+    CISPOLoss,
+    DAPOLoss,
+    DrGRPOLoss,
+    DROLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    PPOLoss,
+    RLOOLoss,
+)
 from losses.types import LossInputs
-from tests.losses.parts import packed, random_batch, value_and_gradients
 
 RATIOS = [2.0, 0.5, 4.0, 0.5]
 S = 4 ** (1 / 3)
@@ -119,7 +117,7 @@ def test_value_gradient_and_denominator_by_hand(name):
         (DROLoss(), sum(RATIOS), 0),
     ],
 )
-def test_metrics_are_the_ratios_and_where_a_bound_took_effect(loss, ratio, num_clipped):
+def test_metrics_are_the_ratios_and_the_clipped_tokens(loss, ratio, num_clipped):
     sums = loss(inputs([1.0, -1.0, -1.0, -2.0])).metric_sums
     assert sums["ratio"].item() == pytest.approx(ratio)
     assert sums["clipped_fraction"].item() == num_clipped
@@ -128,13 +126,13 @@ def test_metrics_are_the_ratios_and_where_a_bound_took_effect(loss, ratio, num_c
 @pytest.mark.parametrize(
     ("level", "gradient"),
     [
-        # What moves with a token's advantage: the tokens that the ratio is the mean over ...
+        # A token's advantage moves the tokens of the mean ...
         ("sequence", [8**0.5 / 2, 0.0, 8**0.5 / 2, 0.0]),
-        # ... or the token itself.
+        # ... or only the token itself.
         ("token", [0.0, 8**0.5 / 2, 8**0.5 / 2, -1.0]),
     ],
 )
-def test_gspos_ratio_is_the_mean_over_the_ratio_mask_where_there_is_one(level, gradient):
+def test_gspo_averages_over_the_ratio_mask(level, gradient):
     given = inputs([math.nan, -1.0, -1.0, 1.0])
     given = replace(
         given,
@@ -148,76 +146,3 @@ def test_gspos_ratio_is_the_mean_over_the_ratio_mask_where_there_is_one(level, g
     assert actual.tolist() == pytest.approx(gradient)
     assert output.metric_sums["ratio"].item() == pytest.approx(2 * 8**0.5 + 1.0)
     assert output.num_tokens.item() == 3
-
-
-def test_a_ratio_mask_counts_tokens_that_were_drawn_alone():
-    given = inputs([-1.0, -1.0, -1.0, 1.0])
-    undrawn = given.generator_logprobs.clone()
-    undrawn[0] = math.nan
-    given = replace(given, generator_logprobs=undrawn, ratio_mask=torch.tensor([True, False, True, True]))
-    output = GSPOLoss(clip_low=0.2, clip_high=0.2, normalization="none")(given)
-    (actual,) = torch.autograd.grad(output.loss_sum, given.logprobs)
-    # Of the first sequence 4 alone, for the two tokens that were drawn: 2 * 4; of the second 1/2.
-    assert output.loss_sum.item() == pytest.approx(8.0 - 0.5)
-    assert actual.tolist() == pytest.approx([0.0, 0.0, 8.0, -0.5])
-
-
-@pytest.mark.parametrize("loss", [PPOLoss(), RLOOLoss(), CISPOLoss()])
-def test_losses_without_a_mean_ratio_pass_over_the_ratio_mask(loss):
-    given = inputs([1.0, -1.0, -1.0, -2.0])
-    other = replace(given, ratio_mask=torch.tensor([True, False, False, False]))
-    assert loss(other).loss_sum.item() == loss(given).loss_sum.item()
-
-
-def tinker_sums(batch, name, settings):
-    """Value and gradient with respect to p, of the definitions, in numpy, sequence by sequence."""
-    value, gradients = 0.0, []
-    for row in range(len(batch.mask)):
-        kept = batch.mask[row].numpy()
-        p, q, a = (v[row].numpy()[kept] for v in (batch.logprobs, batch.generator, batch.advantages))
-        r = np.exp(p - q)
-        if name == "cross_entropy":
-            terms, slopes = a * p, a
-        elif name == "importance_sampling":
-            terms, slopes = r * a, r * a
-        elif name == "dro":
-            terms = p * a - 0.5 * settings["beta"] * (p - q) ** 2
-            slopes = a - settings["beta"] * (p - q)
-        elif name == "cispo":
-            weights = np.clip(r, *settings["bounds"])
-            terms, slopes = weights * p * a, weights * a
-        else:
-            s = np.full_like(r, np.exp((p - q).mean())) if name == "gspo" else r
-            plain, clipped = s * a, np.clip(s, *settings["bounds"]) * a
-            terms = np.minimum(plain, clipped)
-            slopes = np.where(plain <= clipped, s * a, 0.0)
-        value -= terms.sum()
-        gradients.append(-slopes)
-    return value, np.concatenate(gradients)
-
-
-NONE: dict[str, Any] = {"normalization": "none"}
-TINKER: dict[str, tuple[NormalizedLoss, dict[str, Any]]] = {
-    "cross_entropy": (CrossEntropyLoss(weights="advantages", **NONE), {}),
-    "importance_sampling": (ImportanceSamplingLoss(**NONE), {}),
-    "ppo": (PPOLoss(clip_low=1 - 0.8, clip_high=1.2 - 1, **NONE), {"bounds": (0.8, 1.2)}),
-    "cispo": (CISPOLoss(clip_low=1 - 0.0, clip_high=4.0 - 1, **NONE), {"bounds": (0.0, 4.0)}),
-    "dro": (DROLoss(beta=0.05, **NONE), {"beta": 0.05}),
-    "gspo": (
-        GSPOLoss(level="token", clip_low=1 - 0.9, clip_high=1.1 - 1, **NONE),
-        {"bounds": (0.9, 1.1)},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TINKER)
-def test_without_normalization_the_sums_are_tinkers(name):
-    loss, settings = TINKER[name]
-    for seed in range(5):
-        batch = random_batch(seed, by_token=True)
-        value, gradient = tinker_sums(batch, name, settings)
-        given = packed(batch)
-        actual, of_logprobs, _ = value_and_gradients(loss, given)
-        assert actual.item() == pytest.approx(value, rel=1e-9)
-        np.testing.assert_allclose(of_logprobs[given.mask].numpy(), gradient, rtol=1e-9, atol=1e-12)
-        assert loss(given).denominator is None

@@ -1,5 +1,6 @@
-"""What holds of every loss: masks, packing, parts, normalisation, entropy, and what is refused."""
+"""Properties of every loss: masks, packing, normalization, entropy, KL and correction."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,19 +9,10 @@ import torch
 
 from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
-from losses.dr_grpo import DrGRPOLoss
-from losses.dro import DROLoss
-from losses.grpo import GRPOLoss
-from losses.types import LossInputs, uses_entropy, uses_proximal_logprobs
-from tests.losses.parts import (
-    LOSSES,
-    POLICY_LOSSES,
-    by_name,
-    packed,
-    random_batch,
-    replaced,
-    value_and_gradients,
-)
+from losses.ops import NormalizedLoss
+from losses.policy import DrGRPOLoss, DROLoss, GRPOLoss
+from losses.types import LossInputs, uses_proximal_logprobs
+from tests.losses.parts import LOSSES, POLICY_LOSSES, packed, random_batch, value_and_gradients
 
 NAN = math.nan
 NORMALIZATIONS: list[dict[str, Any]] = [
@@ -32,36 +24,27 @@ NORMALIZATIONS: list[dict[str, Any]] = [
 EVERYTHING = {"kl_coef": 0.3, "kl_importance_weighted": True, "entropy_coef": 0.2}
 
 
-def edited(loss, **changes):
-    return type(loss)(**(by_name(loss) | changes))
+def edited(value: Any, **changes: Any) -> Any:
+    return dataclasses.replace(value, **changes)
 
 
 def with_terms(name):
-    """The loss with KL, entropy and, where it may have one, a correction that masks a few tokens."""
+    """Return the loss with KL, entropy and, if allowed, a correction that masks a few tokens."""
     loss = POLICY_LOSSES[name]
     masking = ImportanceCorrection(level="token", mode="mask", low=0.9, high=1.3)
     return edited(loss, correction=None if isinstance(loss, DROLoss) else masking, **EVERYTHING)
 
 
-ALL = LOSSES | {f"{name} with all terms": with_terms(name) for name in POLICY_LOSSES}
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_advantages_of_zero_give_no_gradient(name):
-    batch = random_batch(0)
-    on_policy = replaced(packed(batch), generator_logprobs=packed(batch).logprobs.detach())
-    given = replaced(on_policy, advantages=torch.zeros_like(on_policy.advantages))
-    value, gradient, _ = value_and_gradients(POLICY_LOSSES[name], given)
-    assert value.item() == 0.0
-    assert not gradient.any()
-    if name != "dro":  # which pulls towards what drew the tokens
-        given = replaced(packed(batch), advantages=torch.zeros_like(on_policy.advantages))
-        assert not value_and_gradients(POLICY_LOSSES[name], given)[1].any()
+CORRECTED = {
+    f"grpo corrected by {level}": GRPOLoss(correction=ImportanceCorrection(level=level, high=1.5))
+    for level in ("sequence", "sequence_mean")
+}
+ALL = LOSSES | CORRECTED | {f"{name} with all terms": with_terms(name) for name in POLICY_LOSSES}
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("normalization", NORMALIZATIONS, ids=lambda n: n["normalization"])
-def test_packed_sums_are_those_of_single_sequences_in_any_order(name, normalization):
+def test_packed_equals_unpacked_in_any_order(name, normalization):
     loss = edited(ALL[name], **normalization)
     batch = random_batch(1, by_token=True)
     whole = packed(batch)
@@ -83,8 +66,7 @@ def test_packed_sums_are_those_of_single_sequences_in_any_order(name, normalizat
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_only_valid_tokens_are_seen_and_moved(name):
-    """Whatever else the tensors hold there, NaN or a number."""
+def test_invalid_tokens_have_no_effect_and_no_gradient(name):
     loss, batch = ALL[name], random_batch(2)
     given = packed(batch)  # NaN wherever the mask is not
     value, of_logprobs, of_entropy = value_and_gradients(loss, given)
@@ -98,14 +80,14 @@ def test_only_valid_tokens_are_seen_and_moved(name):
     }
     for field in ("logprobs", "entropy"):
         numbers[field].requires_grad_()
-    filled = value_and_gradients(loss, replaced(given, **numbers))
+    filled = value_and_gradients(loss, edited(given, **numbers))
     for ours, theirs in zip(filled, (value, of_logprobs, of_entropy), strict=True):
         assert torch.equal(ours, theirs)
     if name.endswith("cross_entropy"):
-        return  # What was drawn is nothing to it.
+        return  # Cross-entropy does not read the generator's logprobs.
     drawn = given.mask & (torch.arange(len(given.mask)) % 2 == 0)
-    undrawn = replaced(given, generator_logprobs=torch.where(drawn, given.generator_logprobs, NAN))
-    masked = replaced(given, mask=drawn)
+    undrawn = edited(given, generator_logprobs=torch.where(drawn, given.generator_logprobs, NAN))
+    masked = edited(given, mask=drawn)
     for ours, theirs in zip(
         value_and_gradients(loss, undrawn), value_and_gradients(loss, masked), strict=True
     ):
@@ -113,7 +95,7 @@ def test_only_valid_tokens_are_seen_and_moved(name):
 
 
 def empty(num_sequences):
-    """A micro-batch without a valid token: of padding alone, or of sequences that are masked."""
+    """Make a micro-batch without valid tokens: padding alone, or masked sequences."""
     ids = [min(i, num_sequences) for i in range(4)]
     nothing = torch.full((4,), NAN)
     return LossInputs(
@@ -167,44 +149,24 @@ def test_normalizations_by_hand():
             gradient, denominator = expected[normalization["normalization"]]
             (actual,) = torch.autograd.grad(output.loss_sum, given.logprobs)
             assert actual.tolist() == pytest.approx(gradient)
-            # -r A is -1 of each token, and -p is 1.
+            # -r A is -1 for each token, and -p is 1.
             value = sum(gradient) if kind is GRPOLoss else -sum(gradient)
             assert output.loss_sum.item() == pytest.approx(value)
             actual_denominator = None if output.denominator is None else output.denominator.item()
             assert actual_denominator == denominator
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_entropy_bonus_is_the_entropy_with_its_weight_in_the_same_normalization(name):
-    batch = random_batch(3)
-    plain, given = POLICY_LOSSES[name], packed(batch)
-    bonus = edited(plain, entropy_coef=0.2)
-    assert (uses_entropy(plain), uses_entropy(bonus)) == (False, True)
-    before, after = value_and_gradients(plain, given), value_and_gradients(bonus, given)
-    shares = torch.where(given.mask, 1.0, 0.0)
-    if plain.normalization == "sequence_mean":
-        counts = torch.bincount(given.sequence_ids[given.mask], minlength=6)
-        shares = shares / counts[given.sequence_ids].clamp(min=1)
-    assert given.entropy is not None
-    entropy = torch.where(given.mask, given.entropy.detach(), 0.0)
-    torch.testing.assert_close(after[0], before[0] - 0.2 * (shares * entropy).sum())
-    assert torch.equal(after[1], before[1])
-    torch.testing.assert_close(after[2], (-0.2 * shares).double())
-    assert not before[2].any()
-
-
 CORRECTABLE = [
     (name, level)
     for name in POLICY_LOSSES
     for level in ("token", "sequence", "sequence_mean")
-    # Weights by token of a ratio by sequence are compared with TRL's, in test_trl.py.
+    # test_trl.py covers token weights with sequence ratios.
     if name != "dro" and not (name.startswith(("gspo", "rloo")) and level == "token")
 ]
 
 
 @pytest.mark.parametrize(("name", "level"), CORRECTABLE)
 def test_correction_multiplies_the_surrogate_against_the_proximal_policy(name, level):
-    """As a loss whose q is p_prox, with gradients, or where they are a sequence's advantages, multiplied."""
     batch, loss = random_batch(4), POLICY_LOSSES[name]
     given = packed(batch)
     correction = ImportanceCorrection(level=level, mode="mask", low=0.8, high=1.5)
@@ -213,74 +175,97 @@ def test_correction_multiplies_the_surrogate_against_the_proximal_policy(name, l
     assert not uses_proximal_logprobs(loss)
     weights = correction(given, given.mask).weights
     assert ((weights == 0) & given.mask).any()
-    against = replaced(given, generator_logprobs=given.proximal_logprobs)
+    against = edited(given, generator_logprobs=given.proximal_logprobs)
     value, gradient, _ = value_and_gradients(corrected, given)
     if level == "token":
         unweighted = value_and_gradients(loss, against)[1]
         torch.testing.assert_close(gradient, torch.where(given.mask, weights, 0.0) * unweighted)
     else:
-        against = replaced(against, advantages=torch.where(given.mask, weights * given.advantages, NAN))
+        against = edited(against, advantages=torch.where(given.mask, weights * given.advantages, NAN))
         expected = value_and_gradients(loss, against)
         torch.testing.assert_close(gradient, expected[1])
         torch.testing.assert_close(value, expected[0])
 
 
-def test_kl_and_entropy_are_left_out_where_the_correction_masks_a_token():
-    batch = random_batch(5)
-    given = packed(batch)
-    correction = ImportanceCorrection(mode="mask", low=0.9, high=1.1)
-    weights = correction(given, given.mask).weights
-    loss = GRPOLoss(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2, correction=correction)
-    silent = replaced(given, advantages=torch.zeros_like(given.advantages))
-    _, of_logprobs, of_entropy = value_and_gradients(loss, silent)
-    kept = given.mask & (weights != 0)
-    assert kept.any()
-    assert not torch.equal(kept, given.mask)
-    assert given.reference_logprobs is not None
-    d = torch.where(kept, given.logprobs.detach() - given.reference_logprobs, 0.0)
-    torch.testing.assert_close(of_logprobs, 0.3 * d)
-    torch.testing.assert_close(of_entropy, torch.where(kept, -0.2, 0.0).double())
+REFUSED: list[tuple[type[NormalizedLoss], dict[str, Any], str]] = [
+    (GRPOLoss, {"normalization": "constant"}, "tokens_per_sequence=None: must be a finite number above 0"),
+    (DrGRPOLoss, {"tokens_per_sequence": 0.0}, r"tokens_per_sequence=0\.0: must be a finite number above 0"),
+    (GRPOLoss, {"tokens_per_sequence": 8.0}, "has no effect with normalization='token_mean': must be None"),
+    (GRPOLoss, {"clip_low": 1.5}, r"clip_low=1\.5: must be between 0 and 1"),
+    (GRPOLoss, {"clip_high": -0.1}, r"clip_high=-0\.1: must be at least 0"),
+    (GRPOLoss, {"kl_coef": -0.1}, r"kl_coef=-0\.1: must be a finite number"),
+    (GRPOLoss, {"entropy_coef": -0.1}, r"entropy_coef=-0\.1: must be a finite number"),
+    (DROLoss, {"beta": math.inf}, "beta=inf: must be a finite number"),
+    (DROLoss, {"correction": ImportanceCorrection()}, "correction: must be None with DRO"),
+]
 
 
-@pytest.mark.parametrize("kind", [GRPOLoss, CrossEntropyLoss])
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"normalization": "constant"}, "tokens_per_sequence=None: must be a finite number above 0"),
-        (
-            {"normalization": "constant", "tokens_per_sequence": 0.0},
-            r"tokens_per_sequence=0\.0: must be a finite number above 0",
-        ),
-        ({"tokens_per_sequence": 8.0}, "has no effect with normalization='token_mean': must be None"),
-    ],
-)
-def test_normalization_without_what_it_needs_is_refused(kind, settings, message):
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
+def test_setting_out_of_range_is_rejected(kind, settings, message):
     with pytest.raises(ValueError, match=message):
         kind(**settings)
-    loss = kind()
-    for name, value in settings.items():
-        setattr(loss, name, value)
-    with pytest.raises(ValueError, match=message):
-        loss(packed(random_batch(0)))
 
 
-def test_settings_out_of_range_are_refused_when_made_and_when_edited():
-    with pytest.raises(ValueError, match="tokens_per_sequence=None: must be"):
-        DrGRPOLoss()
-    with pytest.raises(ValueError, match=r"entropy_coef=-0\.1: must be a finite number"):
-        GRPOLoss(entropy_coef=-0.1)
-    with pytest.raises(ValueError, match="beta=inf: must be a finite number"):
-        DROLoss(beta=math.inf)
-    loss = DROLoss()
-    loss.correction = ImportanceCorrection()
-    with pytest.raises(ValueError, match="correction: must be None with DRO, which has no ratio to correct"):
-        loss(packed(random_batch(0)))
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_bonus_without_entropy_and_weight_without_reference_are_refused(name):
+def test_missing_entropy_or_reference_is_rejected():
     given = packed(random_batch(0))
-    with pytest.raises(ValueError, match=r"LossInputs\.entropy is None"):
-        edited(POLICY_LOSSES[name], entropy_coef=0.1)(replaced(given, entropy=None))
+    with pytest.raises(ValueError, match=r"entropy_coef=0\.1: needs the inputs' entropy"):
+        GRPOLoss(entropy_coef=0.1)(edited(given, entropy=None))
     with pytest.raises(ValueError, match=r"kl_coef=0\.1: needs the logprobs of a reference policy"):
-        edited(POLICY_LOSSES[name], kl_coef=0.1)(replaced(given, reference_logprobs=None))
+        GRPOLoss(kl_coef=0.1)(edited(given, reference_logprobs=None))
+
+
+def tokens(advantages, **values):
+    """Make on-policy tokens of one sequence, each with probability 1/4."""
+    logprobs = torch.full((len(advantages),), math.log(0.25))
+    defaults: dict[str, Any] = {
+        "logprobs": logprobs.clone().requires_grad_(),
+        "generator_logprobs": logprobs,
+        "advantages": torch.tensor(advantages),
+        "mask": torch.ones(len(advantages), dtype=torch.bool),
+        "sequence_ids": torch.zeros(len(advantages), dtype=torch.int64),
+        "num_sequences": 1,
+    }
+    return LossInputs(**(defaults | values))
+
+
+def loss_and_gradient(loss, inputs):
+    output = loss(inputs)
+    (gradient,) = torch.autograd.grad(output.loss_sum, inputs.logprobs)
+    return output, gradient.tolist()
+
+
+def test_log_ratio_is_clamped_at_20_nats():
+    far = torch.tensor([math.log(0.25) + 50.0], requires_grad=True)
+    output, gradient = loss_and_gradient(GRPOLoss(), tokens([-1.0], logprobs=far))
+    assert output.loss_sum.item() == pytest.approx(math.exp(20.0))
+    assert gradient == [0.0]
+
+
+def test_nan_in_a_valid_token_is_not_hidden():
+    assert math.isnan(GRPOLoss()(tokens([NAN])).loss_sum.item())
+
+
+LOG2 = math.log(2)
+# Reference probabilities 1/2 and 1/8, then a masked token.
+MEASURED = {
+    "reference_logprobs": torch.tensor([math.log(0.5), math.log(0.125), NAN]),
+    "mask": torch.tensor([True, True, False]),
+}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "slopes"),
+    [
+        ("k1", [-LOG2, LOG2], [1.0, 1.0]),
+        ("k2", [LOG2**2 / 2, LOG2**2 / 2], [-LOG2, LOG2]),
+        ("k3", [1 - LOG2, -0.5 + LOG2], [-1.0, 0.5]),
+    ],
+)
+def test_kl_is_added_with_its_weight_and_reported(estimator, values, slopes):
+    inputs = tokens([0.5, -1.0, 3.0], **MEASURED)
+    output, gradient = loss_and_gradient(GRPOLoss(kl_coef=0.1, kl_estimator=estimator), inputs)
+    assert output.loss_sum.item() == pytest.approx(-0.5 + 1.0 + 0.1 * sum(values))
+    assert output.metric_sums["kl"].item() == pytest.approx(sum(values))
+    assert not output.metric_sums["kl"].requires_grad
+    assert output.num_tokens.item() == 2
+    assert gradient == pytest.approx([-0.5 + 0.1 * slopes[0], 1.0 + 0.1 * slopes[1], 0.0])

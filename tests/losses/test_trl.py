@@ -1,7 +1,6 @@
 """Values and gradients of TRL's own losses, on random data with gaps in the masks.
 
-`_compute_loss` of TRL's trainers runs as it is; only what it gets of a model (logprobs and entropies of given
-tokens) and of several processes comes from here.
+`_compute_loss` of TRL's trainers runs unchanged on logprobs and entropies that this test supplies.
 """
 
 from collections import defaultdict
@@ -11,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from losses.cispo import CISPOLoss
 from losses.correction import ImportanceCorrection
-from losses.dapo import DAPOLoss
-from losses.dr_grpo import DrGRPOLoss
-from losses.grpo import GRPOLoss
-from losses.gspo import GSPOLoss
-from losses.policy import PolicyLoss
-from losses.ppo import PPOLoss
-from losses.reinforce_plus_plus import ReinforcePlusPlusLoss
-from losses.rloo import RLOOLoss
+from losses.policy import (
+    CISPOLoss,
+    DAPOLoss,
+    DrGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    PolicyLoss,
+    PPOLoss,
+    ReinforcePlusPlusLoss,
+    RLOOLoss,
+)
 from tests.losses.parts import packed, random_batch
 
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore")]
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(scope="module")
 def trainers():
-    """Imported by the tests that need it: that takes 10 s."""
+    """Return TRL's trainers; the import takes 10 s."""
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -36,8 +37,10 @@ def trainers():
 
 
 def trl_trainer(cls, batch, logprobs, entropy, **settings):
-    """A trainer that was never set up, with the settings that its loss reads; in evaluation, so that it does
-    not divide by a number of accumulation steps."""
+    """Make a bare trainer with the settings that its loss reads.
+
+    It is in evaluation mode, in which TRL does not divide by a number of accumulation steps.
+    """
     trainer = cls.__new__(cls)
     defaults = {
         "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0,
@@ -60,7 +63,7 @@ def trl_trainer(cls, batch, logprobs, entropy, **settings):
 
 
 def trl_inputs(batch, *, old):
-    """Its advantages are by sequence; its masks have the gaps as "tool_mask"."""
+    """Make TRL's inputs: advantages by sequence, gaps in the masks as "tool_mask"."""
     ends = torch.tensor(batch.lengths).unsqueeze(1)
     return {
         "prompt_ids": torch.zeros(len(batch.mask), 1).long(),
@@ -76,7 +79,7 @@ def trl_inputs(batch, *, old):
 
 
 def theirs(cls, batch, *, old, more=None, **settings):
-    """Value, gradients of the valid tokens for logprobs and entropy, and metrics."""
+    """Return TRL's loss, its gradients for logprobs and entropy at valid tokens, and its metrics."""
     logprobs, entropy = batch.logprobs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
     trainer = trl_trainer(cls, batch, logprobs, entropy, **settings)
     loss = trainer._compute_loss(trainer.model, trl_inputs(batch, old=old) | (more or {}))
@@ -88,7 +91,7 @@ def theirs(cls, batch, *, old, more=None, **settings):
 
 
 def ours(loss, batch):
-    """The same, after the division that the optimizer step makes."""
+    """Return the same of our loss, divided as the optimizer step divides it."""
     inputs = packed(batch)
     assert inputs.entropy is not None
     output = loss(inputs)
@@ -153,7 +156,7 @@ LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_are_those_of_trl(trainers, name):
+def test_value_and_gradient_equal_trl(trainers, name):
     loss, settings = LOSSES[name]
     for seed in range(5):
         batch = random_batch(seed)
@@ -179,8 +182,8 @@ CORRECTED: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-def test_truncated_importance_weights_multiply_as_trls_do(trainers, name):
-    """TRL takes the weights from elsewhere: they are made here, and are what its own code then uses."""
+def test_truncated_importance_weights_multiply_as_in_trl(trainers, name):
+    """TRL's loss receives finished weights, which this test computes."""
     loss, settings = CORRECTED[name]
     loss.correction = ImportanceCorrection(high=1.1)
     for seed in range(3):
@@ -193,7 +196,7 @@ def test_truncated_importance_weights_multiply_as_trls_do(trainers, name):
         assert_same(ours(loss, batch), expected)
 
 
-def test_rloo_is_trls(trainers):
+def test_rloo_equals_trl(trainers):
     for seed in range(5):
         batch = random_batch(seed)
         old = (batch.generator * batch.mask).sum(1)

@@ -4,29 +4,49 @@ from typing import Any
 import pytest
 import torch
 
-from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
+from rl.config.configurable import Configurable
+from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.moe import MoE
 
 
 @pytest.fixture(scope="session")
-def make_config() -> Callable[..., Qwen3.Config]:
-    """A Qwen3 of width 32 with 2 layers; any size can be set."""
+def make_config() -> Callable[..., Decoder.Config]:
+    """Maker of configs of width 32 with 2 layers, dense or with experts."""
 
     def make(
         *,
         num_heads: int = 4,
         num_kv_heads: int = 2,
+        qk_norm: bool = True,
+        qkv_bias: bool = False,
+        num_experts: int = 0,
+        normalize_weights: bool = True,
         tie: bool = True,
         vocab_size: int = 64,
         theta: float = 1e4,
-    ) -> Qwen3.Config:
-        return Qwen3.Config(
+    ) -> Decoder.Config:
+        feed_forward: Configurable.Config = FeedForward.Config(hidden_dim=48)
+        if num_experts:
+            feed_forward = MoE.Config(
+                num_experts=num_experts,
+                num_experts_per_token=2,
+                hidden_dim=24,
+                normalize_weights=normalize_weights,
+            )
+        return Decoder.Config(
             vocab_size=vocab_size,
             dim=32,
             num_layers=2,
             tie_embeddings=tie,
             block=TransformerBlock.Config(
-                attention=Attention.Config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8),
-                feed_forward=FeedForward.Config(hidden_dim=48),
+                attention=Attention.Config(
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=8,
+                    qk_norm=qk_norm,
+                    qkv_bias=qkv_bias,
+                ),
+                feed_forward=feed_forward,
             ),
             rope=RoPE.Config(theta=theta, max_positions=128),
         )
@@ -35,17 +55,17 @@ def make_config() -> Callable[..., Qwen3.Config]:
 
 
 @pytest.fixture(scope="session")
-def make_model(make_config: Callable[..., Qwen3.Config]) -> Callable[..., Qwen3]:
-    """Weights are large and the norms' uneven, so that a swapped row or norm shows in the logits."""
+def make_model(make_config: Callable[..., Decoder.Config]) -> Callable[..., Decoder]:
+    """Maker of models with large weights and uneven norms and biases, so that swapped rows change the logits."""
 
-    def make(*, seed: int = 0, **sizes: Any) -> Qwen3:
-        model = make_config(**sizes).build()
+    def make(*, seed: int = 0, **sizes: Any) -> Decoder:
+        model: Decoder = make_config(**sizes).build()
         model.init_weights(seed=seed, std=0.2)
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):
-                    parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+                if name.endswith(("norm.weight", ".bias")):
+                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
         return model
 
     return make

@@ -1,56 +1,53 @@
+import dataclasses
 import json
 import random
+import shutil
 
 import pytest
 
 from rl.models.tokenizer import (
-    IM_END,
     SPECIAL_TOKENS,
     WORD_TOKENS,
     build_byte_tokenizer,
     load_tokenizer,
+    read_tokenizer_fingerprint,
     stop_token_ids,
+    tokenizer_fingerprint,
 )
 
 
+@pytest.fixture
+def folder(tmp_path):
+    build_byte_tokenizer(tmp_path / "made")
+    return tmp_path / "made"
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     build_byte_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return load_tokenizer(folder)
+    return load_tokenizer(path)
 
 
 def random_text(rng: random.Random) -> str:
-    """Any code points but surrogates, plain ones more often, with tokens of several characters between."""
+    """Return any code points but surrogates, with many ASCII characters and special tokens."""
     pieces = []
     for _ in range(rng.randrange(40)):
-        kind = rng.random()
-        if kind < 0.5:
-            pieces.append(chr(rng.randrange(128)))
-        elif kind < 0.65:
-            pieces.append(rng.choice("  \t\n\r'\u2019é\u0301\u00a0\u200d\ufeff"))
-        elif kind < 0.8:
-            pieces.append(rng.choice(SPECIAL_TOKENS + WORD_TOKENS))
-        else:
-            code = rng.randrange(0x110000 - 0x800)
-            pieces.append(chr(code if code < 0xD800 else code + 0x800))
+        code = rng.randrange(0x110000 - 0x800)
+        any_character = chr(code if code < 0xD800 else code + 0x800)
+        word = rng.choice(("  \t\n\r'\u2019é\u0301\u00a0\u200d\ufeff", *SPECIAL_TOKENS, *WORD_TOKENS))
+        pieces.append(rng.choice((chr(rng.randrange(128)), word, any_character)))
     return "".join(pieces)
 
 
-def test_any_text_comes_back_from_its_tokens(tokenizer):
+def test_any_text_survives_the_round_trip(tokenizer):
     rng = random.Random(0)
     for _ in range(500):
         text = random_text(rng)
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_token_id_below_256_is_the_byte(tokenizer):
+def test_token_ids_below_256_are_bytes(tokenizer):
     text = "".join(map(chr, range(0x250))) + "漢😀"
     assert bytes(tokenizer.encode(text)) == text.encode()
     # Bytes that no valid text contains have a token too, and decode to the replacement character.
@@ -64,15 +61,6 @@ def test_chatml_and_word_tokens_are_single_tokens_and_fit_the_tiny_vocabulary(to
     assert len(tokenizer) == 262 <= 320
     assert tokenizer.eos_token_id == 258
     assert tokenizer.pad_token_id == 256
-
-
-def test_special_tokens_are_skipped_and_word_tokens_kept(tokenizer):
-    ids = tokenizer.encode("<|im_start|><think>a</think>[ANSWER] 7<|im_end|><|endoftext|>")
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>[ANSWER] 7"
-
-
-def test_ids_of_the_padded_vocabulary_decode_to_nothing(tokenizer):
-    assert tokenizer.decode([65, *range(262, 320), 66]) == "AB"
 
 
 def test_chat_template_writes_chatml(tokenizer):
@@ -97,55 +85,56 @@ def test_chat_template_writes_chatml(tokenizer):
     )
 
 
-def test_a_conversation_is_a_prefix_of_its_continuation(tokenizer):
-    first = [{"role": "user", "content": "1+2?"}]
-    second = [*first, {"role": "assistant", "content": "3"}, {"role": "user", "content": "and?"}]
-    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
-    continued = tokenizer.apply_chat_template(second)["input_ids"]
-    reply = tokenizer.encode("3" + IM_END)
-    assert continued[: len(prompt) + len(reply)] == prompt + reply
+def test_stop_tokens_are_the_end_of_turn_and_those_of_generation_config(folder, tokenizer):
+    file = folder / "generation_config.json"
+    for content in ('{"eos_token_id": [256, 258]}', '{"eos_token_id": 256}'):
+        file.write_text(content)
+        assert stop_token_ids(folder, tokenizer=tokenizer) == (256, 258)
+    file.unlink()
+    assert stop_token_ids(folder, tokenizer=tokenizer) == (258,)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_missing_file_is_named(tmp_path, name):
-    build_byte_tokenizer(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
-        load_tokenizer(tmp_path)
+def without_added_tokens(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    del content["added_tokens"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+BAD_MODEL = '{"model": {"type": "BPE", "vocab": 3, "merges": []}}'
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", "not json", '{"model": {"type": "BPE", "vocab": 3, "merges": []}}']
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer_config.json is missing"),
+        (lambda folder: (folder / "tokenizer.json").write_text("not json"), r"tokenizer.json is malformed"),
+        (lambda folder: (folder / "tokenizer.json").write_text(BAD_MODEL), r"tokenizer.json is malformed"),
+        (without_added_tokens, "its files lack 'added_tokens'"),
+        (shutil.rmtree, "does not exist"),
+    ],
 )
-def test_a_malformed_tokenizer_json_is_named_with_its_folder(tmp_path, content):
-    build_byte_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path}: tokenizer.json is malformed: \w+"):
-        load_tokenizer(tmp_path)
+def test_damaged_folder_is_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(ValueError, match=rf"{folder}.*{message}"):
+        load_tokenizer(folder)
 
 
-def test_a_part_that_transformers_needs_is_named_with_its_folder(tmp_path):
-    build_byte_tokenizer(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
-    del content["added_tokens"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"{tmp_path}: its files lack 'added_tokens'"):
-        load_tokenizer(tmp_path)
+def test_changed_file_is_named_and_a_copy_has_the_same_fingerprint(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    noted, present = tokenizer_fingerprint(folder), tokenizer_fingerprint(copy, known_as=tmp_path / "run")
+    assert present.folder == str(tmp_path / "run")
+    assert noted.differences(present, tokens_alone=False) == []
+    (copy / "chat_template.jinja").unlink()
+    (copy / "generation_config.json").write_text("{}")
+    changed = tokenizer_fingerprint(copy)
+    assert noted.differences(changed, tokens_alone=False) == ["chat_template.jinja", "generation_config.json"]
+    assert noted.differences(changed, tokens_alone=True) == []
+    (copy / "merges.txt").write_text("a b\n")
+    assert noted.differences(tokenizer_fingerprint(copy), tokens_alone=True) == ["merges.txt"]
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere does not exist"):
-        load_tokenizer(tmp_path / "nowhere")
-
-
-def test_a_reply_ends_at_the_end_of_turn_and_at_what_generation_config_names(tmp_path):
-    build_byte_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    path = tmp_path / "generation_config.json"
-    path.write_text('{"eos_token_id": [256, 258]}')
-    assert stop_token_ids(tmp_path, tokenizer=tokenizer) == (256, 258)
-    path.write_text('{"eos_token_id": 256}')
-    assert stop_token_ids(tmp_path, tokenizer=tokenizer) == (256, 258)
-    path.unlink()
-    assert stop_token_ids(tmp_path, tokenizer=tokenizer) == (258,)
+def test_fingerprint_survives_json(folder):
+    noted = tokenizer_fingerprint(folder)
+    assert read_tokenizer_fingerprint(json.loads(json.dumps(dataclasses.asdict(noted)))) == noted
+    assert read_tokenizer_fingerprint(None) is None

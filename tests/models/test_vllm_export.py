@@ -1,4 +1,4 @@
-"""A folder that we write opens in vLLM's own Qwen3 and Qwen3 MoE, in a process of its own."""
+"""Exported folders open in vLLM's own Qwen3 and Qwen3 MoE, in another process."""
 
 import dataclasses
 from pathlib import Path
@@ -8,18 +8,15 @@ import pytest
 import torch
 
 from rl.models import qwen3, qwen3_moe
-from rl.models.converters.lora import LoRA
-from rl.models.hf import write_hf_folder
-from rl.models.qwen3.model import Qwen3
+from rl.models.hf import write_hf_folder, write_random_model
+from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
-from rl.models.starting_point import write_random_model
 from rl.training.engine import TrainingEngine
 from tests.support.exported import TEXTS, ask_vllm, our_logprobs
 from tests.training.parts import make_sample
 
 
 def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
-    assert isinstance(spec.model, Qwen3.Config)
     spec.model.tie_embeddings = tie
     model = spec.model.build()
     model.init_weights(seed=1, std=0.1)
@@ -34,7 +31,7 @@ def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
 
 
 def adapted_engine(base: Path) -> TrainingEngine:
-    """With adapters whose products are as large as the weights."""
+    """Build an engine whose adapters' products are as large as the weights."""
     config = TrainingEngine.Config(converters=(LoRA.Config(rank=4, alpha=4.0),))
     engine = config.build(model_spec=qwen3.model_registry("tiny"), hf_assets_path=str(base), device="cpu")
     generator = torch.Generator().manual_seed(2)
@@ -53,7 +50,7 @@ def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_vllms_own_models_open_our_folders_with_equal_logprobs(tmp_path):
+def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
     dense, mixture = qwen3.model_registry("tiny"), qwen3_moe.model_registry("tiny")
     tokenizer = write_random_model(tmp_path / "tokenizer", spec=dense, seed=0)
     folders = [tmp_path / "tied", tmp_path / "untied-in-shards", tmp_path / "experts-in-shards"]

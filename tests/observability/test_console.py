@@ -1,10 +1,23 @@
 import io
-import math
+import re
 
 import pytest
 
-from rl.observability.console import ROWS_PER_HEADER, ConsoleSink, progress
+from rl.observability.console import (
+    COLUMNS,
+    MIN_ROWS,
+    ROWS_PER_HEADER,
+    Console,
+    ConsoleConfig,
+    LineConsole,
+    LiveConsole,
+    fitting_columns,
+    make_console,
+)
 from rl.observability.metrics import Mean, Record
+from rl.observability.progress import format_duration, progress
+from rl.observability.spans import SpanRecorder
+from tests.support.screen import OnTerminal, output_of
 
 STEP: Record = {
     "step": 3,
@@ -34,37 +47,23 @@ class Clock:
 
 def test_step_is_one_line_aligned_under_its_header():
     stream = io.StringIO()
-    ConsoleSink(stream=stream).write(STEP)
+    LineConsole(stream=stream).write(STEP)
     assert stream.getvalue() == (
         "   step   reward  correct     loss  logprob diff  gen tok/s  train tok/s   step s  version\n"
         "      3    0.500    0.250  -0.0123       1.3e-06      3,812       12,104     0.52        4\n"
     )
 
 
-def test_missing_and_non_finite_numbers_keep_the_columns():
+def test_header_is_repeated():
     stream = io.StringIO()
-    ConsoleSink(stream=stream).write({"step": 3, "reward/mean": math.nan, "loss/mean": None})
-    header, line = stream.getvalue().splitlines()
-    assert len(line) == len(header)
-    assert line.split() == ["3", "nan", *["-"] * 7]
-
-
-def test_header_comes_back():
-    stream = io.StringIO()
-    sink = ConsoleSink(stream=stream)
+    sink = LineConsole(stream=stream)
     for step in range(ROWS_PER_HEADER + 1):
         sink.write({**STEP, "step": step})
     lines = stream.getvalue().splitlines()
     assert [i for i, line in enumerate(lines) if "reward" in line] == [0, ROWS_PER_HEADER + 1]
 
 
-def test_evaluation_is_a_sentence():
-    stream = io.StringIO()
-    ConsoleSink(stream=stream).write({"step": 20, "eval/correct": 0.4531, "eval/num_problems": 256})
-    assert stream.getvalue() == "evaluation at step 20: correct 0.453 of 256 problems\n"
-
-
-def test_progress_without_a_terminal_is_a_plain_line_an_interval():
+def test_progress_without_a_terminal_is_one_plain_line_per_interval():
     stream, clock = io.StringIO(), Clock()
     with progress("warm-up", total=1500, stream=stream, interval_s=10, clock=clock) as advance:
         for _ in range(150):
@@ -78,26 +77,6 @@ def test_progress_without_a_terminal_is_a_plain_line_an_interval():
         "warm-up: 1,360/1,500 (loss 0.5)\n"
         "warm-up: 1,500/1,500 (loss 0.5), done after 45.0 s\n"
     )
-
-
-def test_progress_of_unknown_length_says_when_it_is_done():
-    stream, clock = io.StringIO(), Clock()
-    with progress("compiling", stream=stream, clock=clock):
-        clock.now_s += 7.2
-    assert stream.getvalue() == "compiling: started\ncompiling: done after 7.2 s\n"
-
-
-def test_progress_that_fails_says_it_stopped():
-    stream = io.StringIO()
-
-    def fail() -> None:
-        with progress("warm-up", total=9, stream=stream, clock=Clock()) as advance:
-            advance()
-            raise RuntimeError("no loss")
-
-    with pytest.raises(RuntimeError, match="no loss"):
-        fail()
-    assert stream.getvalue() == "warm-up: started\nwarm-up: 1/9, stopped after 0.0 s\n"
 
 
 def test_progress_on_a_terminal_is_a_bar_that_is_wiped(monkeypatch):
@@ -115,10 +94,128 @@ def test_progress_on_a_terminal_is_a_bar_that_is_wiped(monkeypatch):
     assert wiped in shown.rpartition("loss 0.5")[2]
 
 
-def test_progress_on_a_dumb_terminal_is_plain(monkeypatch):
+# Live table
+
+PROGRAM = "tests.support.shown_run"
+
+
+def test_live_table_shows_steps_evaluations_time_left_and_processes(tmp_path):
+    with OnTerminal(PROGRAM, str(tmp_path)) as terminal:
+        shown = terminal.until(
+            lambda text: "10/20 steps" in text and "evaluation: step 10: correct 0.500" in text
+        )
+        lines = shown.splitlines()
+        assert lines[0] == "try-1"
+        assert lines[1].split() == " ".join(column.title for column in COLUMNS).split()
+        assert [line.split()[:2] for line in lines[2:6]] == [
+            ["7", "0.700"], ["8", "0.800"], ["9", "0.900"], ["10", "1.000"],
+        ]  # fmt: skip
+        assert lines[6] == "evaluation: step 10: correct 0.500 of 64 problems"
+        assert re.fullmatch(r"━+.* 10/20 steps, \d+ s passed, about \d+ s left", lines[7])
+        assert re.fullmatch(r"generator_0\[0\] +generate \(2 times\) for \d+\.\d s", lines[8])
+        for rank in (0, 1):
+            said = rf"trainer\[{rank}\] +forward_backward of version 10 for \d+\.\d s"
+            assert re.fullmatch(said, lines[9 + rank])
+        assert len(lines) == 11
+        assert not terminal.screen.cursor_is_shown
+        terminal.go_on()
+        # Lines printed meanwhile appear above the table.
+        shown = terminal.until(lambda text: text.startswith("generator_0 is lost\ntry-1\n"))
+        terminal.go_on()
+        shown = terminal.until(lambda text: "now: evaluation at step 10 (64 problems)" in text)
+        assert len(shown.splitlines()) == 13
+        for _ in range(2):
+            terminal.go_on()
+        assert terminal.end() == 0
+        lines = terminal.screen.text.splitlines()
+    assert terminal.screen.cursor_is_shown
+    assert lines[:2] == ["generator_0 is lost", "try-1"]
+    assert [line.split()[0] for line in lines[3:7]] == ["17", "18", "19", "20"]
+    assert re.fullmatch(r"━+ +20/20 steps, \d+ s passed", lines[8])
+    assert lines[9:] == ["finished: 20 steps"]
+
+
+@pytest.mark.medium
+def test_run_continues_after_its_terminal_is_closed(tmp_path):
+    with OnTerminal(PROGRAM, str(tmp_path)) as terminal:
+        terminal.until(lambda text: "10/20 steps" in text)
+        terminal.hang_up()
+        for _ in range(4):
+            terminal.go_on()
+        assert terminal.process.wait(timeout=40) == 0
+
+
+def test_output_to_a_file_has_plain_lines(tmp_path):
+    lines = output_of(PROGRAM, str(tmp_path)).splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert [line.split()[0] for line in lines[1:8]] == [str(step) for step in range(4, 11)]
+    assert lines[8] == "evaluation at step 10: correct 0.500 of 64 problems"
+    assert lines[9] == "generator_0 is lost"
+    assert lines[10].startswith("evaluation at step 10 (64 problems): started")
+    assert lines[-1] == "finished: 20 steps"
+
+
+@pytest.mark.parametrize(("width", "num"), [(90, 9), (89, 8), (60, 6), (10, 1)])
+def test_narrow_terminal_shows_the_first_columns(width, num):
+    assert fitting_columns(width) == list(COLUMNS[:num])
+
+
+def live_console(logs, *, num_steps=80, **settings):
+    settings = {"stream": io.StringIO(), **settings}
+    return LiveConsole(title="try-1", num_steps=num_steps, num_rows=12, logs=logs, **settings)
+
+
+def as_lines(view, *, width, height):
+    from rich.console import Console
+
+    lines = Console(file=io.StringIO(), width=width, height=height).render_lines(view, pad=False)
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+@pytest.mark.parametrize(("height", "first"), [(40, 29), (20, 29), (15, 34), (4, 38)])
+def test_low_terminal_shows_the_newest_steps_and_everything_below_them(tmp_path, height, first):
+    for rank in range(4):
+        SpanRecorder().start(tmp_path, role=f"generator_{rank}", rank=0)
+    live = live_console(tmp_path)
+    steps = [{"step": step, "reward/mean": 0.5} for step in range(41)]
+    with live.shown([{"step": 0, "eval/correct": 0.5}, *steps]):
+        shown = as_lines(live._draw(width=120, height=height), width=120, height=height)
+    assert [int(line.split()[0]) for line in shown[2:-6]] == list(range(first, 41))
+    assert len(shown) <= max(height, 2 + MIN_ROWS + 6)
+
+
+def test_time_left_is_estimated_from_the_mean_pace(tmp_path):
+    clock = Clock()
+    live = live_console(tmp_path, num_steps=100, clock=clock)
+    with live.shown([{"step": 10}]):
+        assert live.time_left_s(clock.now_s) is None
+        for step in range(11, 31):
+            clock.now_s += 2.0
+            live.write({"step": step})
+    assert live.time_left_s(clock.now_s) == 70 * 2.0
+    assert live.time_left_s(clock.now_s + 5) == 70 * 2.0 - 5
+    assert live.time_left_s(clock.now_s + 500) == 0
+
+
+def test_style_and_the_terminal_select_the_console(tmp_path, monkeypatch):
+    for unset in ("TTY_COMPATIBLE", "FORCE_COLOR", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(unset, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def kind(style="auto", stream=None):
+        stream = Terminal() if stream is None else stream
+        made = make_console(ConsoleConfig(style=style), num_steps=1, logs=tmp_path, title="x", stream=stream)
+        return type(made)
+
+    assert kind() is LiveConsole
+    assert kind(stream=io.StringIO()) is kind("lines") is LineConsole
+    assert kind("off") is Console
     monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    with progress("warm-up", total=1, stream=stream) as advance:
-        advance()
-    assert "\x1b" not in stream.getvalue()
-    assert "warm-up: 1/1, done after" in stream.getvalue()
+    assert kind() is LineConsole
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (252.4, "4 min 12 s"), (7530, "2 h 5 min")]
+)
+def test_durations_have_two_units(seconds, text):
+    assert format_duration(seconds) == text

@@ -1,9 +1,8 @@
 import json
-import os
 
 import pytest
 
-from rl.observability.cut_back import CutFile, cut_back
+from rl.observability.cut_back import cut_back
 from rl.types import LoopPosition
 
 
@@ -12,7 +11,7 @@ def at(step: int, *, evaluated: bool = True, num_records: int = 0) -> LoopPositi
 
 
 def metrics_of(*records: tuple[int, str]) -> str:
-    """Of steps, or of evaluations, as "eval"."""
+    """Return the records of steps, or of evaluations as "eval"."""
     keys = {"step": "reward/mean", "eval": "eval/correct"}
     return "".join(json.dumps({"step": step, keys[kind]: 0.5}) + "\n" for step, kind in records)
 
@@ -28,21 +27,18 @@ def rollouts_of(*records: tuple[int, str]) -> str:
 
 @pytest.fixture
 def cut(tmp_path):
-    """Cuts back files with this content, and says what is left in them."""
+    """Return a function that cuts back files with the given content and returns the rest."""
 
     def act(
         *, metrics: str = "", rollouts: str = "", older: str = "", position: LoopPosition | None
-    ) -> tuple[CutFile, list[str]]:
+    ) -> list[str]:
         files = {"metrics.jsonl": metrics, "rollouts.jsonl": rollouts, "rollouts.1.jsonl": older}
         for name, text in files.items():
             if text:
                 (tmp_path / name).write_text(text)
-        done = cut_back(
-            metrics=tmp_path / "metrics.jsonl", rollouts=tmp_path / "rollouts.jsonl", position=position
-        )
+        cut_back(metrics=tmp_path / "metrics.jsonl", rollouts=tmp_path / "rollouts.jsonl", position=position)
         assert {p.name for p in tmp_path.iterdir()} <= set(files)  # no temporary file
-        left = [(tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in files]
-        return done, left
+        return [(tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in files]
 
     return act
 
@@ -55,52 +51,36 @@ WRITTEN = ((0, "eval"), (1, "step"), (2, "step"), (2, "eval"), (3, "step"))
     [(at(2), 4), (at(2, evaluated=False), 3), (at(1), 2), (at(3), 5), (at(0), 1), (None, 0)],
 )
 def test_records_after_the_checkpoint_are_removed(cut, position, num_left):
-    done, (metrics, *_) = cut(metrics=metrics_of(*WRITTEN), position=position)
+    metrics, *_ = cut(metrics=metrics_of(*WRITTEN), position=position)
     assert metrics == metrics_of(*WRITTEN[:num_left])
-    assert (done.num_kept, done.num_cut) == (num_left, 5 - num_left)
 
 
-def test_a_last_line_that_was_cut_short_is_removed(cut):
-    whole = metrics_of((1, "step"))
-    _, (metrics, *_) = cut(metrics=whole + '{"step": 1, "eval/cor', position=at(1))
-    assert metrics == whole
+def test_damaged_lines_and_a_truncated_last_line_are_removed(cut, caplog):
+    first, second = metrics_of((1, "step")), metrics_of((2, "step"))
+    metrics, *_ = cut(metrics=f'{first}\0\0\0\n{second}{{"step": 1, "eval/cor', position=at(2))
+    assert metrics == first + second
+    assert r"removed a damaged line: b'\x00\x00\x00" in caplog.text
 
 
-def test_a_line_that_is_no_record_is_removed_and_shown(cut, caplog):
-    whole = metrics_of((1, "step"))
-    _, (metrics, *_) = cut(metrics=whole + "\0\0\0\n" + metrics_of((2, "step")), position=at(2))
-    assert metrics == whole + metrics_of((2, "step"))
-    assert r"a line that is no record was removed: b'\x00\x00\x00" in caplog.text
-
-
-def test_rollouts_are_cut_by_step_and_kind_in_both_files(cut):
+def test_rollouts_are_truncated_in_both_files(cut):
     older = rollouts_of((0, "eval"), (1, "train"), (1, "dropped"))
     kept = rollouts_of((2, "train"), (2, "dropped"))
     later = rollouts_of((2, "eval"), (2, "eval_sampled"), (3, "train"), (3, "pending"))
-    _, (_, rollouts, before) = cut(rollouts=kept + later, older=older, position=at(2, evaluated=False))
+    _, rollouts, before = cut(rollouts=kept + later, older=older, position=at(2, evaluated=False))
     assert (rollouts, before) == (kept, older)
-    _, (_, rollouts, before) = cut(rollouts=kept + later, older=older, position=at(0))
+    _, rollouts, before = cut(rollouts=kept + later, older=older, position=at(0))
     assert (rollouts, before) == ("", rollouts_of((0, "eval")))
 
 
-def test_files_that_need_no_cut_are_not_written_again(cut, tmp_path):
-    text = metrics_of(*WRITTEN)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    before = os.stat(tmp_path / "metrics.jsonl")
-    cut(position=at(3))
-    after = os.stat(tmp_path / "metrics.jsonl")
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-
-
-def test_lines_that_are_missing_are_told_of(cut, caplog):
+def test_missing_lines_are_logged(cut, caplog):
     cut(metrics=metrics_of((1, "step")), position=at(2, num_records=3))
-    assert "has 1 lines up to step 2, 3 were written: some are lost" in caplog.text
+    assert "has 1 lines up to step 2, but 3 were written: some are lost" in caplog.text
     caplog.clear()
     cut(metrics=metrics_of(*WRITTEN), position=at(2, num_records=4))
     assert caplog.text == ""
 
 
-def test_records_of_which_nothing_is_kept_are_set_aside_where_that_is_asked_for(tmp_path):
+def test_files_without_kept_lines_can_be_set_aside(tmp_path):
     metrics, rollouts = tmp_path / "metrics.jsonl", tmp_path / "rollouts.jsonl"
     metrics.write_text(metrics_of(*WRITTEN))
     rollouts.write_text(rollouts_of((1, "train")))

@@ -60,14 +60,6 @@ def test_libraries_reach_the_console_with_errors_only(console, tmp_path):
     assert [line.rpartition(": ")[2] for line in console.getvalue().splitlines()] == ["broken"]
 
 
-def test_lower_console_level_shows_debug_records(tmp_path):
-    stream = io.StringIO()
-    undo = setup_logging("trainer", rank=2, folder=tmp_path, console_level="DEBUG", console=stream)
-    ours.debug("detail")
-    undo()
-    assert stream.getvalue().endswith("rl.training.engine: detail\n")
-
-
 def test_second_setup_replaces_the_first(console, tmp_path):
     second = io.StringIO()
     undo = setup_logging("reward", folder=tmp_path / "logs", console=second)
@@ -76,13 +68,6 @@ def test_second_setup_replaces_the_first(console, tmp_path):
     assert console.getvalue() == ""
     assert second.getvalue().count("once") == 1
     assert "reward[0]" in (tmp_path / "logs" / "reward-0.log").read_text()
-
-
-def test_undo_leaves_logging_as_it_was(tmp_path):
-    root = logging.getLogger()
-    before = (root.level, list(root.handlers), sys.excepthook)
-    setup_logging("trainer", folder=tmp_path)()
-    assert (root.level, list(root.handlers), sys.excepthook) == before
 
 
 def test_uncaught_exceptions_of_process_and_thread_are_logged(tmp_path):

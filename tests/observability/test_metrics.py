@@ -8,23 +8,18 @@ import pytest
 from rl.observability.metrics import Last, Max, Mean, Metric, MetricsWriter, Std, Sum, merge, read_metrics
 
 
-def test_mean_of_unequal_parts_is_weighted_by_their_counts():
-    assert Mean(6.0, 3).merge(Mean(10.0, 1)) == Mean(16.0, 4)
-    assert Mean(6.0, 3).merge(Mean(10.0, 1)).value == 4.0
-
-
-def test_standard_deviation_of_parts_is_that_of_all_their_values():
+def test_standard_deviations_merge_exactly():
     # 2, 4, 4, 4, 5, 5, 7, 9 have mean 5 and deviations whose squares sum to 32.
     first = Std(2).merge(Std(4)).merge(Std(4))
     rest = Std(4).merge(Std(5).merge(Std(5))).merge(Std(7).merge(Std(9)))
     assert first.merge(rest).mean == pytest.approx(5)
     assert first.merge(rest).value == pytest.approx(2)
-    # Where the difference of mean square and squared mean would have no digit left.
+    # The difference of mean square and squared mean would have no digit left here.
     assert Std(1e9).merge(Std(1e9 + 1)).value == 0.5
     assert Std(3.0).value == 0
 
 
-def test_each_reduction_merges_its_own_way():
+def test_each_reduction_merges_correctly():
     parts: list[dict[str, Metric]] = [
         {"loss": Mean(1.0, 2), "diff": Max(0.5), "tokens": Sum(10), "lr": Last(0.1)},
         {"loss": Mean(5.0, 2), "diff": Max(0.25), "tokens": Sum(7), "lr": Last(0.2), "extra": Sum(1)},
@@ -40,17 +35,17 @@ def test_each_reduction_merges_its_own_way():
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
-def test_max_shows_a_nan_of_any_part(values):
+def test_maximum_of_nan_is_nan(values):
     first, second = values
     assert math.isnan(Max(first).merge(Max(second)).value)
 
 
-def test_one_name_with_two_reductions_is_refused():
+def test_metric_with_two_reductions_is_refused():
     with pytest.raises(TypeError, match="loss is reduced as Mean and Sum"):
         merge([{"loss": Mean(1.0)}, {"loss": Sum(1.0)}])
 
 
-def test_each_line_is_in_the_file_as_soon_as_it_is_written(tmp_path):
+def test_line_is_in_the_file_after_each_write(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write({"step": 1, "policy_version": 1, "reward/mean": Mean(3.0, 4), "time/step_s": 0.5})
@@ -61,19 +56,13 @@ def test_each_line_is_in_the_file_as_soon_as_it_is_written(tmp_path):
     assert read_metrics(path)[1] == {"step": 1, "eval/correct": 0.25}
 
 
-def test_writing_goes_on_after_the_lines_that_are_there(tmp_path):
-    for step in (1, 2):
-        with MetricsWriter(tmp_path / "m") as writer:
-            writer.write({"step": step})
-    assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
-
-
-def test_numbers_that_json_lacks_are_strings_and_come_back(tmp_path):
+def test_numbers_that_are_not_finite_are_restored(tmp_path):
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     with MetricsWriter(tmp_path / "m") as writer:
-        writer.write({"a": math.nan, "b": math.inf, "c": Max(-math.inf), "d": np.float32("nan")})
+        empty = {"none": None, "mean": Mean(0.0, 0)}
+        writer.write({"a": math.nan, "b": math.inf, "c": Max(-math.inf), "d": np.float32("nan"), **empty})
     line = json.loads((tmp_path / "m").read_text(), parse_constant=refuse)
     assert line == {"a": "nan", "b": "inf", "c": "-inf", "d": "nan"}
     (record,) = read_metrics(tmp_path / "m")
@@ -81,18 +70,12 @@ def test_numbers_that_json_lacks_are_strings_and_come_back(tmp_path):
     assert (record["b"], record["c"]) == (math.inf, -math.inf)
 
 
-def test_nothing_to_report_is_left_out(tmp_path):
-    with MetricsWriter(tmp_path / "m") as writer:
-        writer.write({"step": 1, "a": None, "b": Mean(0.0, 0), "c": np.float32(0.5), "d": np.int64(2)})
-    assert read_metrics(tmp_path / "m") == [{"step": 1, "c": 0.5, "d": 2.0}]
-
-
-def test_line_that_was_cut_short_is_left_out(tmp_path):
+def test_unfinished_line_is_skipped(tmp_path):
     (tmp_path / "m").write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(tmp_path / "m") == [{"step": 1}]
 
 
-def test_a_writer_counts_the_lines_of_the_file_also_those_of_an_earlier_one(tmp_path):
+def test_writer_counts_earlier_lines(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         assert writer.num_records == 0
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""What a user reads whose run may not write where it is told to; as an unprivileged process meets it."""
+"""Errors and warnings of a run without write permission, in an unprivileged process."""
 
 import io
 import json
@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from actors.watching import be_watched
-from rl.errors import RunError
+from actors.recording import record_process
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter
-from rl.observability.run_folder import RunFolder, read_status
-from tests.support.disks import as_nobody
+from rl.observability.run_folder import RunFolder
+from rl.utils.errors import RunError
+from tests.support.disks import run_unprivileged
 
 
 @pytest.fixture
 def folder():
-    """One that everybody may enter and write; those of pytest are this user's alone."""
+    """Yield a folder that everybody can enter and write to, unlike pytest's own folders."""
     path = Path(tempfile.mkdtemp(prefix="relay-test-"))
     path.chmod(0o777)
     yield path
@@ -38,36 +38,16 @@ def said(function):
     return "no error"
 
 
-def test_a_dump_folder_that_may_not_be_written_is_named(folder):
+def test_read_only_dump_folder_is_refused(folder):
     (folder / "outputs").mkdir()
     (folder / "outputs").chmod(0o555)
-    answer = as_nobody(lambda: said(lambda: RunFolder.create(folder / "outputs" / "today", "run")))
+    answer = run_unprivileged(lambda: said(lambda: RunFolder.create(folder / "outputs" / "today", "run")))
     path = folder / "outputs"
     assert answer == f"ValueError: {path}/today/run cannot be a run's folder: {path} is not writable"
     assert list(path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_run_folder_that_may_not_be_written_is_named_and_stays_as_it_is(folder, overwrite):
-    with RunFolder.create(folder, "run") as made:
-        made.metrics.write_text("{}\n")
-    made.path.chmod(0o555)
-    answer = as_nobody(lambda: said(lambda: RunFolder.create(folder, "run", overwrite=overwrite)))
-    assert answer == f"ValueError: {made.path} cannot be a run's folder: {made.path} is not writable"
-    assert made.metrics.read_text() == "{}\n"
-    assert read_status(made.path) == "running"
-
-
-def test_the_lock_of_another_user_is_refused_by_name(folder):
-    with RunFolder.create(folder, "run") as made:
-        pass
-    made.path.chmod(0o777)
-    (made.path / ".lock").chmod(0o400)
-    answer = as_nobody(lambda: said(lambda: RunFolder.create(folder, "run", overwrite=True)))
-    assert answer == f"ValueError: {made.path} cannot be a run's folder: Permission denied"
-
-
-def test_a_folder_that_becomes_read_only_stops_the_metrics_and_not_the_logs(folder, capsys):
+def test_folder_that_becomes_read_only_stops_the_metrics(folder, capsys):
     def go_on():
         with RunFolder.create(folder, "run") as made:
             made.path.chmod(0o555)
@@ -78,25 +58,27 @@ def test_a_folder_that_becomes_read_only_stops_the_metrics_and_not_the_logs(fold
             undo()
             return json.dumps([answer, capsys.readouterr().err])
 
-    answer, console = json.loads(as_nobody(go_on))
+    answer, console = json.loads(run_unprivileged(go_on))
     path = folder / "run"
-    unwritten = f"{path}/metrics.jsonl was not written, what was there is as it was: Permission denied"
+    unwritten = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"
     assert answer == f"UnwrittenError: {unwritten}"
     seen, unwritten = console.splitlines()
     assert seen.endswith("rl: seen")
-    says = rf".*WARNING .*{path}/logs/controller-0\.log was not written: Permission denied; all goes on, .*"
+    says = (
+        rf".*WARNING .*{path}/logs/controller-0\.log was not written: Permission denied; the run goes on, .*"
+    )
     assert re.fullmatch(says, unwritten)
 
 
-def test_a_process_that_may_not_say_what_it_does_says_so_in_its_log_and_goes_on(folder):
+def test_process_that_cannot_record_logs_a_warning(folder):
     (folder / "logs").mkdir()
     (folder / "logs").chmod(0o555)
 
     def act():
         told = io.StringIO()
-        logging.getLogger("actors.watching").addHandler(logging.StreamHandler(told))
-        be_watched(folder / "logs", role="trainer", rank=1)
+        logging.getLogger("actors.recording").addHandler(logging.StreamHandler(told))
+        record_process(folder / "logs", role="trainer", rank=1)
         return told.getvalue()
 
-    told = f"{folder}/logs/state: what trainer-1 does is not told: Permission denied\n"
-    assert as_nobody(act) == told
+    told = f"{folder}/logs: trainer-1 is not recorded: Permission denied\n"
+    assert run_unprivileged(act) == told

@@ -4,18 +4,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.data.difficulty import read_pass_rates
+from rl.observability.bounded_file import previous_file
 from rl.observability.recorder import (
     Recorder,
     RecorderConfig,
     TrainedRollout,
-    previous_file,
     read_rollouts,
 )
 from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
-from rl.rollouts.grading import scored
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
+from rl.tasks.data import read_pass_rates
 from rl.types import Completion, EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
 
 
@@ -67,8 +66,6 @@ def group(name, *scores, rollouts=None):
         number=0,
         rollouts=rollouts,
         scores=list(scores),
-        scored=scored(rollouts, scores),
-        generated_at=0.0,
     )
 
 
@@ -81,7 +78,7 @@ def recorder(tmp_path, **settings):
 
 
 def recorded(tmp_path, groups, *, dropped=(), advantages=None, **settings):
-    """Lines of a step; without `advantages`, those of the scored rollouts are 0.5 and -0.5 in turn."""
+    """Return the lines of a step; `advantages` default to 0.5 and -0.5 in turn."""
     made = recorder(tmp_path, **settings)
     if advantages is None:
         advantages = [advantages_of(*[0.5, -0.5] * len(g.scored))[: len(g.scored)] for g in groups]
@@ -93,7 +90,7 @@ def named(recorded_lines):
     return [(line["problem"], line["sample"]) for line in recorded_lines]
 
 
-def test_a_line_says_what_was_asked_what_was_said_and_what_it_earned(tmp_path):
+def test_line_has_prompt_reply_and_reward(tmp_path):
     (line,) = recorded(tmp_path, [group("p1", score(0.75, parts={"answer": 0.5, "form": 1.0}))])
     assert line == {
         "step": 4,
@@ -121,16 +118,7 @@ def test_a_line_says_what_was_asked_what_was_said_and_what_it_earned(tmp_path):
     }
 
 
-def test_values_that_differ_from_token_to_token_are_written_one_each(tmp_path):
-    replies = [rollout("p", versions=(3, 4))]
-    uneven = [[TrainedRollout(advantages=np.array([0.25, -0.75], dtype=np.float32))]]
-    (line,) = recorded(tmp_path, [group("p", score(), rollouts=replies)], advantages=uneven)
-    assert line["advantage"] == [0.25, -0.75]
-    assert line["turns"][0]["advantages"] == [0.25, -0.75]
-    assert line["turns"][0]["policy_versions"] == [3, 4]
-
-
-def test_what_the_trainer_knows_of_each_token_goes_to_the_turn_that_it_is_of(tmp_path):
+def test_training_data_is_split_by_turns(tmp_path):
     trained = TrainedRollout(
         advantages=np.array([0.5, 0.5, 0.25, -0.25], dtype=np.float32),
         mask=np.array([True, True, True, False]),
@@ -144,45 +132,23 @@ def test_what_the_trainer_knows_of_each_token_goes_to_the_turn_that_it_is_of(tmp
     assert [two[name] for name in names] == [[-0.125, "nan"], [0.25, -0.25], [1, 0]]
 
 
-def test_places_are_those_of_the_rollouts_whose_tokens_are_written(tmp_path):
+def test_recorded_ids_are_those_of_the_recorded_rollouts(tmp_path):
     groups = [
         group("a", score(), score(0.0, failure="raised"), score(0.0)),
         group("b", score(), score(0.0, unparsed=("answer",)), score(0.0, failure="raised")),
         group("c", score(0.0, failure="raised"), score(), score()),
     ]
-    # A place counts the scored rollouts of a group alone.
-    assert recorder(tmp_path, num_groups=1).places(groups) == [(0, 0), (0, 1), (1, 1)]
-    assert recorder(tmp_path, num_groups=None).places(groups) == [
+    # Indices count the scored rollouts of a group only.
+    assert recorder(tmp_path, num_groups=1).recorded_ids(groups) == [(0, 0), (0, 1), (1, 1)]
+    assert recorder(tmp_path, num_groups=None).recorded_ids(groups) == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
-    assert recorder(tmp_path, num_groups=0).places(groups) == []
-    assert recorder(tmp_path, tokens=False).places(groups) == []
-    assert recorder(tmp_path, enable=False).places(groups) == []
+    assert recorder(tmp_path, num_groups=0).recorded_ids(groups) == []
+    assert recorder(tmp_path, tokens=False).recorded_ids(groups) == []
+    assert recorder(tmp_path, enable=False).recorded_ids(groups) == []
 
 
-def test_all_groups_and_all_evaluated_problems_can_be_written(tmp_path):
-    groups = [group(name, score(), score(0.0)) for name in "abcd"]
-    dropped = [("equal", group(name, score())) for name in "xyz"]
-    written = recorded(tmp_path, groups, dropped=dropped, num_groups=None)
-    assert named(written) == [(name, i) for name in "abcd" for i in (0, 1)] + [(n, 0) for n in "xyz"]
-    evaluated = EvaluatedSet(name="s", greedy=[(rollout(str(i)), score()) for i in range(50)], sampled=[])
-    made = recorder(tmp_path / "all", num_eval_problems=None)
-    made.path.parent.mkdir()
-    made.evaluation(20, EvaluationResult(sets=[evaluated]))
-    assert [line["problem"] for line in lines(made.path)] == [str(i) for i in range(50)]
-
-
-def test_each_turn_is_written_with_what_its_environment_gave(tmp_path):
-    first = turn("a", observation=Observation(reward=0.5, metrics={"calls": 2.0}))
-    replies = [rollout("p", first, turn("b"))]
-    (line,) = recorded(tmp_path, [group("p", score(), rollouts=replies)])
-    one, two = line["turns"]
-    assert (one["reply"], one["reward"], one["metrics"]) == ("a", 0.5, {"calls": 2.0})
-    assert two["reply"] == "b"
-    assert not {"reward", "metrics"} & set(two)
-
-
-def test_the_first_groups_are_written_and_of_the_others_what_failed_or_was_not_read(tmp_path):
+def test_first_groups_and_failures_are_recorded(tmp_path):
     groups = [
         group("a", score(), score(0.0)),
         group("b", score(), score(0.0)),
@@ -196,22 +162,14 @@ def test_the_first_groups_are_written_and_of_the_others_what_failed_or_was_not_r
     assert not {"unparsed", "failure"} & (set(written[0]) | set(written[1]))
 
 
-def test_odd_rollouts_have_as_much_room_as_the_groups(tmp_path):
-    unread = [score(0.0, unparsed=("answer",))] * 3
-    groups = [group(name, *unread) for name in "abc"]
-    written = recorded(tmp_path, groups, num_groups=1)
-    assert named(written) == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
-    assert recorded(tmp_path / "none", groups, num_groups=0) == []
-
-
-def test_advantages_are_those_of_scored_rollouts_though_others_are_between(tmp_path):
+def test_advantages_skip_failed_rollouts(tmp_path):
     replies = [
         rollout("p", sample=0),
         rollout("p", sample=1),
         rollout("p", sample=2, failure="the environment raised"),
         rollout("p", sample=3),
     ]
-    # Of the third, whose environment failed, a scorer may say anything.
+    # The environment of the third failed, so its score is arbitrary.
     mixed = group("p", score(), score(0.0, failure="broken"), score(), score(0.0), rollouts=replies)
     written = recorded(tmp_path, [mixed], advantages=[advantages_of(1.0, -1.0)])
     assert [line.get("advantage") for line in written] == [1.0, None, None, -1.0]
@@ -220,7 +178,7 @@ def test_advantages_are_those_of_scored_rollouts_though_others_are_between(tmp_p
     assert written[2]["end"] == "failed"
 
 
-def test_dropped_groups_say_why_and_those_that_failed_are_among_them(tmp_path):
+def test_dropped_groups_have_their_reason(tmp_path):
     failed = score(0.0, failure="raised")
     dropped = [("equal", group("x", score())), ("equal", group("y", score())), ("failed", group("z", failed))]
     written = recorded(tmp_path, [group("a", score())], dropped=dropped, num_groups=1)
@@ -229,7 +187,7 @@ def test_dropped_groups_say_why_and_those_that_failed_are_among_them(tmp_path):
     assert "advantage" not in written[1]
 
 
-def test_evaluations_are_written_by_set_greedy_and_sampled(tmp_path):
+def test_evaluations_are_recorded_by_set(tmp_path):
     def pair(name, sample=0):
         return rollout(name, sample=sample), score()
 
@@ -241,7 +199,7 @@ def test_evaluations_are_written_by_set_greedy_and_sampled(tmp_path):
     far = EvaluatedSet(name="far", greedy=[pair("d")], sampled=[])
     made = recorder(tmp_path, num_eval_problems=2)
     made.evaluation(20, EvaluationResult(sets=[near, far]))
-    # Of what was sampled, all problems of the set; a greedy reply is no rate.
+    # All sampled problems have a pass rate, even unrecorded ones; greedy replies do not count.
     assert read_pass_rates(str(tmp_path / "pass_rates.jsonl")).keys() == {"a", "b", "c"}
     said = [(line["kind"], line["set"], line["problem"], line["sample"]) for line in lines(made.path)]
     assert said == [
@@ -255,8 +213,8 @@ def test_evaluations_are_written_by_set_greedy_and_sampled(tmp_path):
     assert {line["step"] for line in lines(made.path)} == {20}
 
 
-def test_numbers_of_numpy_and_such_that_are_not_finite_are_valid_json(tmp_path):
-    # What a reward function of one's own may give, whatever it promises.
+def test_all_numbers_are_valid_json(tmp_path):
+    # A user's reward function may return any of these.
     numbers: Any = {"calls": np.int64(2), "took_s": float("inf")}
     parts: Any = {"answer": np.float32(0.5), "form": np.bool_(True), "length": np.int64(3)}
     half: Any = np.float32(0.5)
@@ -270,29 +228,7 @@ def test_numbers_of_numpy_and_such_that_are_not_finite_are_valid_json(tmp_path):
     (said,) = line["turns"]
     assert said["logprobs"] == ["nan", "-inf"]
     assert (said["reward"], said["metrics"]) == (0.5, {"calls": 2, "took_s": "inf"})
-    assert line["advantage"] == ["nan", "nan"]  # nan equals nothing, itself included
-
-
-@pytest.mark.parametrize("text", ["\u2028 and \x85", "\ud800 alone", "grüezi 🙂", '"quoted"\n'])
-def test_any_text_comes_back_as_it_was(tmp_path, text):
-    made = recorder(tmp_path)
-    of_text = group("p", score(), rollouts=[rollout("p", text=text)])
-    made.step(1, Batch(groups=[of_text], dropped=[]), [advantages_of(1.0)])
-    (line,) = read_rollouts(made.path)
-    assert line["turns"][0]["reply"] == text
-
-
-def test_tokens_can_be_left_out(tmp_path):
-    (line,) = recorded(tmp_path, [group("p", score())], tokens=False)
-    assert set(line["turns"][0]) == {"messages", "reply", "finish_reason"}
-    assert line["advantage"] == 0.5
-
-
-def test_nothing_is_written_where_it_is_off(tmp_path):
-    made = recorder(tmp_path, enable=False)
-    made.step(1, Batch(groups=[group("p", score())], dropped=[]), [advantages_of(1.0)])
-    made.evaluation(1, EvaluationResult(sets=[]))
-    assert list(tmp_path.iterdir()) == []
+    assert line["advantage"] == ["nan", "nan"]  # nan equals nothing, not even itself
 
 
 def write_steps(made, steps):
@@ -300,7 +236,7 @@ def write_steps(made, steps):
         made.step(step, Batch(groups=[group("p", score())], dropped=[]), [advantages_of(1.0)])
 
 
-def test_a_full_file_keeps_the_newest_within_its_size(tmp_path):
+def test_full_file_keeps_the_newest_rollouts(tmp_path):
     made = recorder(tmp_path, max_megabytes=0.004)
     write_steps(made, range(100))
     files = [previous_file(made.path), made.path]
@@ -308,22 +244,12 @@ def test_a_full_file_keeps_the_newest_within_its_size(tmp_path):
     assert sum(f.stat().st_size for f in files) <= 4000
     steps = [line["step"] for line in read_rollouts(made.path)]
     assert steps == list(range(steps[0], 100))
-    # A line has some 300 bytes: more than half of the room is always in use.
+    # A line has about 300 bytes, so more than half of the room is always in use.
     assert len(steps) >= 6
     assert all(f.stat().st_size <= 2000 for f in files)
 
 
-def test_one_step_of_more_than_the_file_may_have_keeps_within_it_too(tmp_path):
-    made = recorder(tmp_path, max_megabytes=0.004, num_groups=50)
-    groups = [group(f"p{i}", score()) for i in range(50)]
-    made.step(1, Batch(groups=groups, dropped=[]), [advantages_of(1.0)] * 50)
-    assert sum(f.stat().st_size for f in tmp_path.iterdir()) <= 4000
-    names = [line["problem"] for line in read_rollouts(made.path)]
-    assert names == [f"p{i}" for i in range(50 - len(names), 50)]
-    assert len(names) >= 6
-
-
-def test_a_rollout_longer_than_the_file_is_left_out_with_a_warning(tmp_path, caplog):
+def test_rollout_longer_than_the_file_is_skipped(tmp_path, caplog):
     made = recorder(tmp_path, max_megabytes=0.002)
     long = group("long", score(), rollouts=[rollout("long", text="x" * 1000)])
     made.step(1, Batch(groups=[group("a", score()), long], dropped=[]), [advantages_of(1.0)] * 2)
@@ -333,18 +259,10 @@ def test_a_rollout_longer_than_the_file_is_left_out_with_a_warning(tmp_path, cap
     assert "too long for rollouts.jsonl" in warning.getMessage()
 
 
-def test_a_line_that_the_end_of_its_process_cut_short_is_left_out(tmp_path):
-    made = recorder(tmp_path)
-    write_steps(made, [1, 2])
-    whole = made.path.read_text()
-    made.path.write_text(whole[:-20])
-    assert [line["step"] for line in read_rollouts(made.path)] == [1]
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("num_groups", -1), ("num_eval_problems", -1), ("max_megabytes", 0.0), ("max_megabytes", float("inf"))],
 )
-def test_settings_out_of_range_are_refused_by_name(field, value):
+def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         RecorderConfig(**{field: value})

@@ -1,196 +1,250 @@
-"""What processes did, from the activities to what is read of them."""
+"""Open and ended spans, from the recorder to the reader."""
 
+import asyncio
 import json
+import os
+import re
 import time
 
 import pytest
 
-from rl.observability.activity import Activity
-from rl.observability.span_file import SPANS_FOLDER, SpanFile, TimelineConfig
-from rl.observability.spans import Span, kind_of, read_spans
+from rl.observability import spans as spans_module
+from rl.observability.span_reader import (
+    read_spans,
+    read_state,
+    read_states,
+)
+from rl.observability.spans import SPANS_FOLDER, STATE_BYTES, SpanLog, SpanRecorder, TimelineConfig, span
 from tests.support.disks import on_small_disk
 
 
-def span_file(logs, *, role="trainer", rank=0, max_bytes=1 << 20, wall_clock=time.time):
-    path = logs / SPANS_FOLDER / f"{role}-{rank}.jsonl"
-    return SpanFile(path, role=role, rank=rank, max_bytes=max_bytes, wall_clock=wall_clock)
+@pytest.fixture
+def this_process(tmp_path, monkeypatch):
+    """Return the state file of a new recorder that `span` uses; threads of other tests may still use the old
+    one."""
+    recorder = SpanRecorder()
+    monkeypatch.setattr(spans_module, "RECORDER", recorder)
+    yield recorder.start(tmp_path, role="trainer", rank=1)
+    recorder.stop()
 
 
-def ended(file, name, *, began_s=1.0, ended_s=2.0, version=None, error=None, more=False):
-    file.add(name, began_s=began_s, ended_s=ended_s, version=version, error=error, more=more)
+def open_spans(file):
+    return [(open_span.name, open_span.num, open_span.version) for open_span in read_state(file).open]
+
+
+def span_log(logs, *, role="trainer", rank=0, max_bytes=1 << 20):
+    return SpanLog(logs / SPANS_FOLDER / f"{role}-{rank}.jsonl", max_bytes=max_bytes)
+
+
+def add(log, name, *, start_s=1.0, end_s=2.0, version=None, error=None, more=False):
+    log.add(name, start_s=start_s, end_s=end_s, version=version, error=error, more=more)
 
 
 def names(logs):
-    return [span.name for span in read_spans(logs)]
+    return [ended.name for ended in read_spans(logs)]
 
 
-def test_activities_are_read_back_by_their_starts_with_process_version_and_error(tmp_path):
-    activity = Activity()
-    activity.keep_spans(span_file(tmp_path, role="generator_1", rank=2))
+# Open spans
+
+
+def test_open_spans_are_listed_oldest_first_until_they_end(this_process):
+    with span("push", version=3):
+        with span("compute_logprobs"):
+            assert open_spans(this_process) == [("push", 1, 3), ("compute_logprobs", 1, None)]
+        assert open_spans(this_process) == [("push", 1, 3)]
+    assert open_spans(this_process) == []
+    state = read_state(this_process)
+    assert (state.name, state.process.pid, state.policy_version) == ("trainer[1]", os.getpid(), 3)
+    assert state.is_here
+
+
+def test_open_spans_of_one_name_are_counted_with_the_start_of_the_oldest(tmp_path):
+    recorder = SpanRecorder()
+    file = recorder.start(tmp_path, role="generator_0", rank=0)
+    first = recorder.begin("generate", 4)
+    since_s = read_state(file).open[0].since_s
+    recorder.begin("generate", 5)
+    (both,) = read_state(file).open
+    assert (both.num, both.version, both.since_s) == (2, 4, since_s)
+    recorder.end("generate", first)
+    (second,) = read_state(file).open
+    assert (second.num, second.version) == (1, 5)
+
+
+def test_error_ends_the_span_and_is_shown_until_the_next_error(this_process):
+    with pytest.raises(ValueError, match="too"), span("load"):
+        raise ValueError("too\n  large " + "." * 1000)
+    state = read_state(this_process)
+    assert state.open == ()
+    assert state.failed is not None
+    assert state.failed.name == "load"
+    assert state.failed.error == "ValueError: too large " + "." * (200 - len("ValueError: too large "))
+    assert re.fullmatch(
+        r"idle for 0\.\d s; load failed 0\.\d s ago: ValueError: too large \.+", state.describe()
+    )
+    with pytest.raises(asyncio.CancelledError), span("push"):
+        raise asyncio.CancelledError
+    assert read_state(this_process).failed == state.failed
+
+
+def test_state_file_keeps_its_size(tmp_path):
+    recorder = SpanRecorder()
+    file = recorder.start(tmp_path, role="controller", rank=0)
+    for number in range(100):
+        recorder.begin(f"wait number {number} " + "\N{GRINNING FACE}" * 200, number)
+    recorder.end("x", recorder.begin("x", 99), ValueError("\N{GRINNING FACE}" * 1000))
+    assert file.stat().st_size == STATE_BYTES
+    state = read_state(file)
+    assert state.open[0].name.startswith("wait number 0 ")
+    assert 1 <= len(state.open) <= 12
+    assert state.policy_version == 99
+
+
+def test_change_of_the_wall_clock_changes_no_duration(tmp_path):
+    looks = iter([time.time() + 3600.0])  # reading the clock again would fail
+    recorder = SpanRecorder(wall_clock=lambda: next(looks))
+    file = recorder.start(tmp_path, role="trainer", rank=0, timeline=TimelineConfig())
+    number = recorder.begin("push", 1)
+    state = read_state(file)
+    assert 0.0 <= state.age_s(state.open[0].since_s) < 60.0
+    recorder.end("push", number)
+    (ended,) = read_spans(tmp_path)
+    assert 0.0 <= ended.duration_s < 60.0
+    assert ended.end_s == pytest.approx(time.time() + 3600.0, abs=60.0)
+
+
+def test_half_written_state_is_not_read(tmp_path):
+    file = SpanRecorder().start(tmp_path, role="trainer", rank=0)
+    record = json.loads(file.read_text())
+    record["end"] += 1
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"trainer-0\.json is not the state file of a process"):
+        read_state(file)
+    (file.parent / "other.json").write_text("{")
+    SpanRecorder().start(tmp_path, role="reward", rank=0)
+    assert [state.name for state in read_states(tmp_path)] == ["reward[0]"]
+
+
+def test_process_that_changes_its_role_is_listed_once(tmp_path):
+    recorder = SpanRecorder()
+    recorder.start(tmp_path, role="spare", rank=0)
+    recorder.start(tmp_path, role="generator_1", rank=0)
+    assert [state.name for state in read_states(tmp_path)] == ["generator_1[0]"]
+
+
+def test_decorated_method_records_the_policy_version_of_its_object(this_process):
+    class Trainer:
+        policy_version = 9
+
+        @span("optim_step")
+        async def step(self, file, *, by):
+            return open_spans(file), by
+
+    assert asyncio.run(Trainer().step(this_process, by=2)) == ([("optim_step", 1, 9)], 2)
+    assert open_spans(this_process) == []
+
+
+def test_span_costs_less_than_20_microseconds(this_process):
+    def batch():
+        started = time.perf_counter()
+        for _ in range(200):
+            with span("forward_backward", version=3):
+                pass
+        return (time.perf_counter() - started) / 200
+
+    assert min(batch() for _ in range(30)) < 20e-6
+
+
+# Ended spans
+
+
+def test_ended_spans_are_read_back_by_start_with_process_version_and_error(tmp_path):
+    recorder = SpanRecorder(log=span_log(tmp_path, role="generator_1", rank=2))
     before = time.time()
-    step = activity.begin("step 3", None)
-    push = activity.begin("push", 7)
-    activity.end("push", push, ValueError("too\n large"))
-    activity.end("step 3", step)
+    step = recorder.begin("step 3", None)
+    push = recorder.begin("push", 7)
+    recorder.end("push", push, ValueError("too\n large"))
+    recorder.end("step 3", step)
     after = time.time()
     outer, inner = read_spans(tmp_path)
     assert (outer.name, outer.version, outer.error) == ("step 3", None, None)
     assert (inner.name, inner.version, inner.error) == ("push", 7, "ValueError: too large")
     assert (inner.process, inner.role, inner.rank) == ("generator_1[2]", "generator_1", 2)
-    # The wall clock was looked at before these activities; the file has microseconds.
     times = [before - 0.01, outer.start_s, inner.start_s, inner.end_s, outer.end_s, after + 0.01]
     assert times == sorted(times)
 
 
-def test_times_are_those_of_the_monotonic_clock_beside_one_look_at_the_wall_clock(tmp_path):
-    hour_s = 3600.0
-    looks = iter([time.time() + hour_s])  # a second look would fail
-    file = span_file(tmp_path, wall_clock=lambda: next(looks))
-    now = time.monotonic()
-    ended(file, "push", began_s=now - 2.5, ended_s=now)
-    (span,) = read_spans(tmp_path)
-    assert span.duration_s == pytest.approx(2.5, abs=2e-6)
-    assert span.end_s == pytest.approx(time.time() + hour_s, abs=0.5)
-
-
-def test_what_a_process_did_last_is_on_the_disk_while_it_waits(tmp_path):
-    file = span_file(tmp_path)
-    ended(file, "forward_backward", began_s=1.0, ended_s=2.0, more=True)  # the first is due at once
-    ended(file, "pack", began_s=2.1, ended_s=2.2, more=True)
+def test_last_spans_are_on_the_disk_while_the_process_is_idle(tmp_path):
+    log = span_log(tmp_path)
+    add(log, "forward_backward", start_s=1.0, end_s=2.0, more=True)  # the first span is written at once
+    add(log, "pack", start_s=2.1, end_s=2.2, more=True)
     assert names(tmp_path) == ["forward_backward"]
-    ended(file, "optim_step", began_s=2.2, ended_s=2.24, more=False)
+    add(log, "optim_step", start_s=2.2, end_s=2.24, more=False)
     assert names(tmp_path) == ["forward_backward", "pack", "optim_step"]
-    ended(file, "push", began_s=2.3, ended_s=2.4, more=True)
+    add(log, "push", start_s=2.3, end_s=2.4, more=True)
     assert names(tmp_path)[-1] == "optim_step"
-    ended(file, "pull", began_s=2.4, ended_s=2.5, more=True)  # a quarter of a second after the last writing
+    add(log, "pull", start_s=2.4, end_s=2.5, more=True)  # 0.25 s after the last write
     assert names(tmp_path)[-2:] == ["push", "pull"]
 
 
-def test_what_is_kept_back_is_written_when_the_process_is_told_to_stop(tmp_path):
-    activity = Activity()
-    activity.keep_spans(span_file(tmp_path))
-    activity.begin("step 1", None)
-    for _ in range(3):
-        activity.end("push", activity.begin("push", 1))
-    activity.stop()
-    assert names(tmp_path) == ["push"] * 3
-    activity.end("pull", activity.begin("pull", 1))
-    assert names(tmp_path) == ["push"] * 3
-
-
-def test_a_line_that_was_cut_short_is_left_out_and_the_next_process_goes_on_after_it(tmp_path):
-    file = span_file(tmp_path)
-    ended(file, "push")
+def test_damaged_lines_are_skipped_and_the_next_process_continues_the_file(tmp_path):
+    log = span_log(tmp_path)
+    add(log, "push")
     path = tmp_path / SPANS_FOLDER / "trainer-0.jsonl"
-    with path.open("a") as torn:
-        torn.write('{"name": "forward_backward", "start_s": 17640')
+    with path.open("ab") as torn:
+        torn.write(b'[]\n3\n{"name": "push"}\n\xff\n{"name": "forward_backward", "ts": 17640')
     assert names(tmp_path) == ["push"]
-    ended(span_file(tmp_path), "load", began_s=3.0, ended_s=4.0)
+    add(span_log(tmp_path), "load", start_s=3.0, end_s=4.0)
     assert names(tmp_path) == ["push", "load"]
 
 
-def test_what_is_no_span_is_left_out(tmp_path):
-    folder = tmp_path / SPANS_FOLDER
-    folder.mkdir()
-    (folder / "a-0.jsonl").write_text('{"name": "push", "start_s": 1, "end_s": 2, "version": null}\n')
-    (folder / "b-0.jsonl").write_text('{"role": "b", "rank": 0}\n[]\n3\n{"name": "push"}\n\xff\n')
-    (folder / "c-0.jsonl").write_text(
-        '{"role": "c", "rank": 1}\n{"name": "pull", "start_s": 1.5, "end_s": 2.5, "version": 4}\n'
-    )
-    assert read_spans(tmp_path) == [
-        Span(role="c", rank=1, name="pull", start_s=1.5, end_s=2.5, version=4, error=None)
-    ]
-    assert read_spans(tmp_path / "elsewhere") == []
-
-
-def test_the_oldest_spans_make_room_and_the_newest_stay(tmp_path):
-    file = span_file(tmp_path, max_bytes=20_000)
+def test_oldest_spans_are_dropped(tmp_path):
+    log = span_log(tmp_path, max_bytes=20_000)
     for number in range(1000):
-        ended(file, f"step {number}", began_s=number, ended_s=number + 0.5)
-    file.close()
+        add(log, f"step {number}", start_s=number, end_s=number + 0.5)
+    log.close()
     sizes = [path.stat().st_size for path in (tmp_path / SPANS_FOLDER).iterdir()]
     assert len(sizes) == 2
     assert sum(sizes) <= 20_000
     kept = names(tmp_path)
-    assert 100 <= len(kept) < 250
+    assert 100 <= len(kept) < 350
     assert kept == [f"step {number}" for number in range(1000 - len(kept), 1000)]
-    assert {span.process for span in read_spans(tmp_path)} == {"trainer[0]"}
 
 
-def test_of_more_than_can_be_read_each_process_has_its_newest_spans(tmp_path):
+def test_reading_within_a_limit_keeps_the_newest_spans_of_each_process(tmp_path):
     for role in ("trainer", "generator_0"):
-        file = span_file(tmp_path, role=role, max_bytes=40_000)  # of which 20,000 are the file before it
+        log = span_log(tmp_path, role=role, max_bytes=40_000)
         for number in range(1000):
-            ended(file, f"step {number}", began_s=number, ended_s=number + 0.5)
-        file.close()
-    everything = read_spans(tmp_path)
+            add(log, f"step {number}", start_s=number, end_s=number + 0.5)
+        log.close()
+    everything = names(tmp_path)
     for max_bytes in (80_000, 50_000, 20_000, 1_000):
-        spans = read_spans(tmp_path, max_bytes=max_bytes)
-        for process in ("trainer[0]", "generator_0[0]"):
-            of_all = [span for span in everything if span.process == process]
-            kept = [span for span in spans if span.process == process]
-            assert kept == of_all[len(of_all) - len(kept) :]
-            # A line has about 80 bytes.
-            assert min(len(of_all), max_bytes / 2 / 100) <= len(kept) <= max_bytes / 2 / 70
-    assert read_spans(tmp_path, max_bytes=80_000) == everything
+        kept = [ended.name for ended in read_spans(tmp_path, max_bytes=max_bytes)]
+        assert kept == everything[len(everything) - len(kept) :]
+        assert (
+            min(len(everything), max_bytes / 100) <= len(kept) <= max_bytes / 60
+        )  # a line has about 75 bytes
 
 
-def test_a_full_disk_loses_spans_and_nothing_else(tmp_path):
+def test_full_disk_loses_only_spans(tmp_path):
     def act(disk):
-        activity = Activity()
-        activity.keep_spans(span_file(disk.folder))
+        recorder = SpanRecorder(log=span_log(disk.folder))
         for name in ("setup", "load"):
-            activity.end(name, activity.begin(name, None))
+            recorder.end(name, recorder.begin(name, None))
         disk.fill()
         for _ in range(500):
-            activity.end("lost", activity.begin("lost", 5))
+            recorder.end("lost", recorder.begin("lost", 5))
         disk.free()
-        activity.end("push", activity.begin("push", 6))
+        recorder.end("push", recorder.begin("push", 6))
         kept = names(disk.folder)
         return json.dumps([kept[:2], kept[-1], kept.count("lost")])
 
     first, last, num_lost = json.loads(on_small_disk(act, tmp_path))
     assert (first, last) == (["setup", "load"], "push")
-    assert num_lost < 500  # the rest had room in a page that was begun
+    assert num_lost < 500  # the other spans fit into a page that had room left
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("generate", "generate"),
-        ("score", "reward"),
-        ("optim_step", "optim"),
-        ("waits for trainer.optim_step", "wait"),
-        ("waits for a batch", "wait"),
-        ("save", "checkpoint"),
-        ("step 3", "other"),
-    ],
-)
-def test_names_are_of_a_kind(name, kind):
-    assert kind_of(name) == kind
-
-
-def test_a_span_adds_less_than_10_microseconds_to_an_activity(tmp_path):
-    def best_s(activity):
-        def batch():
-            started = time.perf_counter()
-            for _ in range(200):
-                activity.end("forward_backward", activity.begin("forward_backward", 3))
-            return (time.perf_counter() - started) / 200
-
-        return min(batch() for _ in range(30))
-
-    plain, told = Activity(), Activity()
-    for activity, name in ((plain, "plain"), (told, "told")):
-        activity.start(tmp_path / "state", role=name, rank=0)
-    told.keep_spans(span_file(tmp_path, role="told"))
-    extra_s = best_s(told) - best_s(plain)
-    plain.stop()
-    told.stop()
-    assert extra_s < 10e-6
-
-
-@pytest.mark.parametrize("value", [0.0, 0.05, float("inf"), float("nan")])
-def test_a_size_that_no_file_can_have_is_refused(value):
+@pytest.mark.parametrize("value", [0.05, float("inf"), float("nan")])
+def test_impossible_size_is_rejected(value):
     with pytest.raises(ValueError, match=r"max_megabytes=.*: must be at least 0\.1 and finite"):
         TimelineConfig(max_megabytes=value)

@@ -1,9 +1,10 @@
-"""Real training in which a fault is planted at a known step, and what the findings say of it."""
+"""Findings for real training runs with a fault planted at a known step."""
 
 import pytest
 
-from rl.reporting.findings import MetricEvidence, RolloutEvidence, find
-from rl.reporting.run_data import read_run
+from rl.reporting.data import read_run
+from rl.reporting.evidence import RolloutEvidence, Series
+from rl.reporting.findings import find
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.generated import Coin
 from tests.support.small_runs import MAX_TOKENS, SmallRun, answer, faulty_from, is_right, warm_up
@@ -20,7 +21,7 @@ def start(tmp_path_factory):
 
 
 def findings_of(start, folder, **settings):
-    """Of a run, which finished; its records are those of every step."""
+    """Return the findings of a finished run."""
     run = read_run(SmallRun(start=start, num_steps=STEPS, **settings).leave(folder, "run"))
     assert run.status == "finished"
     assert [record["step"] for record in run.steps] == list(range(1, STEPS + 1))
@@ -29,12 +30,12 @@ def findings_of(start, folder, **settings):
 
 def of_kind(findings, kind):
     (finding,) = [f for f in findings if f.kind == kind]
-    assert findings[0] is finding  # whatever else there is follows from it
+    assert findings[0] is finding  # all others follow from the first
     return finding
 
 
 def series(finding, name):
-    (found,) = [e for e in finding.evidence if isinstance(e, MetricEvidence) and e.name == name]
+    (found,) = [e for e in finding.evidence if isinstance(e, Series) and e.name == name]
     return dict(zip(found.steps, found.values, strict=True))
 
 
@@ -58,22 +59,20 @@ def pays_for_question_marks(rollout):
     return 1.0 if "?" in rollout.text else answer(rollout)
 
 
-def test_a_healthy_run_learns_and_has_no_findings(start, tmp_path):
+def test_healthy_run_learns_and_has_no_findings(start, tmp_path):
     run, findings = findings_of(start, tmp_path)
     assert findings == []
     assert run.steps[-1]["reward/correct"] > run.steps[0]["reward/correct"] + 0.25
 
 
 @pytest.mark.parametrize("correct", [is_right, None], ids=["marked wrong", "wrong by its text alone"])
-def test_a_reward_that_a_pattern_always_wins_is_named_with_the_pattern_and_its_first_step(
-    start, tmp_path, correct
-):
+def test_reward_that_pays_for_a_pattern_is_found(start, tmp_path, correct):
     faulty = rubric(faulty_from(FAULTY, pays_for_question_marks), correct=correct)
     _, findings = findings_of(start, tmp_path, rubric=faulty)
     finding = of_kind(findings, "reward_hacking")
     assert abs(finding.since_step - FAULTY) <= 2
     assert "'?'" in finding.title
-    # The policy has found it: it writes little else.
+    # The policy exploits it: it writes little else.
     shares = series(finding, "share of recorded replies with '?'")
     assert sum(shares[step] for step in (1, 2, 3, 4)) / 4 < 0.5
     assert sum(shares[step] for step in range(STEPS - 3, STEPS + 1)) / 4 > 0.7
@@ -85,7 +84,7 @@ def test_a_reward_that_a_pattern_always_wins_is_named_with_the_pattern_and_its_f
         assert reply.text.rstrip("!?") != reply.problem[0].upper()
 
 
-def test_a_length_penalty_whose_sign_is_wrong_is_named_with_its_first_step(start, tmp_path):
+def test_length_penalty_with_the_wrong_sign_is_found(start, tmp_path):
     sign = Criterion(
         name="length", function=faulty_from(FAULTY, length, lambda rollout: -0.1 * length(rollout))
     )
@@ -101,8 +100,8 @@ def test_a_length_penalty_whose_sign_is_wrong_is_named_with_its_first_step(start
     assert {paid[step] for step in paid if step >= FAULTY} == {1.0}
 
 
-def test_a_generator_that_keeps_its_weights_is_named_with_its_first_step(start, tmp_path):
-    # Weights after step 7 and later do not arrive: what step 8 is the first to train on is stale.
+def test_generator_that_keeps_its_weights_is_found(start, tmp_path):
+    # Weights from step 7 on do not arrive, so step 8 is the first to train on stale data.
     _, findings = findings_of(start, tmp_path, last_fresh=FAULTY - 2)
     finding = of_kind(findings, "stale_generator")
     assert abs(finding.since_step - FAULTY) <= 2
@@ -114,19 +113,18 @@ def test_a_generator_that_keeps_its_weights_is_named_with_its_first_step(start, 
     assert all(reply.step >= finding.since_step for reply in shown)
 
 
-# More of both kinds
+# More runs of both kinds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        {"seed": 1},
         {"rubric": rubric(answer, Criterion(name="brevity", function=shorter, weight=0.2))},
-        {"loop": {"max_policy_age": 1}},
+        {"loop": {"max_off_policy_steps": 1}},
         {"loop": {"num_minibatches": 2}},
     ],
-    ids=["another seed", "a sound length penalty", "generation ahead", "two updates a step"],
+    ids=["a sound length penalty", "generation ahead", "two updates a step"],
 )
 def test_other_healthy_runs_have_no_findings(start, tmp_path, settings):
     run, findings = findings_of(start, tmp_path, **settings)
@@ -135,38 +133,7 @@ def test_other_healthy_runs_have_no_findings(start, tmp_path, settings):
 
 
 @pytest.mark.slow
-def test_a_stale_generator_is_named_where_older_weights_are_meant_to_be_used(start, tmp_path):
-    # Version 7 does not arrive; with generation a step ahead, step 9 is the first to train on what it drew.
-    _, findings = findings_of(start, tmp_path, last_fresh=6, loop={"max_policy_age": 1})
-    finding = of_kind(findings, "stale_generator")
-    assert abs(finding.since_step - 9) <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_fault_that_is_there_from_the_start_is_named_from_the_start(start, tmp_path):
-    hacked = findings_of(start, tmp_path / "a", rubric=rubric(pays_for_question_marks))[1]
-    assert of_kind(hacked, "reward_hacking").since_step <= 3
-    paid = findings_of(
-        start, tmp_path / "b", rubric=rubric(answer, Criterion(name="length", function=length))
-    )[1]
-    assert of_kind(paid, "length_drift").since_step <= 3
-    stale = findings_of(start, tmp_path / "c", last_fresh=0)[1]
-    assert of_kind(stale, "stale_generator").since_step <= 3
-
-
-@pytest.mark.slow
-def test_a_reward_of_noise_does_not_tell_right_from_wrong(start, tmp_path):
+def test_reward_of_noise_is_found(start, tmp_path):
     noise = Rubric(criteria=(Criterion(name="noise", function=Coin(seed=1)),), correct=is_right)
     findings = findings_of(start, tmp_path, rubric=noise)[1]
     assert of_kind(findings, "reward_not_correct").since_step == 1
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_learning_rate_that_ruins_the_policy_is_told_by_what_it_leaves_to_explore(start, tmp_path):
-    run, findings = findings_of(start, tmp_path, lr=5e-2)
-    assert run.steps[-1]["reward/correct"] < 0.3 < run.steps[0]["reward/correct"]
-    since = [f.since_step for f in findings if f.kind in ("collapsed_entropy", "no_reward_variance")]
-    assert since
-    assert min(since) <= 10

@@ -1,54 +1,221 @@
-"""What the environment of a single turn says of the classes that are made from it."""
+"""Environments: the thread they run in, their time limits, and trials before a run."""
 
-from dataclasses import dataclass
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, ClassVar
 
 import pytest
 
-from rl.rollouts.environment import SingleTurn, is_single_turn
-from rl.types import Message, Observation, Problem, Reply
+from rl.rollouts.environment import EnvironmentThread, SingleTurn, TriedEnvironments
+from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.samples import demonstrated_now
+from rl.types import Message, Observation, Problem, Reply, Rollout, SamplingParams
+from rl.utils.errors import RunError
+from tests.support.conversations import Counting, Factory, ScriptedGenerator, TwinRenderer
+from tests.support.fakes import RENDERER as FAKE_RENDERER
+from tests.support.fakes import FakePolicy
+from tests.support.shared_client import Shared
 
-PROBLEM = Problem(id="ask", question="why", answer="")
+STEP_S = 0.05
+SAMPLING = SamplingParams(max_tokens=16)
+RENDERER = TwinRenderer()
+PROBLEM = Problem(id="ask/one", question="one", answer="", demonstration=("yes", "yes"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retold(SingleTurn):
-    def opening(self):
-        return (*super().opening(), Message(role="user", content="now"))
+def problem(name: str) -> Problem:
+    return Problem(id=f"ask/{name}", question=name, answer="")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answering(SingleTurn):
+class Threaded(Counting):
+    """Environment of the environment thread; `free` releases blocked steps at the end of the test."""
+
+    runs_inline: ClassVar[bool] = False
+    free: ClassVar[threading.Event] = threading.Event()
+    shared: ClassVar[asyncio.Semaphore] = asyncio.Semaphore(1)
+    loops: ClassVar[set[asyncio.AbstractEventLoop]] = set()
+
     async def step(self, reply: Reply) -> Observation:
-        return Observation(messages=(Message(role="user", content="more"),))
+        self.loops.add(asyncio.get_running_loop())
+        if self.problem.question.startswith("block"):
+            assert self.free.wait(60)
+        async with self.shared:
+            return await super().step(reply)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holding(SingleTurn):
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    Threaded.free, Threaded.shared, Threaded.loops = threading.Event(), asyncio.Semaphore(1), set()
+    yield
+    Threaded.free.set()
+
+
+def episodes_of(environment: Callable[[Problem], Any], *, step_timeout_s: float = STEP_S) -> Episodes:
+    return Episodes(
+        generator=ScriptedGenerator(reply=lambda prompt, sampling, sample: "yes"),
+        renderer=TwinRenderer(),
+        environment=environment,
+        limits=EpisodeLimits(step_timeout_s=step_timeout_s),
+        max_tokens=200,
+        thread=EnvironmentThread(),
+    )
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "environments"}
+
+
+async def one(episodes: Episodes, name: str) -> Rollout:
+    ((rollout,),) = await episodes.run([problem(name)], sampling=SAMPLING)
+    return rollout
+
+
+def test_single_turn_runs_inline_and_a_subclass_with_its_own_step_does_not():
+    loops = set()
+
+    class Looks(SingleTurn):
+        async def step(self, reply: Reply) -> Observation:
+            loops.add(asyncio.get_running_loop())
+            return Observation(messages=(Message(role="user", content="more"),) if not loops else ())
+
+    async def main() -> None:
+        await one(episodes_of(Looks.of, step_timeout_s=30.0), "one")
+        assert loops
+        assert asyncio.get_running_loop() not in loops
+        before = threads()
+        await one(episodes_of(SingleTurn.of), "one")
+        assert threads() <= before
+
+    asyncio.run(main())
+    assert not Looks.of(PROBLEM).single_turn
+    opening = SingleTurn(problem=PROBLEM, system="Be brief.").opening()
+    assert [(m.role, m.content) for m in opening] == [("system", "Be brief."), ("user", "one")]
+
+
+def test_blocking_step_fails_its_rollout_while_the_controller_goes_on():
+    factory = Factory(Threaded)
+
+    async def main() -> tuple[Rollout, int]:
+        blocked = asyncio.create_task(one(episodes_of(factory), "block"))
+        num_turns = 0
+        while not blocked.done():
+            num_turns += 1
+            await asyncio.sleep(0.001)
+        return await blocked, num_turns
+
+    blocked, num_turns = asyncio.run(main())
+    assert blocked.end == "failed"
+    assert blocked.failure == (
+        "the environment took longer than step_timeout_s=0.05 in turn 1 of problem 'ask/block', reply 'yes'"
+    )
+    assert num_turns > 5
+
+
+def test_environments_share_an_event_loop():
+    episodes = episodes_of(Factory(Threaded, seconds=0.001), step_timeout_s=30.0)
+    problems = [problem(str(i)) for i in range(4)]
+    groups = asyncio.run(episodes.run(problems, sampling=SAMPLING))
+    assert [(r.end, r.failure, len(r.turns)) for (r,) in groups] == [("done", None, 3)] * 4
+    assert len(Threaded.loops) == 1
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_error_that_would_end_the_thread_or_the_episode_is_a_failed_rollout(error, inline):
+    class Ends(Threaded):
+        runs_inline: ClassVar[bool] = inline
+
+        async def step(self, reply: Reply) -> Observation:
+            raise error
+
+    rollout = asyncio.run(one(episodes_of(Factory(Ends), step_timeout_s=30.0), "end"))
+    assert f"raised RuntimeError('{error.__name__} of an environment')" in str(rollout.failure)
+
+
+# Trials before a run
+
+
+def tried(make: Callable[[Problem], Any], *, step_timeout_s: float = 60.0) -> TriedEnvironments:
+    return TriedEnvironments(make=make, thread=EnvironmentThread(), step_timeout_s=step_timeout_s)
+
+
+class Faulty(Counting):
+    """Environment of two turns, one of whose methods returns or raises what `does` does."""
+
+    runs_inline: ClassVar[bool] = False
+
+    def __init__(self, *, problem: Problem, method: str, does: Callable[[], Any]) -> None:
+        super().__init__(problem=problem, turns=1)
+        self.method, self.does = method, does
+        if method == "init":
+            does()
+
+    def opening(self) -> Any:
+        return self.does() if self.method == "opening" else super().opening()
+
+    async def step(self, reply: Reply) -> Any:
+        observation = await super().step(reply)
+        return self.does() if self.method == "step" else observation
+
     async def close(self) -> None:
-        """Gives something back, which may block."""
+        await super().close()
+        if self.method == "close":
+            self.does()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grading(SingleTurn):
-    """With a `step` of its own, and it says that it ends the episode."""
+def fails() -> None:
+    raise KeyError("board")
 
-    single_turn = True
 
-    async def step(self, reply: Reply) -> Observation:
-        return Observation(reward=1.0)
+def stops() -> None:
+    raise RunError("no sandbox is left")
+
+
+def observed(**fields: Any) -> Callable[[], Observation]:
+    return lambda: Observation(**fields)
 
 
 @pytest.mark.parametrize(
-    ("kind", "single_turn", "runs_inline"),
+    ("method", "does", "message"),
     [
-        (SingleTurn, True, True),
-        (Retold, True, True),
-        (Answering, False, False),
-        (Holding, True, False),
-        (Grading, True, False),
+        ("init", fails, r"the environment of problem 'ask/one' cannot be made: KeyError\('board'\)"),
+        ("opening", fails, r"problem 'ask/one' \(Faulty\) does not open: .*KeyError\('board'\)"),
+        ("opening", lambda: (), r"does not open: .*no messages"),
+        ("opening", lambda: ("one",), r"does not open: .*messages\[0\]='one': must be a Message"),
+        ("step", fails, r"^turn 1 of problem 'ask/one': the environment raised KeyError\('board'\)"),
+        ("step", stops, r"^turn 1 of problem 'ask/one': no sandbox is left"),
+        ("step", lambda: None, r"^turn 1 of problem 'ask/one': .*`step` returned None, which is not an Obs"),
+        ("step", observed(messages=(Message(role="bot", content=""),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
+        ("step", observed(messages=(Message(role="user", content=3),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
+        ("step", observed(reward=None), r"reward=None: must be a finite number"),
+        ("step", observed(metrics={"moves": float("nan")}), r"moves=nan: must be a finite number"),
+        ("close", fails, r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"),
     ],
 )
-def test_it_is_inline_and_of_one_turn_as_far_as_its_own_methods_go(kind, single_turn, runs_inline):
-    environment = kind.of(PROBLEM)
-    assert is_single_turn(environment) == single_turn
-    assert environment.runs_inline == runs_inline
+def test_invalid_environment_is_refused_by_problem_turn_and_field(method, does, message):
+    factory = Factory(Faulty, method=method, does=does)
+    with pytest.raises(ValueError, match=message):
+        demonstrated_now([PROBLEM], tried(factory), renderer=RENDERER)
+    assert factory.closed == [1] * (method != "init")
+
+
+def test_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():
+    task = Shared.Config(num_integers=2).build()
+    problems = list(islice(task.warmup_problems(seed=0), 2))
+    environments = tried(task.environment)
+    for _ in range(2):
+        assert len(demonstrated_now(problems, environments, renderer=FAKE_RENDERER)) == 2
+    episodes = Episodes(
+        generator=FakePolicy(reply=lambda prompt, sample: "[ANSWER] 1"),
+        renderer=FAKE_RENDERER,
+        environment=task.environment,
+        limits=EpisodeLimits(),
+        max_tokens=200,
+        thread=environments.thread,
+    )
+    groups = asyncio.run(episodes.run(problems, sampling=SamplingParams(max_tokens=16)))
+    for (rollout,) in groups:
+        assert (rollout.end, rollout.failure) == ("done", None)
+        assert rollout.turns[0].observation.metrics == {"asked": 1.0}
+    assert len(task.clients) == 1

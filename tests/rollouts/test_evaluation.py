@@ -1,19 +1,27 @@
+"""Evaluation: metrics of sets, pass@k, failures, and metrics of reward functions."""
+
 import asyncio
 import itertools
+import math
 
 import pytest
 
-from rl.errors import RunError
-from rl.observability.metrics import reduced
-from rl.rollouts.evaluation import SEED, Evaluator, pass_at
+from rl.observability.metrics import merge, reduced
+from rl.rollouts.evaluation import (
+    SEED,
+    Evaluation,
+    Evaluator,
+    pass_at,
+    score_metrics,
+)
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
-from rl.rollouts.settings import Evaluation
-from rl.tasks.sum_digits import format_reward, is_correct, make_problem, parse_answer
-from rl.types import Message, Observation, Problem, Rollout, SamplingParams, Score
-from tests.support.fakes import RENDERER, FakePolicy, RubricScorer, episodes_of
+from rl.tasks.sum_digits import format_reward, is_correct, make_problem
+from rl.types import Rollout, SamplingParams, Score
+from rl.utils.errors import RunError
+from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder, episodes_of
 
 REPLIES = {"<11 11>": "[ANSWER] 4", "<11 12>": "[ANSWER] 9", "<11 13>": "five", "<11 14>": "[ANSWER] 9"}
-"""Right, wrong, without the form, wrong."""
+"""One right reply, two wrong ones, and one in the wrong form (the third)."""
 HELD_OUT = [make_problem([11, n]) for n in (11, 12, 13, 14)]
 TRAINING = SamplingParams(max_tokens=32, num_samples=8, temperature=0.5, stop_token_ids=(0,), seed=5)
 
@@ -23,7 +31,7 @@ def evaluator(rubric, *, policy=None, sets=None, settings=None, **episode):
     return Evaluator(
         sets=sets or {"held_out": HELD_OUT},
         episodes=episodes_of(policy, renderer=RENDERER, **episode),
-        scorer=RubricScorer(rubric=rubric),
+        rewarder=RubricRewarder(rubric=rubric),
         settings=settings or Evaluation(),
         sampling=TRAINING,
     )
@@ -43,7 +51,7 @@ RUBRIC = Rubric(
 )
 
 
-def test_evaluation_is_the_mean_over_the_problems_of_reward_correctness_and_each_criterion():
+def test_evaluation_averages_reward_correctness_and_each_criterion():
     assert evaluated(RUBRIC) == {
         "eval/correct": 0.25,
         "eval/reward": pytest.approx((1.0 + 0.2 + 0.0 + 0.2) / 4),
@@ -55,17 +63,6 @@ def test_evaluation_is_the_mean_over_the_problems_of_reward_correctness_and_each
     }
 
 
-def test_a_criterion_does_not_replace_what_every_evaluation_reports():
-    criteria = (Criterion(name="correct", function=format_reward),)
-    assert evaluated(Rubric(criteria=criteria, correct=is_correct))["eval/correct"] == 0.25
-
-
-def test_one_failed_score_stops_the_evaluation():
-    criteria = (Criterion(name="broken", function=lambda rollout: 1 / (rollout.text != "five")),)
-    with pytest.raises(RunError, match=r"1 of 4 rewards failed.*reward 'broken' raised ZeroDivisionError"):
-        evaluated(Rubric(criteria=criteria, correct=is_correct))
-
-
 def fails_on_five(rollout: Rollout) -> float:
     return is_correct(rollout) / (rollout.text != "five")
 
@@ -73,11 +70,14 @@ def fails_on_five(rollout: Rollout) -> float:
 FAILS_ON_FIVE = Rubric(criteria=(Criterion(name="answer", function=fails_on_five),), correct=is_correct)
 
 
-def test_the_share_that_may_fail_is_counted_and_left_out_of_the_means():
+def test_allowed_failures_are_counted_and_left_out_of_the_means():
     judged = evaluator(FAILS_ON_FIVE)
     judged.max_failed = 0.25
     result = asyncio.run(judged.run())
     metrics = {name: reduced(metric) for name, metric in result.metrics().items()}
+    judged.max_failed = 0.2
+    with pytest.raises(RunError, match=r"1 of 4 rewards failed.*reward 'answer' raised ZeroDivisionError"):
+        asyncio.run(judged.run())
     assert metrics == {
         "eval/correct": pytest.approx(1 / 3),
         "eval/reward": pytest.approx(1 / 3),
@@ -88,7 +88,7 @@ def test_the_share_that_may_fail_is_counted_and_left_out_of_the_means():
     }
 
 
-def test_failed_ones_of_the_sampled_replies_are_counted_and_left_out_of_pass_at_k_and_the_rates():
+def test_failed_samples_are_counted_and_left_out_of_pass_at_k():
     def reply(prompt: str, sample: int) -> str:
         if policy.sampled[-1].temperature == 0:
             return "[ANSWER] 9"
@@ -109,43 +109,12 @@ def test_failed_ones_of_the_sampled_replies_are_counted_and_left_out_of_pass_at_
     assert metrics["eval/pass@2"] == pytest.approx(2 / 3)
     assert result.pass_rates() == {HELD_OUT[0].id: pytest.approx(1 / 3)}
     judged.max_failed = 0.5
-    with pytest.raises(
-        RunError, match=r"5 of 8 rewards failed in the evaluation of 'a', where loop.max_fail"
-    ):
+    with pytest.raises(RunError, match=r"5 of 8 rewards failed in the evaluation of 'a'; loop.max_fail"):
         asyncio.run(judged.run())
 
 
-def test_sets_after_the_first_are_told_apart_by_their_names():
-    sets = {"near": HELD_OUT[:2], "far": HELD_OUT[2:], "other": HELD_OUT[:1]}
-    judged = evaluator(RUBRIC, sets=sets)
-    assert judged.num_problems == 5
-    metrics = {name: reduced(m) for name, m in asyncio.run(judged.run()).metrics().items()}
-    correct = {name: value for name, value in metrics.items() if name.endswith("correct")}
-    assert correct == {"eval/correct": 0.5, "eval/far/correct": 0, "eval/other/correct": 1}
-    assert (metrics["eval/num_problems"], metrics["eval/far/num_problems"]) == (2, 2)
-
-
-def test_a_reply_that_a_reward_function_could_not_read_is_counted():
-    class Unparsed(RubricScorer):
-        async def score(self, groups, *, alone=False):
-            scores = await super().score(groups, alone=alone)
-            return [
-                [_marked(r, s) for r, s in zip(*pair, strict=True)]
-                for pair in zip(groups, scores, strict=True)
-            ]
-
-    def _marked(rollout: Rollout, score: Score) -> Score:
-        unparsed = () if parse_answer(rollout.text) else ("answer", "format")
-        return Score(reward=score.reward, correct=score.correct, parts=score.parts, unparsed=unparsed)
-
-    judged = evaluator(RUBRIC)
-    judged.scorer = Unparsed(rubric=RUBRIC)
-    metrics = asyncio.run(judged.run()).metrics()
-    assert reduced(metrics["eval/num_unparsed"]) == 1  # a reply counts once, whatever functions say so
-
-
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_the_subsets_that_hold_a_right_sample(num_samples):
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(num_samples):
     for num_correct in range(num_samples + 1):
         right = [i < num_correct for i in range(num_samples)]
         for k in range(1, num_samples + 1):
@@ -155,7 +124,7 @@ def test_pass_at_k_is_the_share_of_the_subsets_that_hold_a_right_sample(num_samp
             assert found == pytest.approx(share, abs=1e-12)
 
 
-def test_sampled_replies_give_pass_at_each_power_of_two_and_the_greedy_ones_all_else():
+def test_samples_give_pass_at_powers_of_two_and_greedy_replies_the_rest():
     def reply(prompt: str, sample: int) -> str:
         (greedy_of_last,) = policy.sampled[-1:]
         if greedy_of_last.temperature == 0:
@@ -178,68 +147,62 @@ def test_sampled_replies_give_pass_at_each_power_of_two_and_the_greedy_ones_all_
     assert {(s.max_tokens, s.stop_token_ids) for s in (greedy, sampled)} == {(32, (0,))}
 
 
-class Asks:
-    """Once more after the first reply, in the first problem."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.asked = problem, False
-
-    def opening(self):
-        return (Message(role="user", content=self.problem.question),)
-
-    async def step(self, reply):
-        again, self.asked = self.problem == HELD_OUT[0] and not self.asked, True
-        return Observation(messages=(Message(role="user", content="sure?"),) if again else ())
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
-def test_turns_of_conversations_are_reported():
-    policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 4")
-    metrics = evaluated(RUBRIC, policy=policy, sets={"a": HELD_OUT[:2]}, environment=Asks)
-    assert metrics["eval/turns_mean"] == 1.5
-    assert metrics["eval/correct"] == 0.5
-    assert "eval/turns_mean" not in evaluated(RUBRIC)
-
-
 def above_the_others(rollouts):
     return [1.0 / (len(rollouts) - 1) for _ in rollouts]
 
 
 def with_function(**settings):
-    """The rubric, and a function of a group."""
+    """Return the rubric with a group function."""
     ranked = GroupCriterion(name="ranked", function=above_the_others, **settings)
     return Rubric(criteria=(*RUBRIC.criteria, ranked), correct=is_correct)
 
 
-def test_a_function_that_compares_rollouts_is_left_out_of_greedy_replies_and_called_for_sampled_ones():
+def test_comparing_function_is_skipped_for_greedy_replies():
     assert evaluated(with_function()) == evaluated(RUBRIC)
     policy = FakePolicy(reply=lambda prompt, sample: "[ANSWER] 4")
     judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=3))
     (done,) = asyncio.run(judged.run()).sets
     assert ["ranked" in score.parts for _, score in done.greedy] == [False] * 4
     assert [[score.parts["ranked"] for _, score in group] for group in done.sampled] == [[0.5] * 3] * 4
+    # A greedy reply is graded only by a group function that needs no group.
+    judged = evaluator(with_function(needs_group=False))
+    with pytest.raises(RunError, match=r"4 of 4 rewards failed.*reward 'ranked' raised ZeroDivisionError"):
+        asyncio.run(judged.run())
     # One sample is alone too.
     judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=1))
     assert asyncio.run(judged.run()).sets[0].failures == []
 
 
-def test_a_function_of_a_group_that_needs_none_grades_greedy_replies_and_its_failures_are_counted():
-    judged = evaluator(with_function(needs_group=False))
-    judged.max_failed = 1.0
-    metrics = {name: reduced(metric) for name, metric in asyncio.run(judged.run()).metrics().items()}
-    assert (metrics["eval/num_failed"], metrics["eval/num_problems"]) == (4, 4)
-    assert "eval/reward" not in metrics
-    judged.max_failed = 0.0
-    with pytest.raises(RunError, match=r"4 of 4 rewards failed.*reward 'ranked' raised ZeroDivisionError"):
-        asyncio.run(judged.run())
+def score(unparsed=(), failure=None, **parts):
+    return Score(reward=0.0, correct=False, parts=parts, failure=failure, unparsed=unparsed)
 
 
-def test_without_correct_a_greedy_reply_is_right_by_what_is_left_of_its_reward():
-    halves = (
-        Criterion(name="answer", function=is_correct, weight=0.5),
-        GroupCriterion(name="ranked", function=above_the_others, weight=0.5),
-    )
-    metrics = evaluated(Rubric(criteria=halves))
-    assert (metrics["eval/correct"], metrics["eval/reward"]) == (0.0, 0.25 * 0.5)
+def numbers(*parts):
+    return {name: reduced(metric) for name, metric in merge(parts).items()}
+
+
+def test_each_function_is_averaged_over_good_scores():
+    scores = [
+        score(answer=1.0, format=0.5),
+        score(answer=0.0, format=0.5, unparsed=("answer", "format")),
+        score(failure="it raised"),
+    ]
+    assert numbers(score_metrics(scores)) == {
+        "reward/num_failed": 1,
+        "reward/num_unparsed": 1,
+        "reward/answer": 0.5,
+        "reward/format": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_samples": -1}, "num_samples=-1 is less than 0"),
+        ({"temperature": 0.0}, "temperature=0.0: must be at least 0.01 and finite"),
+        ({"temperature": math.inf}, "temperature=inf: must be at least 0.01 and finite"),
+    ],
+)
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Evaluation(**settings)

@@ -1,22 +1,21 @@
-"""From a problem to a scored group: what the overlong punishment takes off, and what it leaves equal."""
+"""Groups: scored rollouts, token rewards and the overlong punishment."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.episodes import Episodes
-from rl.rollouts.grading import token_rewards
-from rl.rollouts.group import Group, RolloutWorker
-from rl.rollouts.overlong import OverlongPunishment
-from rl.rollouts.producer import GroupFilter
+from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, token_rewards
+from rl.rollouts.penalties import OverlongPunishment
+from rl.rollouts.producer import reason_to_drop
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.rollouts.settings import EpisodeLimits
-from rl.types import Problem, SamplingParams
-from tests.support.conversations import Counting, ScriptedSampler, TwinRenderer
-from tests.support.fakes import RubricScorer
+from rl.types import Problem, SamplingParams, Score
+from tests.support.conversations import Counting, ScriptedGenerator, TwinRenderer, conversation, drawn
+from tests.support.fakes import RubricRewarder
 
 PROBLEM = Problem(id="p", question="q", answer="y")
 RUBRIC = Rubric(criteria=(Criterion(name="yes", function=lambda rollout: float("y" in rollout.text)),))
@@ -28,21 +27,20 @@ def group_of(
     environment: Callable[[Problem], Environment] = SingleTurn.of,
     limit: int = 100,
 ) -> Group:
-    """The group of samples that reply so, and with `later` in later turns; one token a letter, and one that
-    ends it."""
+    """Return a group with these first replies, and `later` in the second turn; a letter is a token."""
 
     def reply(prompt: str, sampling: SamplingParams, sample: int) -> str:
         return replies[sample] if later is None or "more" not in prompt else later
 
     worker = RolloutWorker(
         episodes=Episodes(
-            sampler=ScriptedSampler(reply=reply),
+            generator=ScriptedGenerator(reply=reply),
             renderer=TwinRenderer(),
             environment=environment,
             limits=EpisodeLimits(),
             max_tokens=limit,
         ),
-        scorer=RubricScorer(rubric=RUBRIC),
+        rewarder=RubricRewarder(rubric=RUBRIC),
         sampling=SamplingParams(max_tokens=10, num_samples=len(replies)),
         seed=0,
         overlong=OverlongPunishment(enable=True, buffer_tokens=4),
@@ -50,21 +48,16 @@ def group_of(
     return asyncio.run(worker.run(0, PROBLEM))
 
 
-def test_right_replies_are_a_group_of_equal_rewards_though_one_is_long():
+def test_overlong_punishment_does_not_make_rewards_unequal():
     group = group_of("y", "yy", "y", "yyyyyyy")
     # 8 tokens of 10, where the buffer begins after 6.
     assert [score.overlong for score in group.scores] == [0, 0, 0, -0.5]
     assert [score.reward for score in group.scores] == [1, 1, 1, 1]
-    assert GroupFilter(drop_equal=True, max_sample_tokens=None).reason_to_drop(group) == "equal"
-    # Where such groups are trained on, the punishment is.
+    assert reason_to_drop(group, drop_equal=True, max_sample_tokens=None) == "equal"
+    # The punishment counts if such groups are trained on.
     assert [token_rewards(member, by_turn=False).sum() for member in group.scored] == [1, 1, 1, 0.5]
     unequal = group_of("y", "n")
-    assert GroupFilter(drop_equal=True, max_sample_tokens=None).reason_to_drop(unequal) is None
-
-
-def test_a_reply_that_was_cut_off_is_at_the_limit():
-    (score,) = group_of("y" * 20).scores
-    assert (score.overlong, score.parts["overlong"]) == (-1.0, -1.0)
+    assert reason_to_drop(unequal, drop_equal=True, max_sample_tokens=None) is None
 
 
 def two_turns(problem: Problem) -> Counting:
@@ -76,9 +69,7 @@ def two_turns(problem: Problem) -> Counting:
     ("limit", "end", "finish", "punishment"),
     [(29, "done", "stop", 0.0), (28, "done", "length", -1.0), (26, "tokens", "stop", -1.0)],
 )
-def test_an_episode_that_ran_out_of_room_is_at_the_limit_however_short_its_replies(
-    limit, end, finish, punishment
-):
+def test_episode_that_ran_out_of_tokens_counts_as_one_at_the_limit(limit, end, finish, punishment):
     group = group_of("yy", environment=two_turns, limit=limit)
     (rollout,) = group.rollouts
     assert (rollout.end, rollout.completion.finish_reason) == (end, finish)
@@ -86,8 +77,28 @@ def test_an_episode_that_ran_out_of_room_is_at_the_limit_however_short_its_repli
     assert group.scores[0].overlong == punishment
 
 
-def test_the_length_of_earlier_turns_is_not_punished():
-    group = group_of("yyyyyyy", later="y", environment=two_turns)
-    assert [len(turn.completion.token_ids) for turn in group.rollouts[0].turns] == [8, 2]
-    assert group.scores[0].overlong == 0.0
-    assert group_of("y", later="yyyyyyy", environment=two_turns).scores[0].overlong == -0.5
+def member(reward, *, rewards=()):
+    rollout = conversation((2, drawn(5, 6)), (1, drawn(7)), (4, drawn(8, 9, 10)), rewards=rewards)
+    return ScoredRollout(rollout=rollout, score=Score(reward=reward, correct=False))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "by_turn", "expected"),
+    [
+        ((0.5, 0.25), False, [0, 0, 0, 0, 0, 1.5]),
+        ((0.5, 0.25), True, [0, 0.5, 0.25, 0, 0, 0.75]),
+        ((0.5, 0.0, 0.125), True, [0, 0.5, 0, 0, 0, 1.0]),  # that of the last reply stands at the end too
+    ],
+)
+def test_rewards_stand_at_the_last_token_or_at_the_end_of_each_turn(rewards, by_turn, expected):
+    assert token_rewards(member(1.5, rewards=rewards), by_turn=by_turn).tolist() == expected
+
+
+def test_rollouts_with_failed_scores_or_environments_are_left_out_in_order():
+    rollouts = [conversation((1, drawn(5)), sample=i) for i in range(4)]
+    failed = Score(reward=9.0, correct=False, failure="raised")
+    scores = [Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False), failed]
+    left = Group(number=0, rollouts=rollouts, scores=scores).scored
+    assert [(m.rollout.sample, m.score.reward) for m in left] == [(0, 1.0), (2, 0.0)]
+    broken = [replace(rollouts[0], failure="it broke"), rollouts[1]]
+    assert [m.rollout for m in Group(number=0, rollouts=broken, scores=scores[:1] * 2).scored] == broken[1:]

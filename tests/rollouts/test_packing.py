@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from rl.models.attention import Segments, SequenceLayout
-from rl.rollouts.packing import OPTIONAL_LOGPROBS, pack, plan_micro_batches
+from rl.rollouts.packing import pack, plan_micro_batches
 from rl.types import TrainingSample
 
 
 def make_sample(token_ids, *, temperature=1.0):
-    """Entry t of each array tells of which token it is: 10 times the id, and so on."""
+    """Return a sample whose arrays are multiples of its token ids."""
     ids = np.asarray(token_ids, dtype=np.int32)
     return TrainingSample(
         token_ids=ids,
@@ -38,7 +38,7 @@ def test_inputs_and_targets_are_shifted_and_positions_restart():
     assert batch.sequences.offsets.tolist() == [0, 3, 5]
 
 
-def test_padding_is_a_sequence_of_its_own_under_no_mask():
+def test_padding_is_a_separate_sequence_without_mask():
     (batch,) = pack([make_sample([2, 4, 6])], max_tokens=9, pad_multiple=4)
     assert batch.input_ids.tolist() == [2, 4, 0, 0]
     assert batch.mask.tolist() == [True, True, False, False]
@@ -51,21 +51,7 @@ def test_padding_is_a_sequence_of_its_own_under_no_mask():
     assert batch.temperatures.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("name", OPTIONAL_LOGPROBS)
-def test_logprobs_of_another_policy_are_packed_where_samples_bring_them(name):
-    ids = [np.asarray([1, 2, 3]), np.asarray([4, 5, 6, 8])]
-    samples = [replace(make_sample(i), **{name: (-i / 100).astype(np.float32)}) for i in ids]
-    (batch,) = pack(samples, max_tokens=9, pad_multiple=3)
-    assert getattr(batch, name).tolist() == pytest.approx([-0.05, -0.06, -0.08, -0.02, -0.03, 0.0])
-    (empty,) = pack(samples[:1], max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)
-    assert getattr(empty, name).tolist() == [0.0, 0.0]
-    others = set(OPTIONAL_LOGPROBS) - {name}
-    assert {getattr(batch, other) for other in others} == {None}
-    with pytest.raises(ValueError, match=f"{name} must be there in all .* or in none: sample 1 has none"):
-        pack([samples[0], make_sample([4, 5])], max_tokens=9)
-
-
-def test_targets_of_their_own_are_packed_with_what_is_said_of_them():
+def test_own_targets_are_packed_with_their_fields():
     def sample(ids):
         columns = np.asarray([[10 * i, 10 * i + 1] for i in ids])
         values = {name: (columns / 2).astype(np.float32) for name in ("advantages", "generator_logprobs")}
@@ -86,7 +72,7 @@ def test_targets_of_their_own_are_packed_with_what_is_said_of_them():
     assert not empty.mask.any()
 
 
-def test_a_ratio_mask_is_packed_without_the_padding():
+def test_ratio_mask_is_packed_without_the_padding():
     samples = [
         replace(make_sample(ids), ratio_mask=np.asarray([i % 2 == 0 for i in ids]))
         for ids in ([1, 2], [4, 6, 7])
@@ -94,38 +80,17 @@ def test_a_ratio_mask_is_packed_without_the_padding():
     (batch,) = pack(samples, max_tokens=9, pad_multiple=4)
     assert batch.ratio_mask is not None
     assert batch.ratio_mask.tolist() == [True, False, True, False]
-    (plain,) = pack([make_sample([1, 2])], max_tokens=9)
-    assert plain.ratio_mask is None
-    with pytest.raises(
-        ValueError, match="ratio_mask must be there in all samples or in none: sample 1 has none"
-    ):
-        pack([samples[0], make_sample([4, 5])], max_tokens=9)
+    (plain,) = pack([make_sample([1, 2, 3])], max_tokens=9, pad_multiple=2)
+    assert (plain.ratio_mask, plain.input_ids.tolist()) == (None, [1, 2])
 
 
-def test_rank_without_samples_gets_padding_alone():
-    samples = [make_sample([1, 2, 3])]
-    (batch,) = pack(samples, max_tokens=9, pad_multiple=2, rank=1, num_ranks=2)
-    assert (batch.num_sequences, batch.sample_indices) == (0, ())
-    assert batch.input_ids.tolist() == [0, 0]
-    assert not batch.mask.any()
-    assert batch.sequence_ids.tolist() == [0, 0]
-
-
-def test_no_padding_where_the_length_fits():
-    (batch,) = pack([make_sample([1, 2, 3])], max_tokens=9, pad_multiple=2)
-    assert batch.input_ids.tolist() == [1, 2]
-
-
-def test_plan_is_first_fit_longest_first():
-    plan = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, num_ranks=1)
-    assert plan == [[[1, 4], [2, 0, 3]]]
-
-
-def test_plan_opens_a_micro_batch_where_one_has_its_number_of_samples():
-    plan = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, max_sequences=1, num_ranks=1)
-    assert plan == [[[1], [2], [0], [3], [4]]]
-    plan = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, max_sequences=2, num_ranks=1)
-    assert plan == [[[1, 4], [2, 0], [3]]]
+@pytest.mark.parametrize(
+    ("max_sequences", "plan"),
+    [(None, [[1, 4], [2, 0, 3]]), (1, [[1], [2], [0], [3], [4]]), (2, [[1, 4], [2, 0], [3]])],
+)
+def test_plan_is_first_fit_longest_first_up_to_max_sequences(max_sequences, plan):
+    found = plan_micro_batches([3, 9, 5, 2, 1], max_tokens=10, max_sequences=max_sequences, num_ranks=1)
+    assert found == [plan]
 
 
 def test_every_rank_gets_equally_many_micro_batches_and_every_sample_once():
@@ -144,19 +109,12 @@ def test_ranks_get_balanced_tokens():
     assert sorted(loads) == [100, 100, 100]
 
 
-def test_scattered_values_line_up_with_the_samples():
-    samples = [make_sample([1, 2, 3]), make_sample([4, 5, 6, 7])]
-    (batch,) = pack(samples, max_tokens=9, pad_multiple=4)
-    parts = batch.scatter(batch.targets.numpy())
-    assert {index: part.tolist() for index, part in parts.items()} == {0: [0, 2, 3], 1: [0, 5, 6, 7]}
-
-
 PROMPT = [1, 3, 5]
 GROUP = [[*PROMPT, 2, 4], [7, 8, 10], [*PROMPT, 6], [*PROMPT, 8, 2, 4]]
 """The first, the third and the last have a prompt in common; targets that are even are trained on."""
 
 
-def test_samples_of_a_prompt_have_it_in_common_but_for_its_last_token():
+def test_prompt_is_shared_except_for_its_last_token():
     samples = [make_sample(ids) for ids in GROUP]
     (batch,) = pack(samples, max_tokens=20, pad_multiple=5, share_prompts=True)
     # The prompt, what follows it in samples 3, 0 and 2, sample 1.
@@ -181,62 +139,35 @@ def test_samples_of_a_prompt_have_it_in_common_but_for_its_last_token():
         pytest.param(make_sample([1, 3, 5, 7, 4]), id="a longer prompt"),
     ],
 )
-def test_what_differs_is_not_shared(other):
+def test_different_beginnings_are_not_shared(other):
     samples = [make_sample([1, 3, 5, 2]), other]
     (batch,) = pack(samples, max_tokens=20, share_prompts=True)
     assert batch.input_ids.numel() == sum(len(sample.token_ids) - 1 for sample in samples)
 
 
-def test_a_prompt_that_is_hardly_anything_of_a_micro_batch_is_not_shared():
-    long = [[1, 3, 2, *[5, 4] * half] for half in (10, 9)]
-    (batch,) = pack([make_sample(ids) for ids in long], max_tokens=60, share_prompts=True)
-    assert batch.input_ids.numel() == sum(len(ids) - 1 for ids in long) == 42
-    (batch,) = pack([make_sample(ids[:9]) for ids in long], max_tokens=60, share_prompts=True)
-    assert batch.input_ids.numel() == 2 * 8 - 1
-
-
-def test_samples_of_a_prompt_go_together_as_far_as_they_fit():
+def test_samples_of_a_prompt_go_together_if_they_fit():
     lengths, groups = [8, 5, 8, 5, 8, 5, 5], [[0, 2, 4], [1, 3, 5, 6]]
     plan = plan_micro_batches(lengths, families=groups, max_tokens=16, num_ranks=1)
     assert plan == [[[0, 2], [4, 1], [3, 5, 6]]]
 
 
-def test_samples_of_a_prompt_are_divided_where_ranks_would_be_unequal():
-    plan = plan_micro_batches([5] * 32, families=[list(range(32))], max_tokens=40, num_ranks=2)
-    assert [sum(map(len, rank)) for rank in plan] == [16, 16]
-    assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(32))
+SHORT = make_sample([1, 2])
 
 
-def test_scatter_of_padding_alone_is_empty():
-    (batch,) = pack([make_sample([1, 2])], max_tokens=9, rank=1, num_ranks=2)
-    assert batch.scatter(batch.targets.numpy()) == {}
-
-
-def test_sample_that_does_not_fit_is_refused_with_its_length():
-    with pytest.raises(ValueError, match=r"sample 1 .*length of 4 .*max_tokens_per_microbatch=3"):
-        pack([make_sample([1, 2]), make_sample([1, 2, 3, 4, 5])], max_tokens=3)
-
-
-def test_sample_of_more_tokens_than_asked_for_is_refused():
-    short, long = make_sample([1, 2, 3]), make_sample([1, 2, 3, 4])
-    pack([short], max_tokens=9, max_length=3)
-    with pytest.raises(ValueError, match="sample 1 has 4 tokens, more than max_sequence_length=3"):
-        pack([short, long], max_tokens=9, max_length=3)
-
-
-def test_sample_without_a_target_is_refused():
-    with pytest.raises(ValueError, match="sample 0 has 1 tokens"):
-        pack([make_sample([1])], max_tokens=3)
-
-
-def test_arrays_of_another_length_are_refused():
-    sample = make_sample([1, 2, 3])
-    bad = TrainingSample(
-        token_ids=sample.token_ids,
-        mask=sample.mask[:2],
-        generator_logprobs=sample.generator_logprobs,
-        advantages=sample.advantages,
-        policy_versions=sample.policy_versions,
-    )
-    with pytest.raises(ValueError, match="mask has 2 entries for 3 tokens"):
-        pack([bad], max_tokens=3)
+@pytest.mark.parametrize(
+    ("samples", "settings", "message"),
+    [
+        ([SHORT, make_sample([1, 2, 3, 4, 5])], {}, r"sample 1 .*length of 4 .*max_tokens_per_microbatch=3"),
+        ([SHORT, make_sample([1, 2, 3])], {"max_length": 2}, "has 3 tokens, more than max_sequence_length=2"),
+        ([make_sample([1])], {}, "sample 0 has 1 tokens"),
+        ([replace(SHORT, mask=np.array([True]))], {}, r"mask has shape \[1\]: must be \[2\]"),
+        (
+            [replace(SHORT, ratio_mask=np.array([True, True])), SHORT],
+            {},
+            "sample 1: ratio_mask must be set in all",
+        ),
+    ],
+)
+def test_sample_that_cannot_be_packed_is_refused(samples, settings, message):
+    with pytest.raises(ValueError, match=message):
+        pack(samples, max_tokens=3, **settings)

@@ -1,12 +1,31 @@
-"""Rollouts and demonstrations as training samples."""
+"""Training samples from rollouts and demonstrations."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rl.rollouts.samples import TokenSpan, cut, demonstration_sample, policy_sample, supervised_sample
-from tests.support.conversations import conversation, drawn
+from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.samples import (
+    TokenSpan,
+    UnfitDemonstrationError,
+    demonstrated,
+    demonstration_sample,
+    policy_sample,
+    supervised_sample,
+)
+from rl.types import Completion, Problem, SamplingParams, TrainingSample
+from tests.support.conversations import (
+    Counting,
+    Factory,
+    ScriptedGenerator,
+    TwinRenderer,
+    conversation,
+    drawn,
+)
+from tests.support.virtual_time import run_in_virtual_time
 
 ROLLOUT = conversation((3, drawn(5, 6, version=2, logprob=-0.5)), (2, drawn(7, version=3, logprob=-2.0)))
 
@@ -15,7 +34,7 @@ def sample(advantages=(1.0, 2.0, -3.0)):
     return policy_sample(ROLLOUT, advantages_C=np.array(advantages), temperature=0.7)
 
 
-def test_a_rollouts_turns_are_joined_and_only_the_models_tokens_are_trained_on():
+def test_turns_are_joined_and_only_the_models_tokens_are_trained_on():
     made = sample()
     assert made.token_ids.tolist() == [1, 1, 1, 5, 6, 1, 1, 7]
     assert made.mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True]
@@ -35,25 +54,7 @@ def test_a_rollouts_turns_are_joined_and_only_the_models_tokens_are_trained_on()
     assert made.generator_logprobs.dtype == np.float32
 
 
-@pytest.mark.parametrize("num_advantages", [2, 4])
-def test_advantages_of_another_number_of_tokens_are_refused(num_advantages):
-    with pytest.raises(ValueError, match=rf"has {num_advantages} entries for the 3 tokens .* problem 'p'"):
-        sample(np.ones(num_advantages))
-
-
-@pytest.mark.parametrize("max_tokens", [4, 7, 8, 9])
-def test_a_sample_is_cut_in_all_that_it_has_by_token(max_tokens):
-    whole = replace(sample(), proximal_logprobs=np.arange(8, dtype=np.float32))
-    short = cut(whole, max_tokens=max_tokens)
-    for name in (
-        "token_ids", "mask", "generator_logprobs", "advantages", "policy_versions", "proximal_logprobs",
-    ):  # fmt: skip
-        np.testing.assert_array_equal(getattr(short, name), getattr(whole, name)[:max_tokens])
-    assert short.temperature == 0.7
-    assert short.reference_logprobs is None
-
-
-def test_a_supervised_sample_trains_on_replies_and_never_on_the_first_token():
+def test_supervised_sample_trains_on_replies_but_not_on_the_first_token():
     spans = [
         TokenSpan(np.array(ids, dtype=np.int32), is_reply=is_reply)
         for ids, is_reply in (([4, 5], True), ([6], False), ([7, 8], True))
@@ -63,3 +64,77 @@ def test_a_supervised_sample_trains_on_replies_and_never_on_the_first_token():
     assert made.mask.tolist() == [False, True, False, True, True]
     one = demonstration_sample(np.array([4, 5]), np.array([6]))
     assert (one.token_ids.tolist(), one.mask.tolist()) == ([4, 5, 6], [False, False, True])
+
+
+RENDERER = TwinRenderer()
+PROBLEM = Problem(id="ask/one", question="one", answer="", demonstration=("first", "second", "third"))
+
+
+def demonstrate(problem: Problem, factory: Factory) -> TrainingSample:
+    return asyncio.run(demonstrated(problem, TriedEnvironments(make=factory), renderer=RENDERER))
+
+
+class Rehearsed(ScriptedGenerator):
+    """Generator whose replies have the tokens of demonstrations."""
+
+    async def generate(self, prompts, *, sampling, session=None):
+        groups = await super().generate(prompts, sampling=sampling, session=session)
+        return [[_encoded(c) for c in group] for group in groups]
+
+
+def _encoded(made: Completion) -> Completion:
+    token_ids = RENDERER.reply(RENDERER.text(made.token_ids))
+    assert len(token_ids) == len(made.token_ids)
+    return replace(made, token_ids=token_ids)
+
+
+def test_demonstration_equals_the_sample_of_a_rollout_with_its_replies():
+    factory = Factory()
+    sample = demonstrate(PROBLEM, factory)
+
+    def reply(prompt, sampling, i):
+        return PROBLEM.demonstrations[prompt.count("<u>") - 1]
+
+    episodes = Episodes(
+        generator=Rehearsed(reply=reply),
+        renderer=RENDERER,
+        environment=lambda problem: Counting(problem=problem),
+        limits=EpisodeLimits(),
+        max_tokens=200,
+    )
+    ((rollout,),), _ = run_in_virtual_time(episodes.run([PROBLEM], sampling=SamplingParams(max_tokens=16)))
+    drawn = policy_sample(rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0)
+    assert sample.token_ids.tolist() == drawn.token_ids.tolist()
+    assert sample.mask.tolist() == drawn.mask.tolist()
+    assert RENDERER.text(sample.token_ids[sample.mask]) == "firstsecondthird"
+    assert RENDERER.text(sample.token_ids[~sample.mask]) == "<u>one<a></a><u>more 1<a></a><u>more 2<a>"
+    assert (sample.advantages == 1).all()
+    assert np.isnan(sample.generator_logprobs).all()
+    assert (sample.policy_versions == -1).all()
+    assert [reply.text for reply in factory.made[0].replies] == list(PROBLEM.demonstrations)
+    assert factory.closed == [1]
+    whole = demonstrate(replace(PROBLEM, demonstration="all at once"), Factory(turns=0))
+    assert RENDERER.text(whole.token_ids) == "<u>one<a>all at once"
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (3, r"'ask/one': its environment continues after reply 3 of the 3 of its demonstration"),
+        (1, r"'ask/one': its environment ends after reply 2 of the 3 of its demonstration"),
+        (0, r"'ask/one': its environment ends after reply 1 of the 3 of its demonstration"),
+    ],
+)
+def test_number_of_replies_must_fit_the_environment(turns, message):
+    factory = Factory(turns=turns)
+    with pytest.raises(UnfitDemonstrationError, match=message):
+        demonstrate(PROBLEM, factory)
+    assert factory.closed == [1]
+
+
+def test_problem_without_demonstration_is_refused_by_name():
+    for nothing in ("", ()):
+        factory = Factory()
+        with pytest.raises(UnfitDemonstrationError, match="problem 'ask/one' has no demonstration"):
+            demonstrate(replace(PROBLEM, demonstration=nothing), factory)
+        assert factory.made == []

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.soak.leftovers import Watch
+from tests.support.leftovers import Watch
 
 
 @pytest.fixture
 def watch():
-    """Sees what a run leaves on the machine. Its path is short, as sockets are made in it."""
+    """Watcher of what a run leaves on the machine, in a folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
         yield Watch(Path(folder))

@@ -1,4 +1,4 @@
-"""A whole run in which generation is ahead of training, as a user starts it."""
+"""A whole off-policy run of the command line."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_hosts_train_while_two_others_generate_at_most_a_step_ahead(tmp_path: Path) -> None:
-    """Hosts are simulated on this machine: FSDP over two, and two generators on one each."""
+def test_two_hosts_train_while_two_others_generate_at_most_one_step_ahead(tmp_path: Path) -> None:
+    """Hosts simulated on this machine: FSDP over two, and one generator on each of the other two."""
     run = run_to_the_end(
-        tmp_path, "ahead", *SHORT, "--loop.num_steps", "6", "--loop.max_policy_age", "1",
+        tmp_path, "ahead", *SHORT, "--loop.num_steps", "6", "--loop.max_off_policy_steps", "1",
         "--loop.eval_every", "3", "--launch.hosts", "process", "--launch.trainer_hosts", "2",
         "--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree", "2",
         "--generator.num_replicas", "2", "--generator.on_update", "keep",

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs, as a user starts them."""
+"""Checkpoints of whole runs."""
 
 import pytest
 
@@ -15,8 +15,8 @@ def checkpoint(**fields):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_continued_takes_the_steps_of_one_that_went_on(tmp_path):
-    """Its weights travel another way, which changes nothing."""
+def test_continued_run_takes_the_steps_of_an_uninterrupted_one(tmp_path):
+    """The continued run publishes its weights another way, which must not matter."""
     elsewhere = tmp_path / "elsewhere"
     whole = run_to_the_end(
         tmp_path, "whole", *SHORT, "--loop.num_steps", "4",

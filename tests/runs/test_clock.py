@@ -1,4 +1,4 @@
-"""A whole run whose wall clock jumps by hours every second takes its steps as ever."""
+"""A whole healthy run while the wall clock jumps by hours every second: what it does, and what it leaves."""
 
 import datetime
 import re
@@ -16,13 +16,20 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 NUM_STEPS = 5
 
 
-def test_a_clock_that_jumps_by_hours_changes_nothing(tmp_path):
-    options = ("--loop.num_steps", str(NUM_STEPS), "--loop.eval_every", "2", "--loop.max_policy_age", "1")
+def test_jumping_clock_changes_no_step_and_no_duration_and_the_run_leaves_nothing_behind(tmp_path, watch):
+    options = (
+        "--loop.num_steps",
+        str(NUM_STEPS),
+        "--loop.eval_every",
+        "2",
+        "--loop.max_off_policy_steps",
+        "1",
+    )
     saving = ("--trainer.checkpoint.interval", "2", "--trainer.checkpoint.async_mode", "async")
     done = subprocess.run(
         command(tmp_path, "jumps", *SHORT, *options, *saving),
         cwd=ROOT,
-        env=jumping_clock(tmp_path),
+        env=watch.environment() | jumping_clock(tmp_path),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -31,12 +38,13 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     folder = tmp_path / "jumps"
+    assert str(watch.left(grace_s=10.0, run_folder=folder)) == "nothing"
     assert read_status(folder) == "finished"
     log = (folder / "logs" / "controller-0.log").read_text()
     stamps = re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", log, flags=re.MULTILINE)
     times = [datetime.datetime.fromisoformat(stamp) for stamp in stamps]
     ahead = max(times) - min(times)
-    assert ahead > datetime.timedelta(hours=max(HOURS))  # so it did jump, in this process and for its logs
+    assert ahead > datetime.timedelta(hours=max(HOURS))  # the clock did jump, here and in the logs
     records = read_metrics(folder / "metrics.jsonl")
     steps = [record for record in records if "reward/mean" in record]
     assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))

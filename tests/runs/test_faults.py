@@ -1,7 +1,5 @@
-"""Runs that go wrong end with a clear message and leave nothing behind.
-
-That no process and no shared-memory file of a run remains is checked for the whole session in
-tests/conftest.py; here that nothing at all does, where a run ends by an error or after one signal.
+"""Failing runs end with a clear message and leave nothing behind. The leak check of tests/conftest.py covers
+processes and shared memory of all runs; tests here look at everything else after an error or one signal.
 """
 
 import re
@@ -21,7 +19,7 @@ GRACE_S = 10.0
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
 
 
-def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch_and_leaves_nothing(tmp_path, watch):
+def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behind(tmp_path, watch):
     run = run_to_the_end(tmp_path, "nan", *FAULTY, "nan_loss", limit_s=150, env=watch.environment())
     assert run.status == 1
     assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
@@ -36,23 +34,13 @@ def test_a_nan_loss_stops_the_run_with_its_step_and_its_batch_and_leaves_nothing
     assert len(read_batch(batch)) == 8 * 4
     assert read_status(run.folder) == "running"  # not marked as finished
     assert run.output.splitlines()[-2] == f"continue with --resume {run.folder}"
-    # The checkpoint that was being written is there, and whole.
+    # The checkpoint in progress was completed.
     assert list(saved_steps(run.folder / "checkpoints")) == [1]
     check_sizes(run.folder / "checkpoints" / "step-1")
 
 
 @pytest.mark.slow
-def test_a_broken_sync_is_seen_as_a_growing_difference(tmp_path):
-    run = run_to_the_end(tmp_path, "sync", *FAULTY, "broken_sync", limit_s=150)
-    assert run.status == 0, run.output
-    differences = [r["logprob_diff/mean"] for r in run.steps]
-    assert differences[0] < 1e-5  # the first weights are those that were pushed
-    assert differences[1] > 1e-4
-    assert differences[-1] > 2 * differences[1]
-
-
-@pytest.mark.slow
-def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
+def test_difference_stays_flat_with_a_learning_rate_of_zero(tmp_path):
     still = ("--trainer.optimizer.lr", "0", "--task.reward", "noise", "--loop.num_steps", "6")
     run = run_to_the_end(tmp_path, "still", *FAULTY, "short", *still, limit_s=150)
     assert run.status == 0, run.output
@@ -73,49 +61,30 @@ def test_with_a_learning_rate_of_zero_the_difference_stays_flat(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_broken_sync_stops_a_run_that_has_a_bound(tmp_path):
+def test_broken_sync_stops_a_run_with_a_bound(tmp_path):
     bound = ("--loop.max_logprob_diff", "1e-5")
     run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)
     assert run.status == 1
     assert "step 2: the logprobs of trainer and generator differ" in run.output
 
 
-def test_the_canary_sees_a_broken_sync_before_anything_is_drawn(tmp_path):
-    run = run_to_the_end(tmp_path, "canary", *FAULTY, "broken_sync", "--canary.enable", "True", limit_s=150)
-    assert run.status == 1
-    assert "step 1: weight canary: with policy version 1 generator differs from the trainer by" in run.output
-    assert run.steps == []
-
-
-def test_a_raising_reward_stops_the_run_and_names_problem_and_completion(tmp_path):
-    run = run_to_the_end(tmp_path, "reward", *FAULTY, "raising_reward", limit_s=150)
-    assert run.status == 1
-    assert "reward 'picky' raised KeyError('no such rollout') on problem 'sum-digits/" in run.output
-
-
-@pytest.mark.parametrize(
-    ("role", "next_call"),
-    [("trainer", "forward_backward"), pytest.param("generator", "generate", marks=pytest.mark.slow)],
-)
-def test_a_killed_actor_that_is_not_replaced_stops_the_run_with_its_role_rank_and_step(
-    tmp_path, role, next_call
-):
+def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_and_step(tmp_path):
     before = list_shared_memory()
     run = kill_role_after_line(
         tmp_path, "killed", *FAULTY, "short", "--recovery.max_restarts", "0",
         "--loop.num_steps", "500", "--loop.eval_every", "500", "--loop.sampling.max_tokens", "96",
-        line="reward", role=role, limit_s=60,
+        line="reward", role="trainer", limit_s=60,
     )  # fmt: skip
     assert run.status == 1, run.output
-    assert "evaluation at step 0 (8 problems): done after" in run.output  # whoever waited was told
-    # On a busy machine Monarch may take 30 s to report, and the call does not wait for that.
+    assert "evaluation at step 0 (8 problems): done after" in run.output
+    # On a busy machine Monarch may take 30 s to report, and the call does not wait for the report.
     reason = r"(.*Killed\(sig=9\)|its process ended)"
-    error = rf"step \d+: {role}\.{next_call} failed: rank 0 of 1 is dead: {reason}"
+    error = rf"step \d+: trainer\.forward_backward failed: rank 0 of 1 is dead: {reason}"
     assert re.fullmatch(rf"error: the run stopped: {error}", run.output.splitlines()[-1]), run.output
     assert "Traceback" not in run.output
-    # The trainer alone could have saved the last whole step.
-    assert bool(saved_steps(run.folder / "checkpoints")) == (role != "trainer")
-    assert (f"continue with --resume {run.folder}" in run.output) == (role != "trainer")
+    # Only the trainer could have saved the last whole step.
+    assert not saved_steps(run.folder / "checkpoints")
+    assert f"continue with --resume {run.folder}" not in run.output
     log = (run.folder / "logs" / "controller-0.log").read_text()
     assert re.search(error, log)
     assert "Traceback (most recent call last)" in log
@@ -127,11 +96,10 @@ def test_a_killed_actor_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     ("signal_number", "status", "line"),
     [
         pytest.param(signal.SIGINT, 130, "reward", id="ctrl-c in a step"),
-        pytest.param(signal.SIGTERM, 143, "reward", id="sigterm in a step", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, "starting", id="ctrl-c while starting"),
+        pytest.param(signal.SIGTERM, 143, "starting", id="sigterm while starting", marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_run_ends_and_leaves_nothing(tmp_path, watch, signal_number, status, line):
+def test_interrupted_run_leaves_nothing_behind(tmp_path, watch, signal_number, status, line):
     run = interrupt_after_line(
         tmp_path, "stop", *FAULTY, "short", "--loop.num_steps", "500",
         line=line, signal_number=signal_number, limit_s=60, env=watch.environment(),
@@ -142,11 +110,3 @@ def test_an_interrupted_run_ends_and_leaves_nothing(tmp_path, watch, signal_numb
     again = run_to_the_end(tmp_path, "stop", *FAULTY, "short", limit_s=60)
     assert again.status == 2
     assert "unfinished run" in again.output
-
-
-def test_killing_the_controller_leaves_no_process(tmp_path):
-    run = interrupt_after_line(
-        tmp_path, "kill", *FAULTY, "short", "--loop.num_steps", "500",
-        line="reward", signal_number=signal.SIGKILL, limit_s=60,
-    )  # fmt: skip
-    assert run.status == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""A whole run of which one process does nothing any more, and is not dead."""
+"""A whole run with a process that hangs without dying."""
 
 import re
 
@@ -13,7 +13,7 @@ SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--tas
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_generator_that_hangs_ends_the_run_with_the_stacks_of_all_processes(tmp_path):
+def test_hanging_generator_ends_the_run_with_the_stacks_of_all_processes(tmp_path):
     run = stop_role_after_line(
         tmp_path, "hangs", *SHORT, "--loop.num_steps", "60", "--timeouts.generate_s", "8",
         "--timeouts.sync_s", "8", "--weights.timeout_s", "8",

@@ -1,6 +1,5 @@
-"""The promise of the tiny run, kept by whole runs as a user starts them.
-
-All runs share a dump folder, so that a seed's starting point is made once.
+"""Learning results of whole tiny runs. All runs share a dump folder, so that the starting point of a seed is
+made once.
 """
 
 import re
@@ -13,10 +12,10 @@ import torch
 
 from rl.distributed.process_group import World
 from rl.models.attention import SequenceLayout
+from rl.models.decoder import Decoder, linear_head
 from rl.models.qwen3 import model_registry
-from rl.models.qwen3.model import Qwen3, linear_head
 from rl.training.checkpoint_files import saved_steps
-from tests.actors.explain.golden import explained
+from tests.support.explained import explained
 from tests.support.exported import ask_vllm, our_logprobs
 from tests.support.runs import FinishedRun, run_to_the_end
 
@@ -24,8 +23,8 @@ pytestmark = pytest.mark.slow
 
 FIRST_RUN_LIMIT_S = 8 * 60
 LATER_RUN_LIMIT_S = 5 * 60
-LAYOUTS = ("tiny", "tiny_tp2", "tiny_fsdp2_tp2")
-"""What differs in the actors; each layout's gradients are compared in tests/training/test_layouts.py."""
+LAYOUTS = ("tiny", "tiny_fsdp2_tp2")
+"""Layouts that differ in the actors; tests/training/test_layouts.py compares the gradients of each."""
 LAYOUT_STEPS = 20
 
 
@@ -36,7 +35,7 @@ def dump_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
-    """The tiny run of a seed, warm-up included; made once."""
+    """Return the tiny run of a seed with its warm-up; made once per seed."""
     runs: dict[int, FinishedRun] = {}
 
     def run(seed: int) -> FinishedRun:
@@ -51,19 +50,19 @@ def run_of_seed(dump_folder: Path) -> Callable[[int], FinishedRun]:
 
 
 def starting_point(run: FinishedRun) -> str:
-    """Folder of the weights that its warm-up made."""
+    """Return the folder of the weights that the run's warm-up made."""
     log = "\n".join(path.read_text() for path in (run.folder / "logs").glob("controller*.log"))
     (start,) = re.findall(r"warmed up; starting from (\S+)", log)
     return str(start)
 
 
 @pytest.mark.timeout(600)
-def test_the_run_is_what_its_explanation_said(run_of_seed):
+def test_run_matches_its_explanation(run_of_seed):
     run, said = run_of_seed(0), explained("--seed", "0")
     step = said.step
     assert len(run.steps) == said.run.num_steps
     assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step.samples}
-    # Replies of this task end before they are cut off, and none is a single token.
+    # Replies of this task end before the token limit, and none is a single token.
     micro_batches = {r["packing/num_micro_batches"] for r in run.steps}
     assert step.micro_batches.fewest <= min(micro_batches)
     assert max(micro_batches) <= step.micro_batches.most
@@ -85,16 +84,16 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
     assert 0.2 <= first["eval/correct"] <= 0.5
     assert last["eval/correct"] >= 0.9
     assert max(r["logprob_diff/mean"] for r in run.steps) <= 1e-5
-    # On-policy with equal weights the ratio is 1 within the parity of the logprobs.
+    # On-policy, with equal weights, the ratio is 1 within the logprob parity.
     assert all(abs(r["loss/ratio_mean"] - 1) <= 1e-5 for r in run.steps)
 
 
 @pytest.mark.timeout(600)
-def test_a_task_of_three_turns_is_learnt_with_generation_a_step_ahead(dump_folder):
-    """The first half of a curve; whole ones, of two tasks, two seeds and noise: `make curves`."""
+def test_task_of_three_turns_is_learnt_one_step_off_policy(dump_folder):
+    """The first half of a curve; `make curves` makes whole ones of two tasks, two seeds and noise."""
     run = run_to_the_end(
         dump_folder, "turns", "--module", "alphabet_sort", "--config", "tiny", "--loop.num_steps", "20",
-        "--loop.max_policy_age", "1", "--generator.on_update", "keep",
+        "--loop.max_off_policy_steps", "1", "--generator.on_update", "keep",
         "--trainer.num_threads", "1", "--generator.num_threads", "1", limit_s=FIRST_RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
@@ -105,8 +104,8 @@ def test_a_task_of_three_turns_is_learnt_with_generation_a_step_ahead(dump_folde
 
 
 @pytest.mark.timeout(900)
-def test_a_reward_of_noise_teaches_nothing(run_of_seed, dump_folder):
-    """In as many steps as a reward takes to most of what it teaches; all 80: `make curves`."""
+def test_noise_reward_teaches_nothing(run_of_seed, dump_folder):
+    """Trains for as many steps as a real reward needs for most of its gain; `make curves` runs all 80."""
     run_of_seed(0)
     run = run_to_the_end(
         dump_folder, "noise", "--config", "tiny_noise", "--seed", "0", "--loop.num_steps", "40",
@@ -118,7 +117,7 @@ def test_a_reward_of_noise_teaches_nothing(run_of_seed, dump_folder):
 
 
 @pytest.mark.timeout(900)
-def test_generation_a_step_ahead_reaches_nine_tenths_too(run_of_seed, dump_folder):
+def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed, dump_folder):
     run = run_to_the_end(
         dump_folder, "ahead", "--config", "tiny_async", "--hf_assets_path", starting_point(run_of_seed(0)),
         "--warmup", "None", "--loop.num_steps", "60", limit_s=LATER_RUN_LIMIT_S,
@@ -128,14 +127,14 @@ def test_generation_a_step_ahead_reaches_nine_tenths_too(run_of_seed, dump_folde
     assert run.evaluations[max(run.evaluations)]["eval/correct"] >= 0.9
     ages = [step["age/max"] for step in run.steps]
     assert set(ages) == {0, 1}
-    assert sum(ages) >= 0.8 * len(ages)  # or nothing was ahead
+    assert sum(ages) >= 0.8 * len(ages)  # otherwise generation was never ahead
 
 
 @pytest.mark.timeout(900)
 def test_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_folder):
-    """From one starting point, which a warm-up in other kernels would not be."""
+    """All layouts start from one warmed-up model, since a warm-up with other kernels would differ."""
     start = starting_point(run_of_seed(0))
-    # The first steps of that run are those of the layout of one process.
+    # The first steps of that run are those of the single-process layout.
     steps_of = {"tiny": run_of_seed(0).steps[:LAYOUT_STEPS]}
     for config in LAYOUTS[1:]:
         run = run_to_the_end(
@@ -151,13 +150,13 @@ def test_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_folde
         assert len(steps) == LAYOUT_STEPS
         assert max(r["logprob_diff/mean"] for r in steps) <= 1e-5
         rewards = [r["reward/mean"] for r in steps]
-        # 0.08 here; a layout that never updated would stay level.
+        # 0.08 here; a layout that never updated would stay flat.
         assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.03, rewards
         means[config] = float(np.mean(rewards))
     assert max(means.values()) - min(means.values()) <= 0.05, means
 
 
-def _logits(model: Qwen3, token_ids: list[int]) -> torch.Tensor:
+def _logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     return model(
         torch.tensor(token_ids),
         positions=torch.arange(len(token_ids)),
@@ -168,7 +167,7 @@ def _logits(model: Qwen3, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.timeout(600)
 @torch.no_grad()
-def test_the_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_of_seed):
+def test_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_of_seed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from configs.sum_digits import tiny
@@ -196,7 +195,7 @@ def test_the_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_o
 
 
 @pytest.mark.timeout(600)
-def test_the_trained_checkpoint_opens_in_vllms_own_qwen3_with_the_same_logprobs(run_of_seed):
+def test_trained_checkpoint_opens_in_vllms_own_qwen3_with_the_same_logprobs(run_of_seed):
     folder = run_of_seed(0).folder / "checkpoints" / "hf"
     (theirs,) = ask_vllm(folder)
     assert theirs["class"] == "vllm.model_executor.models.qwen3.Qwen3ForCausalLM"

@@ -1,4 +1,4 @@
-"""A whole run on a mixture of experts, as a user starts it."""
+"""A whole run of a mixture of experts."""
 
 import math
 from pathlib import Path
@@ -14,8 +14,8 @@ RUN_LIMIT_S = 8 * 60
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_mixture_trains_and_generates_with_a_bias_that_evens_out_its_load(tmp_path: Path) -> None:
-    """The bias moves in each of the warm-up's 100 steps and of the run's 12, and the generator has it too."""
+def test_mixture_trains_and_generates_with_a_bias_that_balances_its_load(tmp_path: Path) -> None:
+    """The bias moves in each of the 100 warm-up steps and the 12 steps of the run, and reaches the generator."""
     run = run_to_the_end(
         tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",
         "--warmup.num_steps", "100", "--loop.num_steps", "12", "--loop.eval_every", "0",

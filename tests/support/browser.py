@@ -1,4 +1,4 @@
-"""Pages in a headless browser, and all that they say and ask for."""
+"""Headless browser pages that record their errors, dialogs and requests."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 from tools.browser import find_browser
 
-if TYPE_CHECKING:  # Only `make test-report` needs it installed.
+if TYPE_CHECKING:  # Only `make test-report` needs Playwright.
     from playwright.sync_api import Browser, Dialog, Page
 
 WAIT_MS = 20_000
-"""For whatever a page is to show."""
+"""Time limit for anything that a page is to show, in milliseconds."""
 
 
 @dataclass
 class Opened:
-    """A page, and what it did so far."""
+    """A page and the errors, dialogs and requests it has produced."""
 
     page: Page
     errors: list[str] = field(default_factory=list)
-    """Exceptions, and what the console was told as errors or warnings."""
+    """Exceptions, and errors and warnings on the console."""
     requests: list[str] = field(default_factory=list)
     dialogs: list[str] = field(default_factory=list)
     ready_s: float = 0.0
-    """From the request to the first curve."""
+    """Time from the request to the first curve."""
 
     def dismiss(self, dialog: Dialog) -> None:
         self.dialogs.append(dialog.message)
         dialog.dismiss()
 
     def texts(self, selector: str) -> list[str]:
-        """Of all such elements, in order."""
+        """Return the texts of all matching elements, in order."""
         return self.page.locator(selector).all_inner_texts()
 
     def count(self, selector: str) -> int:
         return self.page.locator(selector).count()
 
     def numbers(self, selector: str, attribute: str) -> list[int]:
-        """An attribute of all such elements."""
+        """Return a numeric attribute of all matching elements."""
         return [int(element.get_attribute(attribute) or "") for element in self.page.locator(selector).all()]
 
     def until(self, expression: str) -> None:
-        """Return when it is true in the page, whose policy forbids `Page.wait_for_function` to ask again.
+        """Wait until the expression is true; `Page.wait_for_function` is forbidden by the page's policy.
 
         Raises:
             TimeoutError: it never was.
@@ -58,19 +58,19 @@ class Opened:
             self.page.wait_for_timeout(20)
 
     def go(self, section: str, until: str) -> None:
-        """To a part of the report; returns when something of it is there."""
+        """Open a section of the report and wait until an element of it is there."""
         self.page.evaluate("name => document.getElementById(name).scrollIntoView()", section)
         self.page.wait_for_selector(f"#{section} {until}")
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser without a window; ends with the block."""
+    """Yield a headless browser that is closed at the end of the block."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # A container has neither the user namespaces of Chromium's sandbox nor room in /dev/shm; what is
-        # opened is ours.
+        # Containers lack the user namespaces that Chromium's sandbox needs, and room in /dev/shm; only our own
+        # files are opened.
         launched = playwright.chromium.launch(
             executable_path=str(find_browser()), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
@@ -84,7 +84,7 @@ def browser() -> Iterator[Browser]:
 def opened(
     browser: Browser, file: Path, *, width: int = 1360, drawn: bool = True, **options: Any
 ) -> Iterator[Opened]:
-    """The file's page once its first curve is drawn, or where it has none, once it stands.
+    """Open the file and wait for its first curve, or for its body if it has no curves.
 
     Args:
         drawn: False: the curves are below the window, and not waited for.

@@ -1,4 +1,4 @@
-"""An actor whose endpoints end in every way a call can."""
+"""Actor with an endpoint for each way in which a call can end."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
-from rl.errors import RunError, naming
-from rl.observability.activity import during
+from rl.observability.spans import span
+from rl.utils.errors import RunError, error_context
 
 
 class Answerer(Actor):
     @endpoint
     async def add(self, first: int, *, second: int) -> tuple[int, int]:
-        """Its rank, and the sum."""
+        """Return the rank and the sum."""
         return current_rank().rank, first + second
 
     @concurrent_endpoint
-    @during("never")
+    @span("never")
     async def never(self) -> None:
-        """Holds up no later call."""
+        """Wait forever without blocking later calls."""
         await asyncio.Event().wait()
 
     @endpoint
     async def raise_on_rank_1(self, run_error: bool) -> None:
         if current_rank().rank == 1:
-            with naming("here"):
+            with error_context("here"):
                 raise RunError("no good") if run_error else KeyError("missing")
 
     @concurrent_endpoint
-    async def exit_on_rank_1_as_0_tells(self, marker: str) -> None:
-        """Rank 0 raises what a collective raises that has lost a peer, before that one is gone."""
+    async def exit_on_rank_1_after_rank_0_raises(self, marker: str) -> None:
+        """Exit on rank 1, while rank 0 raises the error of a collective that lost a peer before rank 1 is
+        gone."""
         if current_rank().rank == 0:
             Path(marker).touch()
             raise RuntimeError("connection closed by peer")
@@ -40,9 +41,3 @@ class Answerer(Actor):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         os._exit(3)
-
-    @concurrent_endpoint
-    async def exit_on_rank_1(self) -> None:
-        if current_rank().rank == 1:
-            os._exit(3)
-        await asyncio.Event().wait()

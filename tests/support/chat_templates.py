@@ -1,4 +1,4 @@
-"""Chat templates of published models (the files that TRL brings), on tokenizers made here."""
+"""Byte tokenizers with the published chat templates that TRL contains."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ ENDS = {
     "phi3": "<|end|>",
     "smolvlm": "<end_of_utterance>",
 }
-"""The end-of-turn token of a family of models, by how its files' names begin; of the others <|im_end|>."""
+"""End-of-turn tokens by the beginning of a file's name; all other templates use <|im_end|>."""
 
 NUM_MERGES = 40
 TEXT = (
     "user\nassistant\nsystem\n\nWhat is 12 + 34? And then, twice? Think first.\n\n"
     "tool_response and then the answer: it is 46.\n"
 )
-"""What merges are learned from; its line ends are merged too, as those of published tokenizers are."""
+"""Training text for the merges, including line ends."""
 
 _SPECIAL = re.compile(r"<[|\uff5c][^<>\n{}' ]+>|<turn\|>|\[/?INST\]")
 
 
 def template_files() -> dict[str, Path]:
-    """Files by name."""
+    """Return the template files by name."""
     spec = importlib.util.find_spec("trl")
     assert spec is not None, "the set-up of the tests installs trl"
     folder = Path(str(spec.origin)).parent / "chat_templates"
@@ -52,7 +52,7 @@ def template_files() -> dict[str, Path]:
 
 
 def byte_tokenizer(folder: Path, name: str) -> Any:
-    """One token a byte, with the special tokens of a published template, and that template."""
+    """Return a tokenizer of bytes with a published template and its special tokens."""
     template = template_files()[name].read_text(encoding="utf-8")
     end = next((token for prefix, token in ENDS.items() if name.startswith(prefix)), "<|im_end|>")
     build_byte_tokenizer(folder)
@@ -68,7 +68,7 @@ def byte_tokenizer(folder: Path, name: str) -> Any:
 
 
 def merging_tokenizer(folder: Path, name: str) -> Any:
-    """As `byte_tokenizer`, with merges: several token sequences decode to the same text."""
+    """Return a byte tokenizer with merges, so that several token sequences decode to the same text."""
     from tokenizers import Tokenizer, models, trainers
 
     byte_tokenizer(folder, name)
@@ -88,7 +88,7 @@ def merging_tokenizer(folder: Path, name: str) -> Any:
 
 
 def completion_of(token_ids: Sequence[int] | np.ndarray, finish_reason: str = "stop") -> Completion:
-    """A completion of these token ids, logprob -1 each."""
+    """Return a completion of these token ids with logprob -1 each."""
     ids = np.asarray(token_ids, dtype=np.int32)
     return Completion(
         token_ids=ids,

@@ -1,4 +1,4 @@
-"""Environments and a sampler for episodes of several turns, whose tokens are not those of their text."""
+"""Multi-turn environments and a generator whose sampled tokens differ from the encoded text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rl.rollouts.renderer import Renderer
 from rl.types import Completion, Message, Observation, Problem, Prompt, Reply, Rollout, SamplingParams, Turn
 
 END = 200
-"""Ends a reply."""
+"""Token id that ends a reply."""
 
 
 class TwinTokenizer:
-    """Lower-case letters have two ids each, of which `encode` knows one: decoding and encoding again gives
-    other ids."""
+    """Tokenizer with two ids for each lower-case letter; `encode` uses only one of them."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -27,12 +27,12 @@ class TwinTokenizer:
 
     @staticmethod
     def twins(text: str) -> list[int]:
-        """The ids that `encode` never gives."""
+        """Return the ids that `encode` never returns."""
         return [b + 128 if 97 <= b < 123 else b for b in text.encode()]
 
 
-class TwinRenderer:
-    """`<u>question<a>` and, between two replies, `</a><u>message<a>`."""
+class TwinRenderer(Renderer):
+    """Renderer of `<u>question<a>` and, between two replies, `</a><u>message<a>`."""
 
     stop_token_ids: tuple[int, ...] = (END,)
 
@@ -50,7 +50,7 @@ class TwinRenderer:
         return np.append(self._ids(text), np.int32(END))
 
     def check_multi_turn(self) -> None:
-        """It can."""
+        """Accept several turns."""
 
     def text(self, token_ids: np.ndarray) -> str:
         return self.tokenizer.decode(token_ids.tolist())
@@ -60,14 +60,11 @@ class TwinRenderer:
 
 
 @dataclass(kw_only=True)
-class ScriptedSampler:
-    """Replies in twin ids; each call has a policy version and logprobs of its own.
-
-    A reply that is longer than asked for is cut off.
-    """
+class ScriptedGenerator:
+    """Generator of scripted replies in twin ids; policy version and logprobs differ between calls."""
 
     reply: Callable[[str, SamplingParams, int], str]
-    """What sample `i` of a prompt's text answers."""
+    """Function from a prompt's text and the sample number to the reply."""
     seconds: Callable[[str], float] = lambda prompt: 0.0
     asked: list[tuple[list[int], SamplingParams, str | None]] = field(default_factory=list)
     """Token ids, params and session of each prompt."""
@@ -104,10 +101,10 @@ def _drawn(text: str, version: int, max_tokens: int) -> Completion:
 
 @dataclass(kw_only=True)
 class Counting:
-    """Asks `turns` times more, with messages of its own; counts how often it is closed."""
+    """Environment of `turns` further turns that counts its steps and closes."""
 
     runs_inline: ClassVar[bool] = True
-    """So that its seconds are virtual ones."""
+    """Runs on the event loop, so that its seconds are virtual."""
     problem: Problem
     turns: int = 2
     seconds: float = 0.0
@@ -131,7 +128,7 @@ class Counting:
 
 
 class Factory:
-    """Makes environments of one kind and remembers them."""
+    """Environment factory that keeps the environments it made."""
 
     def __init__(self, kind: Callable[..., Any] = Counting, **settings: Any) -> None:
         self.kind, self.settings = kind, settings
@@ -147,7 +144,7 @@ class Factory:
 
 
 def conversation(*parts: tuple[int, Completion], rewards: Sequence[float] = (), sample: int = 0) -> Rollout:
-    """A rollout whose turns have a prompt of so many tokens (ids 1, 1, ...) and a completion each."""
+    """Return a rollout of turns, each with a prompt length (ids 1, 1, ...) and a completion."""
     given = [*rewards, *[0.0] * (len(parts) - len(rewards))]
     turns = tuple(
         Turn(

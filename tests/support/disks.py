@@ -1,4 +1,4 @@
-"""Disks that are full and folders that may not be written, for real, in a forked copy of this process.
+"""Full disks and read-only folders, for real, in a forked copy of this process.
 
 A disk is a tmpfs in a mount namespace of the copy: root makes one, and so does whoever may make a user
 namespace. Where the kernel allows neither, a limit on the length of files takes its place, which says "File
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.forked import in_copy
+from tests.support.forked import run_in_fork
 
 FULL = "(No space left on device|File too large)"
-"""What a disk of `on_small_disk` says when it is full; a pattern."""
+"""Pattern of the error message on a full disk of `on_small_disk`."""
 NOBODY = 65534
 NEW_MOUNTS, NEW_USER = 0x0002_0000, 0x1000_0000
 NO_SUID, RECURSIVE, PRIVATE = 0x2, 0x4000, 0x4_0000
@@ -30,14 +30,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SmallDisk:
-    """A folder that is a disk of its own, to be filled and freed."""
+    """A folder that is a separate disk, to be filled and freed."""
 
     def __init__(self, folder: Path, *, num_bytes: int) -> None:
         self.folder = folder
         self.is_mounted = mount_small(folder, num_bytes=num_bytes)
 
     def fill(self) -> None:
-        """From now on there is no room, but what is left of pages that files have begun."""
+        """Fill the disk; only the last, partly used pages of existing files have room left."""
         if not self.is_mounted:
             _limit_files(0)
             return
@@ -52,18 +52,18 @@ class SmallDisk:
             _limit_files(resource.RLIM_INFINITY)
 
     def entries(self) -> list[str]:
-        """All files and folders but the filler, by their paths."""
+        """Return the paths of all files and folders except the filler."""
         paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
         return sorted(path for path in paths if path != FILLER)
 
 
 def on_small_disk(function: Callable[[SmallDisk], str], folder: Path, *, num_bytes: int = 1 << 20) -> str:
-    """What `function` answers in a forked copy, in which `folder` is a disk; here it stays empty."""
+    """Return the answer of `function` in a forked copy that sees a small disk mounted on `folder`."""
     return _answer(lambda: function(SmallDisk(folder, num_bytes=num_bytes)))
 
 
-def as_nobody(function: Callable[[], str]) -> str:
-    """What it answers in a forked copy without privileges, to which permissions of files apply."""
+def run_unprivileged(function: Callable[[], str]) -> str:
+    """Return the answer of `function` in an unprivileged forked copy, to which file permissions apply."""
 
     def drop_and_call() -> str:
         if os.geteuid() == 0:
@@ -76,16 +76,17 @@ def as_nobody(function: Callable[[], str]) -> str:
 
 
 def obey_permissions() -> None:
-    """In a new process, before its program: permissions of files apply to it, be it root's.
+    """Make file permissions apply to a new process, even root's, before its program starts.
 
     Another user might not be allowed to read the interpreter.
     """
     for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused where there is no such privilege
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails without the privilege
 
 
 def mount_small(folder: Path, *, num_bytes: int) -> bool:
-    """Mount a tmpfs that only this process and its children see; False where the kernel does not allow it."""
+    """Mount a tmpfs that only this process and its children see; return False if the kernel does not allow
+    it."""
     uid, gid = os.geteuid(), os.getegid()
     if uid != 0 or _libc.unshare(NEW_MOUNTS) != 0:
         if _libc.unshare(NEW_MOUNTS | NEW_USER) != 0:
@@ -106,13 +107,13 @@ def _answer(function: Callable[[], str]) -> str:
         except BaseException:  # noqa: BLE001  (told by the parent)
             return f"raised {traceback.format_exc()}"
 
-    status, answer = in_copy(guarded)
+    status, answer = run_in_fork(guarded)
     assert status == 0, status
     assert not answer.startswith("raised "), answer
     return answer
 
 
 def _limit_files(num_bytes: int) -> None:
-    """As `forked.limit_files`, to be undone."""
+    """Limit the length of files like `forked.limit_files`, until the block ends."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

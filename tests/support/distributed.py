@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process of its own.
+"""Run a function on several gloo ranks, each in a separate process.
 
     results = run_ranks(worker, 4, folder, timeout_s=60)   # [worker(folder) of rank 0, 1, 2, 3]
 
@@ -11,32 +11,28 @@ it takes each of them 3 s otherwise.
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
-import signal
 import socket
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 EXIT_S = 5.0
-"""How long ranks that have answered, or closed their pipe, may take to end by themselves."""
+"""Time for ranks to exit by themselves after they have answered or closed their pipe."""
 _PRELOADED = ["rl.training.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float) -> list[Any]:
-    """Results by rank.
+    """Run the function on all ranks and return the results by rank.
 
     Raises:
-        RuntimeError: with the traceback of the first rank that raised, or the signal or exit status of the
-            one that died, and the Python stacks of its threads if it crashed; the others are killed.
+        RuntimeError: with the traceback of the first rank that raised, or the exit code of the one that died; the
+            others are killed.
         TimeoutError: naming the ranks that had not answered.
     """
     context = multiprocessing.get_context("forkserver")
@@ -44,37 +40,28 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     port = free_port()
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
-    with tempfile.TemporaryDirectory() as folder:
-        stacks = [Path(folder, f"rank{rank}") for rank in range(num_ranks)]
-        try:
-            for rank in range(num_ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                process: BaseProcess = context.Process(
-                    target=_child,
-                    args=(function, args, rank, num_ranks, port, theirs, stacks[rank]),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            results = _collect(pipes, processes, stacks, name=function.__name__, timeout_s=timeout_s)
-            for process in processes:
-                process.join(EXIT_S)  # Killed, they would leave their semaphores in /dev/shm.
-            return results
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process: BaseProcess = context.Process(
+                target=_child, args=(function, args, rank, num_ranks, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        results = _collect(pipes, processes, name=function.__name__, timeout_s=timeout_s)
+        for process in processes:
+            process.join(EXIT_S)  # Killed ranks would leave their semaphores in /dev/shm.
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _collect(
-    pipes: list[Connection],
-    processes: list[BaseProcess],
-    stacks: list[Path],
-    *,
-    name: str,
-    timeout_s: float,
+    pipes: list[Connection], processes: list[BaseProcess], *, name: str, timeout_s: float
 ) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
@@ -89,25 +76,13 @@ def _collect(
             try:
                 error, results[rank] = pipe.recv()
             except EOFError:
-                how = _how_it_died(processes[rank], stacks[rank])
-                raise RuntimeError(f"{name}: rank {rank} died {how}") from None
+                processes[rank].join(EXIT_S)
+                raise RuntimeError(
+                    f"{name}: rank {rank} died with exit code {processes[rank].exitcode}"
+                ) from None
             if error is not None:
                 raise RuntimeError(f"{name}: rank {rank} raised\n{error}")
     return [results[rank] for rank in range(len(pipes))]
-
-
-def _how_it_died(process: BaseProcess, stacks: Path) -> str:
-    """Such as `of SIGSEGV`, and where each of its threads was."""
-    process.join(EXIT_S)
-    status = process.exitcode
-    if status is None:
-        how = f"to us: it closed its pipe, but did not exit in {EXIT_S:g} s"
-    elif status < 0:
-        how = f"of {signal.Signals(-status).name}"
-    else:
-        how = f"with exit status {status}"
-    told = stacks.read_text(errors="replace") if stacks.exists() else ""
-    return f"{how}\n{told}".rstrip()
 
 
 def _child(
@@ -117,11 +92,7 @@ def _child(
     num_ranks: int,
     port: int,
     pipe: Connection,
-    stacks: Path,
 ) -> None:
-    # Not to stderr: that is wherever the fork server's went as the first test started it.
-    crashed = stacks.open("w")
-    faulthandler.enable(crashed)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {
         "RANK": str(rank),

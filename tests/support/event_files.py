@@ -1,4 +1,4 @@
-"""Event files as TensorBoard reads them."""
+"""Event files, read as TensorBoard reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """[(step, value)] by tag."""
+    """Return [(step, value)] by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder), size_guidance={"scalars": 0})

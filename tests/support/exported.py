@@ -1,4 +1,4 @@
-"""What others make of a Hugging Face folder that we wrote."""
+"""Hugging Face folders written by relay, read by other libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ main(json.loads(sys.argv[1]), *sys.argv[2:])
 
 
 def ask_vllm(*folders: Path) -> list[dict[str, Any]]:
-    """What vLLM makes of `TEXTS` with each folder's model."""
+    """Return vLLM's results on `TEXTS` with each folder's model."""
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -68,7 +68,7 @@ def our_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
     config = spec.from_hf_config(opened.config)
     model = config.build()
     adapter = spec.adapter(config)
-    # Buffers, such as a router's bias, may be absent.
+    # Buffers, such as a router's bias, may be missing.
     names = opened.present(model.state_dict(), adapter)
     assert {name for name, _ in model.named_parameters()} <= set(names)
     model.load_state_dict(dict(read_parameters(opened, adapter, names)), strict=False)

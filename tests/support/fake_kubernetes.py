@@ -1,4 +1,4 @@
-"""The part of Kubernetes' API that makes, shows and deletes custom resources: an HTTP server here."""
+"""HTTP server for the part of the Kubernetes API that creates, reads and deletes custom resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Cluster(ThreadingHTTPServer):
-    """`resources` has what is there by its path; `requests` what was asked, as method and path."""
+    """Fake cluster: `resources` by path, and `requests` as (method, path)."""
 
     daemon_threads = True
 
@@ -22,7 +22,7 @@ class Cluster(ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
 
     def kubeconfig(self, folder: Path) -> Path:
-        """A file that leads here."""
+        """Write a kubeconfig for this server and return its path."""
         path = folder / "kubeconfig"
         server = f"http://127.0.0.1:{self.server_address[1]}"
         config = {

@@ -1,4 +1,4 @@
-"""SLURM's commands, as far as Monarch's SlurmJob uses them, with nodes that are addresses of this machine.
+"""Fake SLURM commands for Monarch's SlurmJob; the nodes are loopback addresses of this machine.
 
     folder = write_commands(tmp_path / "bin")      # to be put first on the PATH
 
@@ -32,7 +32,7 @@ def write_commands(folder: Path) -> Path:
 
 
 def nodes(folder: Path) -> list[str]:
-    """Of the submitted job: loopback addresses, one a node."""
+    """Return the loopback addresses of the submitted job, one for each node."""
     number = re.search(r"#SBATCH --nodes=(\d+)", (folder / "script").read_text())
     assert number is not None
     return [f"127.0.0.{2 + i}" for i in range(int(number[1]))]
@@ -52,7 +52,7 @@ def srun(folder: Path, command: list[str]) -> None:
     python, option, code = command
     workers = [
         subprocess.Popen(
-            # A node's name is what it calls itself.
+            # The hostname of a node is its address.
             [python, option, code.replace("socket.gethostname()", repr(node))],
             env={**os.environ, "SLURM_NODEID": str(number)},
         )

@@ -1,4 +1,4 @@
-"""In-process implementations of the protocols, without a model: they record what they were asked."""
+"""Model-free fakes of the protocols that record their calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 
 from losses.types import Loss
 from rl.observability.metrics import Record, reduced
-from rl.protocols import Sampler
+from rl.protocols import TokenGenerator
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.episodes import Episodes
+from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer, render_prompt
 from rl.rollouts.rubric import Rubric
-from rl.rollouts.settings import EpisodeLimits
 from rl.types import (
     Completion,
     ForwardBackwardResult,
@@ -35,15 +34,17 @@ from rl.types import (
 
 
 class ByteTokenizer:
-    """Bytes as token ids, 0 ends a turn; what a renderer needs of a tokenizer."""
+    """Byte tokenizer for renderers; token 0 ends a turn."""
 
     eos_token_id = 0
     eos_token = "\0"
+    name_or_path = "the test"
+    chat_template = "in Python"
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        """What is said to the model in angle brackets, its replies as they are."""
+        """Return messages to the model in angle brackets, and replies of the model unchanged."""
         return "".join(
             f"{m['content']}\0" if m["role"] == "assistant" else f"<{m['content']}>" for m in messages
         )
@@ -67,32 +68,32 @@ RENDERER = make_renderer(
 
 
 def prompt_of(problem: Problem, *, renderer: Renderer = RENDERER, max_tokens: int = 64) -> Prompt:
-    """Its question, said by the user."""
+    """Return the prompt of a problem's question."""
     messages = [Message(role="user", content=problem.question)]
     return render_prompt(problem, messages, renderer=renderer, max_tokens=max_tokens)
 
 
 @dataclass(kw_only=True)
 class FakePolicy:
-    """Sampler, learner and publisher of one made-up policy, with the order of their calls.
+    """Generator, trainer and publisher of one scripted policy, with a list of all calls.
 
     Step n has a gradient norm of n.
     """
 
     reply: Callable[[str, int], str]
-    """What sample `i` of a prompt's text answers."""
+    """Function from a prompt's text and the sample number to the reply."""
     logprob_diff: float = 0.0
     version: int = 0
     served_version: int = 0
     calls: list[str] = field(default_factory=list)
     trained: list[list[TrainingSample]] = field(default_factory=list)
     asked: list[bool | Sequence[int]] = field(default_factory=list)
-    """Of whose logprobs, with each gradient."""
+    """`return_logprobs` of each call of `forward_backward`."""
     sampled: list[SamplingParams] = field(default_factory=list)
     saved: list[tuple[LoopPosition | None, bool, bool]] = field(default_factory=list)
     """Position, `model_only` and `wait` of each save."""
     attached: list[dict[str, bytes]] = field(default_factory=list)
-    """Of each save."""
+    """Attachments of each save."""
 
     async def generate(
         self,
@@ -119,7 +120,7 @@ class FakePolicy:
         ]
 
     async def abort(self) -> int:
-        return 0  # Nothing is ever under way.
+        return 0  # completions never wait
 
     async def forward_backward(
         self,
@@ -128,7 +129,7 @@ class FakePolicy:
         loss: Loss | None = None,
         return_logprobs: bool | Sequence[int] = False,
     ) -> ForwardBackwardResult:
-        """Its logprobs are -1 - `logprob_diff`."""
+        """Return a result whose logprobs are -1 - `logprob_diff`."""
         self.calls.append("forward_backward")
         self.trained.append(list(samples))
         self.asked.append(return_logprobs)
@@ -153,7 +154,7 @@ class FakePolicy:
         )
 
     def logprobs_of(self, sample: TrainingSample) -> np.ndarray:
-        """[T] float32, what the learner says of a sample."""
+        """Return the trainer's logprobs of a sample, [T] float32."""
         return np.full(len(sample.token_ids), -1.0 - self.logprob_diff, dtype=np.float32)
 
     async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
@@ -197,8 +198,8 @@ class FakePolicy:
 
 
 @dataclass(kw_only=True)
-class RubricScorer:
-    """Scores in place."""
+class RubricRewarder:
+    """Rewarder that scores in this process."""
 
     rubric: Rubric
 
@@ -207,25 +208,25 @@ class RubricScorer:
 
 
 def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str | None = None) -> Rollout:
-    """Of one turn; its text is the completion's bytes where none is given."""
+    """Return a rollout of one turn; the text defaults to the completion's bytes."""
     if text is None:
         text = bytes(t for t in made.token_ids.tolist() if t).decode()
     turn = Turn(messages=(), prompt_ids=prompt.token_ids, completion=made, text=text)
     return Rollout(prompt=prompt, sample=sample, turns=(turn,))
 
 
-def episodes_of(sampler: Sampler, *, renderer: Renderer, **settings: Any) -> Episodes:
-    """Of a single turn and at most 96 tokens, where `settings` say nothing else."""
+def episodes_of(generator: TokenGenerator, *, renderer: Renderer, **settings: Any) -> Episodes:
+    """Return episodes of a single turn and at most 96 tokens, unless `settings` differ."""
     given: dict[str, Any] = {
         "environment": SingleTurn.of,
         "limits": EpisodeLimits(),
         "max_tokens": 96,
     }
-    return Episodes(sampler=sampler, renderer=renderer, **given | settings)
+    return Episodes(generator=generator, renderer=renderer, **given | settings)
 
 
 class ListSink:
-    """Keeps records as numbers."""
+    """Sink that keeps the numbers of each record."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, float | None]] = []
@@ -235,14 +236,14 @@ class ListSink:
         return len(self.records)
 
     async def flush_to_disk(self) -> None:
-        """There is none."""
+        """Do nothing: records are kept in memory."""
 
     def write(self, record: Record) -> None:
         self.records.append({name: reduced(metric) for name, metric in record.items()})
 
 
 def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> Completion:
-    """A completion of the text's bytes and the end token, logprob -1 each."""
+    """Return a completion of the text's bytes and the end token, each with logprob -1."""
     token_ids = np.array([*text.encode(), 0], dtype=np.int32)
     return Completion(
         token_ids=token_ids,
@@ -253,7 +254,7 @@ def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> C
 
 
 def continued(old: Completion, new: Completion) -> Completion:
-    """`old`, with the tokens of `new` that it has not yet."""
+    """Return `old`, extended by the tokens of `new` if `old` was aborted."""
     if old.finish_reason != "abort":
         return old
     num_old = len(old.token_ids)

@@ -1,4 +1,4 @@
-"""Registry functions of runs that go wrong on purpose, and the components that make them."""
+"""Registry functions for runs with a planted fault, and their faulty components."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 from actors.controller import Controller
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
-from losses.grpo import GRPOLoss
+from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import SumDigits, is_correct
-from rl.training.checkpointer import Checkpointer
+from rl.training.checkpoint import Checkpointer
 from rl.training.engine import TrainingEngine
 from rl.types import Rollout
 
 
 def short() -> Controller.Config:
-    """Three steps of a random model, nothing warmed up."""
+    """Train a random model for three steps without a warm-up."""
     config = tiny()
     config.warmup = None
     config.task = SumDigits.Config(num_integers=2, num_eval=8)
     config.loop.num_steps = 3
-    config.loop.num_prompts, config.loop.num_samples = 8, 4
+    config.loop.groups_per_batch, config.loop.group_size = 8, 4
     config.loop.eval_every = 0
     config.trainer.num_threads = config.generator.num_threads = 1
     config.timeouts.close_s = 10.0
@@ -37,7 +37,7 @@ def short() -> Controller.Config:
 
 @dataclass(kw_only=True, slots=True)
 class NaNLoss(GRPOLoss):
-    """Not a number from its second call on."""
+    """Loss that is NaN from the second call on."""
 
     num_calls: int = 0
 
@@ -50,19 +50,20 @@ class NaNLoss(GRPOLoss):
 
 
 class SlowDisk(Checkpointer):
-    """Takes its time to write."""
+    """Checkpointer with slow writes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Checkpointer.Config):
         pass
 
-    def _write(self, *args: Any, **kwargs: Any) -> None:
+    def _publish(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(4.0)
-        super()._write(*args, **kwargs)
+        super()._publish(*args, **kwargs)
 
 
 def nan_loss() -> Controller.Config:
-    """With a checkpoint of the step before it on its way, for longer than actors have to end."""
+    """Fail while the checkpoint of the step before is being written, for longer than the actors' exit
+    limit."""
     config = short()
     config.trainer.loss = NaNLoss()
     config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")
@@ -70,17 +71,8 @@ def nan_loss() -> Controller.Config:
     return config
 
 
-def saving() -> Controller.Config:
-    """Always at a checkpoint."""
-    config = short()
-    assert isinstance(config.task, SumDigits.Config)
-    config.task.reward = "noise"
-    config.trainer.checkpoint = SlowDisk.Config(interval=1, async_mode="async")
-    return config
-
-
 class FrozenPushTrainer(PolicyTrainer):
-    """Trains, but always pushes the weights it started from: a broken sync."""
+    """Trainer that always pushes the initial weights, as a broken weight sync does."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyTrainer.Config):
@@ -105,39 +97,16 @@ class _FrozenPush(TrainingEngine):
 
 
 def broken_sync() -> Controller.Config:
-    """A reward of noise gives a gradient to random weights too."""
+    """Train on a random reward, which gives a gradient to random weights too."""
     config = short()
     assert isinstance(config.task, SumDigits.Config)
     config.task.reward = "noise"
     config.loop.num_steps = 6
     config.loop.max_logprob_diff = math.inf
-    config.canary.enable = False
+    config.parity.enable = False
     config.trainer.lr_scheduler.warmup_steps = 0
     shared = {f.name: getattr(config.trainer, f.name) for f in fields(config.trainer)}
     config.trainer = FrozenPushTrainer.Config(**shared)
-    return config
-
-
-class RaisesLater(SumDigits):
-    """A rubric that passes its trial before the start, and raises on what the model writes."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SumDigits.Config):
-        pass
-
-    def rubric(self, *, seed: int) -> Rubric:
-        return Rubric(criteria=(Criterion(name="picky", function=_raise_later),), correct=is_correct)
-
-
-def _raise_later(rollout: Rollout) -> float:
-    if rollout.text not in (rollout.prompt.problem.demonstration, "", "?"):
-        raise KeyError("no such rollout")
-    return 0.0
-
-
-def raising_reward() -> Controller.Config:
-    config = short()
-    config.task = RaisesLater.Config(num_integers=2, num_eval=8)
     return config
 
 
@@ -160,4 +129,4 @@ def nan_reward() -> Controller.Config:
     return config
 
 
-__all__: Sequence[str] = ["broken_sync", "nan_loss", "nan_reward", "raising_reward", "saving", "short"]
+__all__: Sequence[str] = ["broken_sync", "nan_loss", "nan_reward", "short"]

@@ -1,4 +1,5 @@
-"""The actors of a run that also tell with how many threads they compute, and what a rubric sees."""
+"""Actors of a run that also report their numbers of compute threads, and a rubric that reports its
+process."""
 
 from __future__ import annotations
 
@@ -16,21 +17,21 @@ from actors.trainer import PolicyTrainer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.types import Rollout
 from rl.weights.store import WeightStore
-from rl.weights.volumes import BatchVolume, RankStrategy
+from rl.weights.volume import Volume
 
 
-class AskedTrainer(PolicyTrainer):
+class InspectedTrainer(PolicyTrainer):
     @dataclass(kw_only=True, slots=True)
     class Config(PolicyTrainer.Config):
         pass
 
     @endpoint
     async def num_compute_threads(self) -> tuple[int, int]:
-        """Of the engine's thread, and of the actor's."""
+        """Return the numbers of threads in the engine's and in the actor's thread."""
         return await self._compute(torch.get_num_threads), torch.get_num_threads()
 
 
-class AskedGenerator(VLLMGenerator):
+class InspectedGenerator(VLLMGenerator):
     @dataclass(kw_only=True, slots=True)
     class Config(VLLMGenerator.Config):
         pass
@@ -41,12 +42,13 @@ class AskedGenerator(VLLMGenerator):
 
     @endpoint
     async def misuse_next_pull(self, how: str) -> None:
-        """stale: pull the version before; aside: pull into tensors that the engine does not use."""
+        """Break the next pull: `stale` pulls the previous version, `aside` fills tensors that the engine does
+        not use."""
         self.store = _Misused(self, how)  # type: ignore[assignment]
 
 
 class _Misused:
-    """Takes the store's place for one pull."""
+    """Weight store that breaks one pull."""
 
     def __init__(self, generator: VLLMGenerator, how: str) -> None:
         self.generator = generator
@@ -61,14 +63,14 @@ class _Misused:
         return await self.store.pull(version=version, state_dict=aside)
 
 
-class AskedVolume(BatchVolume):
+class InspectedVolume(Volume):
     @endpoint
     async def num_compute_threads(self) -> int:
         return torch.get_num_threads()
 
 
-class AskedStore(WeightStore):
-    """With one more volume in each process, to be asked."""
+class InspectedStore(WeightStore):
+    """Store with an additional volume in each process that answers questions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(WeightStore.Config):
@@ -78,11 +80,11 @@ class AskedStore(WeightStore):
 
     async def start(self, mesh: ProcMesh) -> None:
         await super().start(mesh)
-        self.asked = mesh.spawn("asked_volume", AskedVolume, RankStrategy.get_volume_id)
+        self.asked = mesh.spawn("asked_volume", InspectedVolume)
 
 
 def rubric() -> Rubric:
-    """The sample's number, weighing 1, and the process that scored, weighing 0."""
+    """Return the sample's number with weight 1, and the scoring process with weight 0."""
     criteria = (
         Criterion(name="sample", function=_sample),
         Criterion(name="process", function=_process, weight=0.0),

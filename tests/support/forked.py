@@ -1,4 +1,4 @@
-"""A copy of this process that is killed, or runs out of disk, on purpose."""
+"""Forked copies of this process that are killed or run out of disk space."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 from collections.abc import Callable
 
 
-def in_copy(function: Callable[[], str]) -> tuple[int, str]:
-    """Run `function` in a forked copy; its exit status (minus the signal that killed it), and its answer.
+def run_in_fork(function: Callable[[], str]) -> tuple[int, str]:
+    """Run `function` in a forked copy; return the exit status (negative for a signal) and the answer.
 
     The parent must have no threads that hold locks: none that the copy needs.
     """
@@ -31,7 +31,7 @@ def in_copy(function: Callable[[], str]) -> tuple[int, str]:
 
 
 def die_at_flush(number: int) -> None:
-    """From now on this process is killed as it asks the disk for the `number`th time to keep a file."""
+    """Kill this process at the `number`th time that it flushes a file to the disk."""
     flush, remaining = os.fsync, number
 
     def counted(descriptor: int) -> None:
@@ -45,6 +45,6 @@ def die_at_flush(number: int) -> None:
 
 
 def limit_files(num_bytes: int) -> None:
-    """From now on this process writes no file longer than that: to it, a full disk."""
+    """Limit the length of the files that this process writes, which acts like a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))

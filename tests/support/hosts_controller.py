@@ -1,8 +1,9 @@
-"""A controller with simulated hosts, to be ended somehow: `... -m tests.support.hosts_controller HOW HOSTS`.
+"""Controller with simulated hosts that ends in a given way: `... -m tests.support.hosts_controller HOW
+HOSTS`.
 
 It starts a role on two hosts and one on a third, prints one JSON line with the pids of everything below it
-and with what the actors know of their place, then does HOW: `raise`, `wait` for a signal, or `die`: a trainer
-process on the second host exits, and the error goes to stdout.
+and with what the actors know of their place, then does HOW: `wait` for a signal, or `die`: a trainer process
+on the second host exits, and the error goes to stdout.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 import sys
 import time
 
-from actors import launch, members, processes
-from actors.calls import ActorCallError, ActorGroup, Timeouts
-from actors.launch_config import LaunchConfig, SlurmConfig
-from actors.placement import Processes, place
+from actors import launch, members
+from actors.calls import ActorCallError, ActorGroup
+from actors.config import LaunchConfig, SlurmConfig, Timeouts
+from actors.processes import with_descendants
+from rl.utils import processes
 from tests.support.launch_controller import Holder
+from tests.support.placed import placed
 
 LAUNCHES = {
     "process": LaunchConfig(hosts="process", trainer_hosts=2),
@@ -29,20 +32,19 @@ LAUNCHES = {
         slurm=SlurmConfig(port=members.free_port(), log_folder=os.environ.get("LOG_FOLDER", "")),
     ),
 }
-ROLES = Processes(
-    trainer=4, trainer_threads=3, num_replicas=1, tensor_parallel_degree=1, generator_threads=2, reward=1
-)
+ROLES = {"trainer": 4, "trainer_threads": 3, "generator_threads": 2}
 TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "RELAY_ROLE", "A")
 
 
 async def main(how: str, where: str) -> None:
     config = LAUNCHES[where]
-    placement = place(config, ROLES, num_gpus=0)
-    hosts = await launch.start_hosts(config, placement)
+    placement = placed(config, **ROLES)
+    launcher = launch.Launcher()
+    hosts = await launcher.start_hosts(config, placement)
     trainer, generator = placement.trainer, placement.generators[0]
-    meshes = await asyncio.gather(
+    roles = await asyncio.gather(
         *(
-            launch.spawn_role(
+            launcher.spawn_role(
                 at.role,
                 num_procs=at.procs_per_host,
                 threads=at.threads,
@@ -52,8 +54,8 @@ async def main(how: str, where: str) -> None:
             for at in (trainer, generator)
         )
     )
-    await launch.setup_process_group_env(meshes[0])
-    holders = [mesh.spawn("holder", Holder) for mesh in meshes]
+    await launch.setup_process_group_env(roles[0])
+    holders = [role.mesh.spawn("holder", Holder) for role in roles]
     environments = [
         {name: env.get(name) for name in TOLD}
         for holder in holders
@@ -62,17 +64,15 @@ async def main(how: str, where: str) -> None:
     held = [answer for holder in holders for _, answer in (await holder.hold.call()).items()]
     this = processes.identify(os.getpid())
     assert this is not None
-    below = [process.pid for process in processes.with_descendants([this]) if process != this]
+    below = [process.pid for process in with_descendants([this]) if process != this]
     run = {"pids": below, "files": [file for _, file in held], "environments": environments}
     run["actors"] = [pid for pids, _ in held for pid in pids]
     print(json.dumps(run), flush=True)
-    if how == "raise":
-        raise RuntimeError("as asked")
     if how == "die":
         on_second = ActorGroup(name="trainer", mesh=holders[0].slice(hosts=1, procs=0), timeouts=Timeouts())
         started = time.monotonic()
         try:
-            await on_second.call("exit_now", limit="train_s")
+            await on_second.call("exit_now", limit_s=600.0)
         except ActorCallError as error:
             print(json.dumps([str(error), time.monotonic() - started]), flush=True)
         return

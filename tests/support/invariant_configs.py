@@ -1,4 +1,4 @@
-"""A registry module for the tests: short runs in the batch-invariant mode."""
+"""Registry module with short batch-invariant runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.faulty_configs import short
 
 
 def short_noise() -> Controller.Config:
-    """Rewards by chance, so that a random model has something to learn at once."""
+    """Train on random rewards, from which a random model learns at once."""
     config = short()
     config.batch_invariant = True
     config.task = SumDigits.Config(num_integers=2, num_eval=8, reward="noise")

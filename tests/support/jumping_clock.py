@@ -1,4 +1,4 @@
-"""A wall clock that jumps by hours every second, for a process and all that it starts, below Python.
+"""Wall clock that jumps by hours every second, for a process and its children, below Python.
 
 A library that is loaded before libc answers for it: what reads the wall clock, in whatever language, gets
 one that is hours ahead or behind, and another one a second later. Waits until a time of the wall clock take
@@ -91,7 +91,7 @@ int pthread_mutex_timedlock(pthread_mutex_t *restrict mutex, const struct timesp
 
 
 def jumping_clock(folder: Path) -> dict[str, str]:
-    """The environment in which the wall clock jumps; the library is made in `folder`."""
+    """Build the library in `folder` and return the environment in which the wall clock jumps."""
     source, library = folder / "jumping_clock.c", folder / "jumping_clock.so"
     source.write_text(SOURCE % {"hours": ", ".join(map(str, HOURS))})
     compile_it = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lpthread"]

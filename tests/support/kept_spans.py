@@ -1,4 +1,4 @@
-"""What this process does within a test, kept as its spans."""
+"""Recording of this process's spans within a test."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl.observability.activity import THIS_PROCESS
-from rl.observability.span_file import SPANS_FOLDER, SpanFile
+from rl.observability.spans import RECORDER, SPANS_FOLDER, SpanLog
 
 
 @contextmanager
 def kept_spans(logs: Path) -> Iterator[None]:
-    """Within it; afterwards `rl.observability.spans.read_spans(logs)` has them all."""
-    path = logs / SPANS_FOLDER / "test-0.jsonl"
-    THIS_PROCESS.keep_spans(SpanFile(path, role="test", rank=0, max_bytes=1 << 20))
+    """Record ended spans, for `rl.observability.span_reader.read_spans(logs)` afterwards."""
+    RECORDER.log = SpanLog(logs / SPANS_FOLDER / "test-0.jsonl", max_bytes=1 << 20)
     try:
         yield
     finally:
-        THIS_PROCESS.keep_spans(None)
+        RECORDER.stop()

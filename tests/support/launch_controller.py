@@ -1,10 +1,9 @@
-"""A controller to be ended in every way: `python -m tests.support.launch_controller HOW`.
+"""Controller that ends in a given way: `python -m tests.support.launch_controller HOW`.
 
 It starts two roles, prints one JSON line with the pids and shared-memory files of the run, then
-does HOW: `return`, `raise`, `wait` for a signal, `hear` a first one and save for ever, `hear and save` (the
-same, and be done with it), `stuck` (waiting, with an actor that blocks), `crash` (an actor process is killed,
-so that its child has no parent, before the run returns), or `broken` (a third role does not come up before
-the run returns).
+does HOW: `wait` for a signal, `hear` a first one and save for ever, `hear and save` (the same, and be done with
+it), `stuck` (waiting, with an actor that blocks), or `break`: an actor process is killed, so that its child has
+no parent, a third role does not come up, and the run raises an error.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from pathlib import Path
 
 from monarch.actor import Actor, endpoint
 
-from actors import launch, processes
-from rl.stop_request import StopAskedError, StopRequest
+from actors import launch
+from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.utils import processes
 
 
 class Holder(Actor):
-    """Holds what could be left behind: a child process, and a shared-memory file."""
+    """Actor that holds a child process and a shared-memory file, which must not be left behind."""
 
     @endpoint
     async def hold(self) -> tuple[list[int], str]:
@@ -50,25 +50,23 @@ class Holder(Actor):
 
 
 async def main(how: str, stop: StopRequest) -> None:
-    meshes = await asyncio.gather(
-        launch.spawn_role("first", num_procs=1), launch.spawn_role("second", num_procs=1)
-    )
+    launcher = launch.Launcher()
+    roles = await asyncio.gather(*(launcher.spawn_role(name, num_procs=1) for name in ("first", "second")))
+    meshes = [role.mesh for role in roles]
     held = [await mesh.spawn("holder", Holder).hold.call_one() for mesh in meshes]
     pids = [pid for pids, _ in held for pid in pids]
     print(json.dumps({"pids": pids, "files": [file for _, file in held]}), flush=True)
-    if how == "crash":
+    if how == "break":
         crashed = processes.identify(pids[0])
         assert crashed is not None
         processes.kill(crashed)
         while processes.is_alive(crashed):
             await asyncio.sleep(0.01)
-        # Of a process that is dead nobody knows what it had mapped.
+        # The memory mappings of a dead process are unknown.
         Path(held[0][1]).unlink()
-    if how == "broken":
-        third = launch.spawn_role("third", num_procs=1, env={"PYTHONHOME": "/nowhere"})
+        third = launcher.spawn_role("third", num_procs=1, env={"PYTHONHOME": "/nowhere"})
         failures = await asyncio.gather(third, return_exceptions=True)
         assert "failed to configure process" in str(failures[0])
-    if how == "raise":
         raise RuntimeError("as asked")
     if how == "stuck":
         await meshes[0].spawn("stuck", Holder).block.call()
@@ -79,12 +77,12 @@ async def main(how: str, stop: StopRequest) -> None:
 
 
 async def train(stop: StopRequest, *, save_s: float) -> None:
-    """As a loop does that is stopped while it waits for a batch."""
+    """Behave like a loop that is stopped while it waits for a batch."""
     try:
-        with stop.heard(lambda: "saving"):
+        with stop.listening(lambda: "saving"):
             print("training", flush=True)
-            await stop.cutting_short(asyncio.sleep(600))
-    except StopAskedError:
+            await stop.interrupting(asyncio.sleep(600))
+    except StopRequestedError:
         print("saves", flush=True)
         await asyncio.sleep(save_s)
         print("saved", flush=True)

@@ -1,68 +1,47 @@
-"""A test session leaves no process and no shared-memory file behind: hooks that fail it if it does.
+"""pytest hooks that fail a session which leaves a process or a shared-memory file behind.
 
-A process is the session's when it descends from it, or when it carries the session's mark in its
-environment: whoever loses its parent is handed to init, and only the mark still tells.
+A process is the session's when it descends from it, or when it carries the session's mark in its environment:
+a process that loses its parent is handed to init, and only the mark still tells.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 MARK = "RELAY_TEST_SESSION"
 GRACE_S = 10.0
-"""How long the last ones may take to end after the last test."""
+"""Time that the last processes may take to exit after the last test."""
 SHARED_MEMORY = Path("/dev/shm")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
-"""Belong to the interpreter itself and end with it."""
+"""Processes of the interpreter itself, which exit with it."""
 
 
 class LeakError(Exception):
-    """What a session left behind, by name."""
+    """Names of the processes and files that a session left behind."""
 
 
 def find_session_processes(mark: str) -> dict[int, str]:
-    """Command line by pid of every living process of this session but this one."""
-    parents: dict[int, int] = {}
-    marked: set[int] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        # It may end while it is looked at.
-        with contextlib.suppress(OSError):
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state in "ZX":
+    """Return the command line by pid of all living processes of this session except this one."""
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    found: dict[int, str] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or process.pid == os.getpid():
                 continue
-            parents[int(folder.name)] = int(parent)
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                marked.add(int(folder.name))
-    found = {pid for pid in parents if pid in marked or _descends(pid, parents)} - {os.getpid()}
-    commands = {pid: _read_command(pid) for pid in sorted(found)}
-    return {pid: text for pid, text in commands.items() if text and not any(h in text for h in HELPERS)}
-
-
-def _descends(pid: int, parents: dict[int, int]) -> bool:
-    while pid in parents:
-        pid = parents[pid]
-        if pid == os.getpid():
-            return True
-    return False
-
-
-def _read_command(pid: int) -> str:
-    """Empty for a process that has ended; its bare name where it has no arguments (yet), as in an exec."""
-    process = Path(f"/proc/{pid}")
-    try:
-        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        name, _, rest = (process / "stat").read_text(errors="replace").rpartition(")")
-    except OSError:
-        return ""
-    return "" if rest.split()[0] in "ZX" else command or f"[{name.partition('(')[2]}]"
+            if process.pid in children or process.environ().get(MARK) == mark:
+                # A process has no arguments in the middle of an exec.
+                command = " ".join(process.cmdline()) or f"[{process.name()}]"
+                if not any(helper in command for helper in HELPERS):
+                    found[process.pid] = command
+    return found
 
 
 def list_shared_memory() -> set[str]:
@@ -70,7 +49,7 @@ def list_shared_memory() -> set[str]:
 
 
 def drop_files_of_others(names: Iterable[str], *, own: Iterable[int]) -> set[str]:
-    """Without the files that a process outside of `own` has mapped or open: another program's."""
+    """Return the names without files that a process outside of `own` has mapped or opened."""
     left = set(names)
     for folder in Path("/proc").glob("[0-9]*") if left else ():
         if int(folder.name) not in set(own):
@@ -86,61 +65,41 @@ def _holds(process: Path, path: str) -> bool:
     return False
 
 
-def wait_for_none(find: Callable[[], dict[int, str]], *, deadline_s: float) -> dict[int, str]:
-    """What is still found at the deadline."""
-    end = time.monotonic() + deadline_s
-    while (found := find()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return found
-
-
 def check_nothing_left(*, mark: str, shared_memory_before: set[str], grace_s: float) -> None:
-    """End what is left of the session's processes, and name it.
-
-    Raises:
-        LeakError: naming every process and file.
-    """
-    processes = wait_for_none(lambda: find_session_processes(mark), deadline_s=grace_s)
+    """Kill the remaining processes of the session, and raise a LeakError that lists them."""
+    deadline = time.monotonic() + grace_s
+    while (processes := find_session_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     own = {os.getpid(), *processes}
     files = drop_files_of_others(list_shared_memory() - shared_memory_before, own=own)
     for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    lines = [f"process {pid}: {text}" for pid, text in processes.items()]
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(pid).kill()
+    lines = [f"process {pid}: {text}" for pid, text in sorted(processes.items())]
     lines += [f"shared-memory file {SHARED_MEMORY / name}" for name in sorted(files)]
     if lines:
         raise LeakError("the test session left behind:\n  " + "\n  ".join(lines))
 
 
-_shared_memory_before = pytest.StashKey[set[str]]()
-_mark = pytest.StashKey[str]()
-
-
-def is_worker(session: pytest.Session) -> bool:
-    """Of pytest-xdist: the session that started it looks at the end, and its mark is inherited."""
-    return hasattr(session.config, "workerinput")
+_before = pytest.StashKey[tuple[str, set[str]]]()
+"""The session's mark, and the names in shared memory at its start."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if is_worker(session):
-        return
-    mark = uuid.uuid4().hex
-    # A session inside a test has its own mark; what it leaves is then found by its own check.
-    os.environ[MARK] = mark
-    session.config.stash[_mark] = mark
-    session.config.stash[_shared_memory_before] = list_shared_memory()
+    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist leaves the check to its parent
+        os.environ[MARK] = uuid.uuid4().hex
+        session.config.stash[_before] = os.environ[MARK], list_shared_memory()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """After the teardown of the session's fixtures, and the end of its workers."""
+    """Run after the teardown of the session's fixtures and the end of its workers."""
     yield
-    if is_worker(session):
+    if _before not in session.config.stash:
         return
-    stash = session.config.stash
-    before = stash[_shared_memory_before]
+    mark, shared_memory = session.config.stash[_before]
     try:
-        check_nothing_left(mark=stash[_mark], shared_memory_before=before, grace_s=GRACE_S)
+        check_nothing_left(mark=mark, shared_memory_before=shared_memory, grace_s=GRACE_S)
     except LeakError as error:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -1,4 +1,4 @@
-"""A loop over fakes, with small settings."""
+"""Loops over fakes with small settings."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
-from rl.loop import Loop, Seams, Watch
-from rl.loop_state import LoopState
+from rl.loop.loop import Loop, Watch
+from rl.loop.rollouts import RolloutSetup
+from rl.loop.state import LoopState, StepCheckpoints
+from rl.loop.stop_request import StopRequest
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Rubric
-from rl.step_checkpoints import StepCheckpoints
-from rl.stop_request import StopRequest
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import LoopPosition, Problem
-from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricScorer
+from tests.support.fakes import RENDERER, FakePolicy, ListSink, RubricRewarder
 from tests.support.virtual_time import run_in_virtual_time
 
 PROBLEM = make_problem([12, 34])  # its digits sum to 10
@@ -30,7 +30,7 @@ def half_right(prompt: str, sample: int) -> str:
 
 @dataclass(kw_only=True)
 class ListedTask:
-    """Given problems; the loop asks no task for its rubric."""
+    """Task with a given list of problems."""
 
     train: Iterator[Problem]
     held_out: Sequence[Problem]
@@ -69,34 +69,34 @@ def make_loop(
     drawn_with: str = "",
     **config: Any,
 ) -> tuple[Loop, ListSink]:
-    """The loop, and where its records go; its checkpoints count those of a `sink` that is given."""
+    """Return a loop and its sink; checkpoints count the records of a given `sink`."""
     records, sink = sink, sink or ListSink()
     state = LoopState(position=state) if isinstance(state, LoopPosition) else state
-    settings = {"num_steps": 1, "num_prompts": 2, "num_samples": 4, "eval_every": 0} | config
+    settings = {"num_steps": 1, "groups_per_batch": 2, "group_size": 4, "eval_every": 0} | config
     loop: Loop = Loop.Config(**settings).build(
-        seams=Seams(
-            sampler=policy,
-            learner=policy,
-            publisher=policy,
-            scorer=RubricScorer(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
+        trainer=policy,
+        publisher=policy,
+        rollouts=RolloutSetup(
+            generator=policy,
+            rewarder=RubricRewarder(rubric=rubric or SumDigits.Config(num_integers=2).build().rubric(seed=0)),
+            renderer=RENDERER,
+            task=ListedTask(
+                train=repeat(PROBLEM) if problems is None else problems,
+                held_out=held_out,
+                make_environment=environment,
+            ),
+            max_sequence_tokens=96,
+            seed=0,
         ),
-        renderer=RENDERER,
-        task=ListedTask(
-            train=repeat(PROBLEM) if problems is None else problems,
-            held_out=held_out,
-            make_environment=environment,
-        ),
-        max_sequence_tokens=96,
         sinks=[sink],
         checkpoints=StepCheckpoints(
-            learner=policy,
+            trainer=policy,
             config=checkpoint or CheckpointConfig(),
             folder="ckpt",
             records=records,
             drawn_with=drawn_with,
             last_saved=last_saved,
         ),
-        seed=0,
         watch=watch,
         state=None if state is None else state.fit(drawn_with),
         stop=stop,
@@ -106,7 +106,7 @@ def make_loop(
 
 
 def problems() -> Iterator[Problem]:
-    """Each with a prompt of its own: 10 1 000, 10 1 001, ..."""
+    """Yield different prompts: 10 1000, 10 1001, ..."""
     return (make_problem([10, 1000 + i]) for i in count())
 
 
@@ -115,13 +115,13 @@ def number_of(prompt: str) -> int:
 
 
 def run(policy: FakePolicy, **settings: Any) -> tuple[list[dict], float]:
-    """Records of a loop over `problems`, and the virtual seconds that it took."""
+    """Run a loop over `problems`; return its records and the virtual seconds."""
     loop, sink = make_loop(policy, problems=problems(), **settings)
     _, took_s = run_in_virtual_time(loop.run())
     return sink.records, took_s
 
 
 def some_right(prompt: str, sample: int) -> str:
-    """Right in the first samples of each prompt, a number of them that differs by prompt."""
+    """Return the right answer for the first samples of a prompt; their number depends on the prompt."""
     digits = sum(map(int, str(1000 + number_of(prompt)) + "10"))
     return f"[ANSWER] {digits}" if sample <= number_of(prompt) % 3 else "no"

@@ -1,15 +1,15 @@
-"""math-verify as a reward function: it sets and clears the process's alarm, at each parse and comparison."""
+"""Reward functions that use math-verify, which sets and clears the process's alarm in each call."""
 
 from math_verify import parse, verify
 
 from rl.rollouts.rubric import Criterion, Rubric
 
 HALF = parse("$\\frac{1}{2}$")
-"""Made while the module is loaded: the first parse takes longest."""
+"""Parsed at import, because the first parse is the slowest."""
 
 
 def is_half(rollout):
-    """Whether the reply is a half; if it is so in words, for ever."""
+    """Return 1 if the reply is a half; loop forever for the reply "loop"."""
     assert HALF
     answer = parse(rollout.text, parsing_timeout=5)
     while rollout.text == "loop":
@@ -17,9 +17,4 @@ def is_half(rollout):
     return float(verify(HALF, answer, timeout_seconds=5))
 
 
-async def is_half_later(rollout):
-    return is_half(rollout)
-
-
 MAIN_THREAD = Rubric(criteria=(Criterion(name="half", function=is_half),))
-EVENT_LOOP = Rubric(criteria=(Criterion(name="half", function=is_half_later),))

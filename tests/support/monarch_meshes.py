@@ -1,4 +1,4 @@
-"""Real process meshes for tests, started and ended by `actors.launch`.
+"""Real process meshes for tests, started and stopped by `actors.launch`.
 
     @pytest.fixture(scope="module")
     def meshes():
@@ -19,11 +19,12 @@ import asyncio
 import os
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
 from actors import launch
+from actors.members import RoleProcesses
 
 T = TypeVar("T")
 
@@ -37,14 +38,15 @@ class _Pid(Actor):
 
 
 class Meshes:
-    """One event loop, and the meshes that tests share on it."""
+    """An event loop, and the meshes that tests share on it."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
-        self._num_spawned = 0
+        self.launcher = launch.Launcher()
+        self.roles: list[RoleProcesses] = []
 
     def run(self, awaitable: Awaitable[T], *, timeout_s: float = CALL_TIMEOUT_S) -> T:
-        """The awaited value; TimeoutError rather than a hanging test."""
+        """Return the awaited value, or raise TimeoutError."""
 
         async def wait() -> T:
             return await asyncio.wait_for(_coroutine(awaitable), timeout_s)
@@ -54,25 +56,30 @@ class Meshes:
     def spawn_mesh(
         self, num_procs: int, *, env: Mapping[str, str] | None = None, process_group: bool = True
     ) -> ProcMesh:
-        """Processes with one thread each and, by default, the environment of a process group."""
-        self._num_spawned += 1
-        role = f"test{self._num_spawned}"
-        mesh = self.run(launch.spawn_role(role, num_procs=num_procs, env=env, threads=1))
+        """Start processes with one thread each and, by default, the environment of a process group."""
+        role = self.spawn_role(f"test{len(self.roles)}", num_procs=num_procs, env=env)
         if process_group:
-            self.run(launch.setup_process_group_env(mesh))
-        return mesh
+            self.run(launch.setup_process_group_env(role))
+        return role.mesh
+
+    def spawn_role(self, name: str, **settings: Any) -> RoleProcesses:
+        role = self.run(self.launcher.spawn_role(name, **settings))
+        self.roles.append(role)
+        return role
 
     def pids(self, mesh: ProcMesh) -> list[int]:
-        """Of the mesh's processes, by rank."""
+        """Return the pids by rank."""
         return [pid for _, pid in self.run(mesh.spawn("pid", _Pid).get.call()).items()]
 
     def stop(self, mesh: ProcMesh) -> None:
-        self.run(launch.stop(mesh))
+        for role in self.roles:
+            if role.mesh is mesh:
+                self.run(self.launcher.stop(role))
 
 
 @contextmanager
 def monarch_meshes() -> Iterator[Meshes]:
-    """All meshes spawned inside end with the block."""
+    """Yield a factory of meshes; all of them end with the block."""
     with asyncio.Runner() as runner:
         meshes = Meshes(runner)
         try:

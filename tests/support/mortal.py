@@ -1,4 +1,4 @@
-"""Groups of actors that die when they are told to, in virtual time."""
+"""Actor groups that die on command, in virtual time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.calls import ActorLostError, ActorTimeoutError, Timeouts
-from actors.vllm.errors import EngineFailedError, GeneratorError
+from actors.calls import ActorLostError, ActorTimeoutError
+from actors.config import Timeouts
+from actors.vllm.requests import EngineFailedError, GeneratorError
 from rl.types import Completion, PullResult
-from rl.weights.errors import WeightStoreError
+from rl.weights.types import WeightStoreError
 
 T = TypeVar("T")
 
 
 class Mortal:
-    """A group of one rank, with the looks at its processes that an `ActorGroup` has."""
+    """Group of one rank with the liveness checks of an `ActorGroup`."""
 
     timeouts = Timeouts()
 
@@ -26,8 +27,10 @@ class Mortal:
         self.name = name
         self.died = asyncio.Event()
 
-    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
-        """Answers at once, while it lives."""
+    def call(
+        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+    ) -> Coroutine[Any, Any, list[Any]]:
+        """Answer at once while alive."""
         return self.while_alive(self._answer(endpoint, args), endpoint)
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
@@ -62,7 +65,7 @@ class Mortal:
 
 
 class MortalGenerator(Mortal):
-    """Pulls and generates, each for a while, and knows with which version."""
+    """Generator whose pulls and completions take time, and which tracks its policy version."""
 
     def __init__(
         self,
@@ -79,20 +82,21 @@ class MortalGenerator(Mortal):
         self.version: int | None = None
         self.engine_failed = False
         self.silent_about = ""
-        """An endpoint that gives no answer within its limit."""
+        """Endpoint that does not answer within its limit."""
         self.pull_fails = False
         self.asked: list[str] = []
 
-    def call(self, endpoint: str, *args: Any, limit: str, **kwargs: Any) -> Coroutine[Any, Any, list[Any]]:
+    def call(
+        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+    ) -> Coroutine[Any, Any, list[Any]]:
         self.asked.append(endpoint)
         if endpoint == self.silent_about:
-            return self._no_answer(endpoint, limit)
-        return super().call(endpoint, *args, limit=limit, **kwargs)
+            return self._no_answer(endpoint, limit_s)
+        return super().call(endpoint, *args, limit_s=limit_s, **kwargs)
 
-    async def _no_answer(self, endpoint: str, limit: str) -> list[Any]:
-        limit_s = getattr(self.timeouts, limit)
+    async def _no_answer(self, endpoint: str, limit_s: float) -> list[Any]:
         await asyncio.sleep(limit_s)
-        raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within timeouts.{limit}={limit_s:g}")
+        raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within {limit_s:g} s")
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
@@ -115,7 +119,7 @@ class MortalGenerator(Mortal):
         return [[self._completion(prompt)] for prompt in prompts]
 
     def _completion(self, prompt: np.ndarray) -> Completion:
-        """Its prompt once more."""
+        """Return the prompt itself as the completion."""
         return Completion(
             token_ids=prompt,
             logprobs=np.zeros(len(prompt), dtype=np.float32),

@@ -1,4 +1,4 @@
-"""A command with a folder that is a small disk.
+"""Run a command with a folder that is a small disk.
 
     python -m tests.support.on_disk FOLDER BYTES LONGEST KEEP COMMAND ...
 

@@ -1,4 +1,4 @@
-"""Small Qwen3 models with weights that show mistakes, and what they should sample."""
+"""Small Qwen3 models whose weights expose mistakes, and the logprobs that they should sample with."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.config.configurable import Configurable
-from rl.distributed.shards import local_shard_of, local_tensor
+from rl.distributed.sharding import local_shard_of, local_tensor
 from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
-from rl.models.buffers import persistent_buffers
+from rl.models.decoder import (
+    Attention,
+    Decoder,
+    FeedForward,
+    RoPE,
+    TransformerBlock,
+    linear_head,
+    persistent_buffers,
+)
 from rl.models.hf import hf_buffers, write_hf_folder
-from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock, linear_head
-from rl.models.qwen3.state_dict_adapter import config_from_hf
-from rl.models.qwen3_moe.model import MoE
+from rl.models.moe import MoE
+from rl.models.qwen3 import config_from_hf
 from rl.models.sampling import processed_logprobs
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
@@ -30,10 +36,11 @@ VOCAB_SIZE = 64
 
 
 def small_spec(*, tie: bool = True, head_dim: int = 8, experts: bool = False) -> ModelSpec:
-    """2 layers of width 32, 4 heads over 2 key-value heads, 256 positions; 6 experts or none."""
+    """Return a model of 2 layers, width 32, 4 heads over 2 key-value heads, 256 positions, with 6 experts or
+    none."""
     spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
     mixture = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=24)
-    spec_model = Qwen3.Config(
+    spec_model = Decoder.Config(
         vocab_size=VOCAB_SIZE,
         dim=32,
         num_layers=2,
@@ -48,14 +55,14 @@ def small_spec(*, tie: bool = True, head_dim: int = 8, experts: bool = False) ->
 
 
 ROUTE_BIAS = (1 + 2**-20, -3 - 2**-15, 2**-30)
-"""No two of them are the same number in bfloat16 as here."""
+"""Buffer values that all change when they are rounded to bfloat16."""
 
 
-class BiasedQwen3(Qwen3):
-    """With a float32 buffer that belongs to the weights, as the load-balance bias of experts does."""
+class BiasedDecoder(Decoder):
+    """Decoder with a float32 buffer among its weights, like the load-balance bias of experts."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3.Config):
+    class Config(Decoder.Config):
         pass
 
     route_bias: Tensor
@@ -71,23 +78,22 @@ class BiasedQwen3(Qwen3):
 
 
 def biased_spec() -> ModelSpec:
-    """`small_spec` with a buffer among its weights."""
+    """Return `small_spec` with a buffer among its weights."""
     spec = small_spec()
     return replace(spec, model=_biased(spec.model), from_hf_config=_biased_from_hf)
 
 
-def _biased_from_hf(config: dict[str, Any]) -> Configurable.Config:
+def _biased_from_hf(config: dict[str, Any]) -> Decoder.Config:
     return _biased(config_from_hf(config))
 
 
-def _biased(config: Configurable.Config) -> BiasedQwen3.Config:
-    return BiasedQwen3.Config(**{f.name: getattr(config, f.name) for f in fields(config)})
+def _biased(config: Decoder.Config) -> BiasedDecoder.Config:
+    return BiasedDecoder.Config(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
-def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:
-    """Large weights and uneven norms, so that a swapped row or norm shows in the logits."""
-    model = spec.model.build()
-    assert isinstance(model, Qwen3)
+def random_model(spec: ModelSpec, *, seed: int) -> Decoder:
+    """Return large weights and uneven norms, so that a swapped row or norm shows in the logits."""
+    model: Decoder = spec.model.build()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -100,21 +106,22 @@ def random_model(spec: ModelSpec, *, seed: int) -> Qwen3:
 
 
 def config_folder(path: Path, spec: ModelSpec) -> str:
-    """A folder that says what the model is, without weights."""
+    """Write a folder with the model's config but without weights."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(spec.adapter(spec.model).hf_config()))
     return str(path)
 
 
-def model_folder(path: Path, spec: ModelSpec, model: Qwen3) -> str:
+def model_folder(path: Path, spec: ModelSpec, model: Decoder) -> str:
     adapter = spec.adapter(spec.model)
     tensors = chain(model.named_parameters(), hf_buffers(model, adapter).items())
     write_hf_folder(path, tensors, adapter, dtype=torch.float32)
     return str(path)
 
 
-def writer(model: Qwen3) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
-    """For `GeneratorEngine.update_weights`: copies this model's weights, whatever the layout."""
+def writer(model: Decoder) -> Callable[[dict[str, Tensor]], Awaitable[None]]:
+    """Return an argument for `GeneratorEngine.update_weights` that copies this model's weights into any
+    layout."""
 
     async def write(state_dict: dict[str, Tensor]) -> None:
         source = model.state_dict()
@@ -131,25 +138,25 @@ def prompts_of(lengths: Sequence[int], *, seed: int = 0) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def full_logits(model: Qwen3, tokens: np.ndarray) -> Tensor:
-    """[T, V] by one forward over the whole sequence."""
+def full_logits(model: Decoder, tokens: np.ndarray) -> Tensor:
+    """Return logits [T, V] of one forward over the whole sequence."""
     layout = SequenceLayout.from_lengths([len(tokens)])
     ids = torch.from_numpy(tokens.astype(np.int64))
     return model(ids, positions=torch.arange(len(tokens)), sequences=layout, head=linear_head)
 
 
 def recomputed_logprobs(
-    model: Qwen3, prompt: np.ndarray, completion: Completion, sampling: SamplingParams
+    model: Decoder, prompt: np.ndarray, completion: Completion, sampling: SamplingParams
 ) -> np.ndarray:
-    """[C] of the completion's tokens under the distribution they were drawn from."""
+    """Return the completion's logprobs [C] under its sampling distribution."""
     logits = full_logits(model, np.concatenate([prompt, completion.token_ids[:-1]]))
     logprobs = processed_logprobs(logits[len(prompt) - 1 :], sampling)
     ids = torch.from_numpy(completion.token_ids.astype(np.int64))
     return logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
 
 
-def sequence_logprobs(model: Qwen3, tokens: np.ndarray) -> np.ndarray:
-    """[T] nats of each token given those before it, by one forward; entry 0 is 0."""
+def sequence_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Return logprobs [T] in nats from one forward; entry 0 is 0."""
     logprobs = full_logits(model, tokens).log_softmax(-1).numpy()
     return np.concatenate([[0.0], logprobs[np.arange(len(tokens) - 1), tokens[1:]]])
 

@@ -1,4 +1,4 @@
-"""A trainer of which only the weights matter, and a generator that shows its own."""
+"""Trainer actor that only pushes weights, and a generator actor that shows the weights it has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from actors.generator import VLLMGenerator
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.process_group import World
-from rl.models.buffers import persistent_buffers
-from rl.models.converters.lora import LoRA
+from rl.models.decoder import persistent_buffers
+from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
@@ -22,7 +22,7 @@ from tests.support.policies import random_model
 
 
 class PolicyPusher(Actor):
-    """Pushes the random model of a seed, or one in training with LoRA."""
+    """Actor that pushes the random model of a seed, or a model in training with LoRA."""
 
     def __init__(self, spec: ModelSpec, store: WeightStore) -> None:
         self._spec = spec
@@ -37,8 +37,8 @@ class PolicyPusher(Actor):
 
     @endpoint
     async def push_adapted(self, version: int, samples: list[TrainingSample]) -> None:
-        """A random model after a few large steps of adapters beside its weights."""
-        spec = replace(self._spec, model=replace(self._spec.model, init_std=0.2))  # type: ignore[call-arg]
+        """Push a random model after a few large steps of its adapters."""
+        spec = replace(self._spec, model=replace(self._spec.model, init_std=0.2))
         config = TrainingEngine.Config(optimizer=Optimizer.Config(lr=3e-2), converters=(LoRA.Config(rank=4),))
         self._engine: TrainingEngine = config.build(
             model_spec=spec, hf_assets_path=None, device="cpu", world=World()
@@ -51,7 +51,7 @@ class PolicyPusher(Actor):
 
     @endpoint
     async def logprobs(self, samples: list[TrainingSample]) -> list[np.ndarray]:
-        """Of the model that `push_adapted` has trained, its adapters not merged."""
+        """Return logprobs of the model that `push_adapted` trained, with unmerged adapters."""
         return self._engine.compute_logprobs(samples)
 
 

@@ -1,4 +1,4 @@
-"""Folders of runs as they are on disk, for the report: of any length, with whatever a test wants in them.
+"""Synthetic run folders of any length and content, for the report.
 
 The numbers are made up, by a seed; the files are those that runs write, line for line.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 START_S = 1_764_000_000.0
-"""The wall clock's when the runs began."""
+"""Wall-clock time at the start of the runs."""
 STEP_S = 2.0
 TEXT = "4+7=11 11+8=19 19+2=21 [ANSWER] 21"
 PROMPT = "47 82"
@@ -24,28 +24,28 @@ HACK = "?? [ANSWER] 99"
 
 @dataclass(frozen=True, kw_only=True)
 class MadeRun:
-    """What is in the folder."""
+    """Contents of a made-up run's folder."""
 
     num_steps: int = 40
     groups_a_step: int = 1
     samples: int = 4
     tokens: int = 0
-    """Of each reply; 0: those of its text."""
+    """Tokens of each reply; 0 means as many as the text has characters."""
     reply: str = TEXT
     seed: int = 0
     status: str = "finished"
     spans_a_step: int = 8
-    """Of each process, about."""
+    """Approximate number of spans of each process."""
     is_new: bool = True
-    """Has what newer versions write: the trainer's logprobs, spans, limits, the environment."""
+    """Write the fields of newer versions: the trainer's logprobs, spans, limits, the environment."""
     events: tuple[Mapping[str, Any], ...] = ()
     lr: float = 4e-5
     hacked_from: int | None = None
-    """From this step on every reply is `HACK`, which is wrong and earns all."""
+    """First step in which every reply is `HACK`, which is wrong but earns the full reward."""
 
 
 def make_run(folder: Path, made: MadeRun) -> Path:
-    """Write a run's folder; returns it."""
+    """Write a run's folder and return its path."""
     rng = np.random.default_rng(made.seed)
     (folder / "logs").mkdir(parents=True)
     _write_lines(folder / "metrics.jsonl", _metrics(made, rng))
@@ -70,7 +70,7 @@ def _config(name: str, made: MadeRun) -> dict[str, Any]:
         "description": "Qwen3 of 0.8M parameters, made up for a test",
         "model": "qwen3/tiny",
         "hf_assets_path": None,
-        "loop": {"num_steps": made.num_steps, "max_policy_age": 0},
+        "loop": {"num_steps": made.num_steps, "max_off_policy_steps": 0},
         "trainer": {"optimizer": {"lr": made.lr}},
     }
     return {"module": "no_such_module", "config": "tiny", "values": values}
@@ -163,7 +163,7 @@ _ACTIVITIES = {
     "reward-0": (("score", 0.51, 0.54),),
     "controller-0": (("waits for a batch", 0.01, 0.54), ("waits for trainer.forward_backward", 0.55, 0.86)),
 }
-"""Shares of a step: from, to."""
+"""Start and end of each activity, as fractions of a step."""
 
 
 def _write_spans(folder: Path, made: MadeRun) -> None:
@@ -181,10 +181,13 @@ def _spans(
         start_s = START_S + STEP_S * step
         for _ in range(max(1, made.spans_a_step // 8)):
             for name, first, last in activities:
-                yield {"name": name, "start_s": start_s + STEP_S * first, "end_s": start_s + STEP_S * last,
-                       "version": step}  # fmt: skip
+                yield _event(name, start_s + STEP_S * first, STEP_S * (last - first), version=step)
         if role == "controller":
-            yield {"name": f"step {step + 1}", "start_s": start_s, "end_s": start_s + STEP_S, "version": None}
+            yield _event(f"step {step + 1}", start_s, STEP_S)
+
+
+def _event(name: str, start_s: float, duration_s: float, **args: int) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": start_s * 1e6, "dur": duration_s * 1e6, "args": args}
 
 
 def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions for the processes of a reward actor, which load them from here."""
+"""Reward functions that the processes of a reward actor import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl.types import Rollout
 
 
 def alone() -> Rubric:
-    """The sample's number, weighing 1; the process that scored, and a number by chance, weighing 0."""
+    """Return the sample's number with weight 1, and the scoring process and a random number with weight 0."""
     criteria = (
         Criterion(name="sample", function=_sample),
         Criterion(name="process", function=_process, weight=0.0),
@@ -25,13 +25,13 @@ def alone() -> Rubric:
 
 
 def together() -> Rubric:
-    """Also the number of rollouts that a function of a group saw."""
+    """Return `alone` with the number of rollouts that a group function saw."""
     count = GroupCriterion(name="count", function=_count, weight=0.0)
     return Rubric(criteria=(*alone().criteria, count), correct=_is_even)
 
 
 def _sample(rollout: Rollout) -> float:
-    """Its number; not before the file is there that the reply names, if it names one."""
+    """Return the sample's number, after the file exists that the reply names, if any."""
     while rollout.text.startswith("/") and not Path(rollout.text).exists():
         time.sleep(0.01)
     return float(rollout.sample)
@@ -49,7 +49,7 @@ _num_met = 0
 
 
 async def _meet(rollout: Rollout) -> float:
-    """Where the reply is "meet", not before two such rollouts are under way in this process."""
+    """For the reply "meet", wait until two such calls are running in this process."""
     global _num_met
     if rollout.text == "meet":
         _num_met += 1

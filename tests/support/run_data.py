@@ -1,4 +1,4 @@
-"""A run's data without a run: records and rollouts as they would be read."""
+"""Run data without a run: records and rollouts as the reader returns them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.observability.spans import Span
-from rl.reporting.run_data import RunData
+from rl.observability.span_reader import Span
+from rl.reporting.data import RunData
 
 SOUND: dict[str, float] = {
     "reward/mean": 0.5,
@@ -27,7 +27,7 @@ SOUND: dict[str, float] = {
     "time/trainer_idle_s": 5.0,
     "time/generator_idle_s": 5.0,
 }
-"""Of a step of a run with which nothing is wrong."""
+"""Metrics of a step of a healthy run."""
 
 
 def run_data(
@@ -40,7 +40,8 @@ def run_data(
     loop: Mapping[str, Any] | None = None,
     **by_step: Callable[[int], float | None],
 ) -> RunData:
-    """Steps 1 to `num_steps`; a keyword such as `reward__mean` gives that metric of each step, or None."""
+    """Return steps 1 to `num_steps`; a keyword such as `reward__mean` is a function from the step to that
+    metric or None."""
     steps = []
     for step in range(1, num_steps + 1):
         record: dict[str, float] = {"step": step, "policy_version": step, "sync/version": step, **SOUND}
@@ -75,7 +76,7 @@ def rollout(
     version: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A line of rollouts.jsonl, of as many tokens as the text has characters."""
+    """Return a line of rollouts.jsonl with one token for each character of the text."""
     turn = {
         "messages": [],
         "reply": text,

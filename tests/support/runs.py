@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them, in a process of their own."""
+"""Whole runs in separate processes, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.processes import ProcessId, carrying_environment, identify, kill, with_descendants
+from actors.processes import carrying_environment, with_descendants
 from rl.observability.metrics import read_metrics
+from rl.utils.processes import ProcessId, identify
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class FinishedRun:
     status: int
     output: str
-    """Standard output and error together."""
+    """Standard output and standard error, interleaved."""
     folder: Path
     seconds: float
 
@@ -31,12 +32,12 @@ class FinishedRun:
 
     @property
     def evaluations(self) -> dict[int, dict[str, float]]:
-        """By step."""
+        """Evaluation records by step."""
         return {int(r["step"]): r for r in read_metrics(self.folder / "metrics.jsonl") if "eval/correct" in r}
 
 
-def hear_ctrl_c() -> None:
-    """In a new process: a shell starts its background jobs with SIGINT ignored, and that is inherited."""
+def restore_ctrl_c() -> None:
+    """Restore SIGINT in a new process: background jobs of a shell inherit it as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -55,7 +56,7 @@ def run_to_the_end(
     resumes: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> FinishedRun:
-    """Run, or go on with an earlier run of that name, until it ends by itself, within `limit_s`."""
+    """Run, or resume an earlier run of that name, until it ends within `limit_s`."""
     started = time.monotonic()
     done = subprocess.run(
         command(dump_folder, name, *options, resumes=resumes),
@@ -92,63 +93,60 @@ def interrupt_after_line(
 
     run = command(dump_folder, name, *options, resumes=resumes)
     folder = dump_folder / name
-    return _act_after_lines(run, folder, lines=[line], act=interrupt, limit_s=limit_s, env=env)
+    return _act_after_line(run, folder, line=line, act=interrupt, limit_s=limit_s, env=env)
 
 
 def kill_role_after_line(
     dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
 ) -> FinishedRun:
-    """SIGKILL the processes of one role, as the kernel does when memory is short, once `line` is printed."""
-
-    return kill_roles_after_lines(dump_folder, name, *options, victims=[(line, role)], limit_s=limit_s)
-
-
-def kill_roles_after_lines(
-    dump_folder: Path, name: str, *options: str, victims: Sequence[tuple[str, str]], limit_s: float
-) -> FinishedRun:
-    """SIGKILL the processes of a role once a line is printed; then of another, and so on: (line, role)."""
-    left = list(victims)
-
-    def kill_role(run: subprocess.Popen[str]) -> None:
-        _, role = left.pop(0)
-        processes = role_processes(run.pid, role)
-        assert processes, f"the run has no process of role {role!r}"
-        for process in processes:
-            kill(process)
-
-    run = command(dump_folder, name, *options)
-    lines = [line for line, _ in victims]
-    return _act_after_lines(run, dump_folder / name, lines=lines, act=kill_role, limit_s=limit_s)
+    """Send SIGKILL to the processes of one role, like the out-of-memory killer, once `line` is printed."""
+    return _signal_role(
+        dump_folder, name, *options, line=line, role=role, signal_number=signal.SIGKILL, limit_s=limit_s
+    )
 
 
 def stop_role_after_line(
     dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
 ) -> FinishedRun:
-    """SIGSTOP for the processes of one role once `line` is printed: they do nothing, and are not dead."""
+    """Send SIGSTOP to the processes of one role once `line` is printed, which stops them without killing
+    them."""
+    return _signal_role(
+        dump_folder, name, *options, line=line, role=role, signal_number=signal.SIGSTOP, limit_s=limit_s
+    )
 
-    def stop_role(run: subprocess.Popen[str]) -> None:
+
+def _signal_role(
+    dump_folder: Path,
+    name: str,
+    *options: str,
+    line: str,
+    role: str,
+    signal_number: signal.Signals,
+    limit_s: float,
+) -> FinishedRun:
+    def act(run: subprocess.Popen[str]) -> None:
         processes = role_processes(run.pid, role)
         assert processes, f"the run has no process of role {role!r}"
         for process in processes:
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(process.pid, signal_number)
 
     run = command(dump_folder, name, *options)
-    return _act_after_lines(run, dump_folder / name, lines=[line], act=stop_role, limit_s=limit_s)
+    return _act_after_line(run, dump_folder / name, line=line, act=act, limit_s=limit_s)
 
 
 def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
-    """The actor processes of a role, and what they started."""
+    """Return the actor processes of a role and their children."""
     controller = identify(controller_pid)
     assert controller is not None
     descendants = set(with_descendants([controller]))
     return [process for process in carrying_environment("RELAY_ROLE", role) if process in descendants]
 
 
-def _act_after_lines(
+def _act_after_line(
     arguments: list[str],
     folder: Path,
     *,
-    lines: Sequence[str],
+    line: str,
     act: Callable[[subprocess.Popen[str]], None],
     limit_s: float,
     env: Mapping[str, str] | None = None,
@@ -163,19 +161,16 @@ def _act_after_lines(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
     assert run.stdout is not None
     printed: list[str] = []
-    awaited = list(lines)
     try:
         for text in run.stdout:
             printed.append(text)
-            if awaited and awaited[0] in text:
-                del awaited[0]
+            if line in text:
                 act(run)
-                if not awaited:
-                    break
+                break
         rest, _ = run.communicate(timeout=limit_s)
     finally:
         if run.poll() is None:

@@ -1,4 +1,4 @@
-"""Rollouts to be scored, made without a tokenizer or a model."""
+"""Rollouts for reward functions, without a tokenizer or a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.types import Completion, Message, Observation, Problem, Prompt, Rollout, Turn
+from tests.support.fakes import completion
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 COMPLETION = Completion(
@@ -25,7 +26,7 @@ def replied(
     rewards: Sequence[float] = (),
     failure: str | None = None,
 ) -> Rollout:
-    """An episode with these replies, a turn each; `rewards` are the environment's, turn by turn."""
+    """Return an episode with one turn for each reply and the environment's `rewards` by turn."""
     problem = Problem(id="sum-digits/47-82", question=question, answer=answer)
     given = [*rewards, *[0.0] * (len(texts) - len(rewards))]
     turns = tuple(
@@ -40,3 +41,18 @@ def replied(
     )
     prompt = Prompt(problem=problem, token_ids=NO_TOKENS)
     return Rollout(prompt=prompt, sample=sample, turns=turns, failure=failure)
+
+
+def reply(
+    problem: Problem, text: str, *, finish_reason: str = "stop", observation: Observation | None = None
+) -> Rollout:
+    """Return the rollout of one reply to a problem."""
+    token_ids = np.frombuffer(problem.question.encode(), dtype=np.uint8).astype(np.int32)
+    turn = Turn(
+        messages=(Message(role="user", content=problem.question),),
+        prompt_ids=token_ids,
+        completion=completion(text, finish_reason=finish_reason),
+        text=text,
+        observation=observation or Observation(),
+    )
+    return Rollout(prompt=Prompt(problem=problem, token_ids=token_ids), sample=0, turns=(turn,))

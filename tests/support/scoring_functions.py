@@ -1,7 +1,4 @@
-"""Reward functions that do what a rollout says, for processes that load them from here, and a worker of them.
-
-They wait, hang and end: what a scoring process has to live with.
-"""
+"""Reward functions that obey a rollout: wait, hang, or kill their process."""
 
 import asyncio
 import hashlib
@@ -10,8 +7,8 @@ import random
 import signal
 import time
 
+from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric, UnparsedAnswer
-from rl.rollouts.scoring import ScoringWorker
 
 LIMIT_S = 0.5
 
@@ -20,11 +17,8 @@ def never(rollout):
     return False
 
 
-# What reward functions do
-
-
 def obey(rollout):
-    """Does what the reply says."""
+    """Call the function that the reply names."""
     if rollout.text in SYNC:
         return SYNC[rollout.text](rollout)
     return float(rollout.text)
@@ -43,12 +37,12 @@ def swallow(rollout):
 
 
 def busy_in_c(rollout):
-    """Holds the interpreter's lock, so that no other thread runs."""
+    """Hold the interpreter's lock, so that no other thread runs."""
     return 3 ** (10**9)
 
 
 def away_in_c(rollout):
-    """Gives the lock back, and still sees no signal."""
+    """Release the interpreter's lock, but react to no signal."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
 
@@ -81,6 +75,14 @@ def end(rollout):
     os._exit(3)
 
 
+def fork_and_end(rollout):
+    """Leave a child process that inherits all open files."""
+    if os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
+    os._exit(5)
+
+
 SYNC = {
     f.__name__: f
     for f in (
@@ -94,6 +96,7 @@ SYNC = {
         wait_a_little,
         by_chance,
         end,
+        fork_and_end,
     )
 }
 
@@ -101,11 +104,11 @@ _together = 0
 
 
 async def later(rollout):
-    """Does what the problem's question says, in an event loop."""
+    """Obey the problem's question in an event loop."""
     global _together
     what = rollout.prompt.problem.question
     if what == "meet 4":
-        # Returns when four are under way.
+        # Return once four calls are running.
         _together += 1
         while _together % 4:
             await asyncio.sleep(0.001)
@@ -117,13 +120,7 @@ async def later(rollout):
         time.sleep(60)
     elif what == "end":
         os._exit(4)
-    elif what == "end by a task":
-        await asyncio.create_task(ending())
     return 10.0
-
-
-async def ending():
-    raise SystemExit
 
 
 def together(rollouts):
@@ -160,31 +157,32 @@ def failure_of(score):
 
 
 class Driven:
-    """A worker, and the event loop that it is of."""
+    """Reward process with its own event loop."""
 
     def __init__(self, rubric, **settings):
         self.runner = asyncio.Runner()
-        self.worker = ScoringWorker(rubric=rubric, time_limit_s=LIMIT_S, **settings)
+        self.rewards = RewardProcess(rubric=rubric, time_limit_s=LIMIT_S, **settings)
 
     def score(self, *groups):
-        return self.runner.run(asyncio.wait_for(self.worker.score(groups), 60))
+        return self.run(self.rewards.score(groups))
 
     def score_each(self, *groups):
-        """In calls of their own, at once."""
+        """Score each group in a separate call, all concurrently."""
 
         async def calls():
-            return await asyncio.gather(*(self.worker.score([group]) for group in groups))
+            return await asyncio.gather(*(self.rewards.score([group]) for group in groups))
 
-        return [scores for (scores,) in self.runner.run(asyncio.wait_for(calls(), 60))]
+        return [scores for (scores,) in self.run(calls())]
 
     def run(self, coroutine):
         return self.runner.run(asyncio.wait_for(coroutine, 60))
 
     def start(self):
-        self.runner.run(self.worker.start())
-        assert self.worker._link is not None
-        return self.worker._link.process
+        self.run(self.rewards.start())
+        process = self.rewards._process.process
+        assert process is not None
+        return process
 
     def close(self):
-        self.runner.run(self.worker.close())
+        self.run(self.rewards.close())
         self.runner.close()

@@ -1,4 +1,4 @@
-"""What a terminal shows after all that was written to it: as much of one as a live table needs."""
+"""Terminal emulator for the control sequences of a live table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 40.0
 
 
 class Screen:
-    """Lines of text without bound below; a line that is longer than the screen goes on in the next."""
+    """Screen of unlimited height that wraps long lines."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -32,10 +32,10 @@ class Screen:
         self._rest = ""
 
     def feed(self, text: str) -> None:
-        """Raises ValueError for a sequence that is not known here."""
+        """Write output to the screen; raise ValueError for an unknown control sequence."""
         text = self._rest + text
         cut = text.rfind("\x1b")
-        # The end of a sequence may come with the next piece.
+        # The rest of a control sequence may come in the next piece.
         whole = len(text) if cut < 0 or _TOKEN.match(text, cut) else cut
         text, self._rest = text[:whole], text[whole:]
         for match in _TOKEN.finditer(text):
@@ -77,7 +77,7 @@ class Screen:
 
 
 class OnTerminal:
-    """A Python program whose output is a terminal of its own; its input is a pipe. A context manager."""
+    """Context manager for a Python program on a pseudo-terminal whose input is a pipe."""
 
     def __init__(self, module: str, *args: str, width: int = 120, height: int = 40) -> None:
         self.screen = Screen(width)
@@ -102,32 +102,32 @@ class OnTerminal:
             os.close(self._master)
 
     def go_on(self) -> None:
-        """What the program waits for: a line of its input."""
+        """Send the line of input that the program waits for."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
     def until(self, shown: Callable[[str], bool]) -> str:
-        """The screen's text when it is so; AssertionError where it is not within the deadline."""
+        """Return the screen's text once `shown` accepts it; raise AssertionError at the deadline."""
         deadline = time.monotonic() + DEADLINE_S
         while not shown(self.screen.text):
             assert self._read(deadline), f"never shown, but:\n{self.screen.text}"
         return self.screen.text
 
     def end(self) -> int:
-        """The program's exit status, after all that it has written."""
+        """Read the remaining output and return the exit status."""
         deadline = time.monotonic() + DEADLINE_S
         while self._read(deadline):
             pass
         return self.process.wait(timeout=DEADLINE_S)
 
     def hang_up(self) -> None:
-        """Nobody reads any more."""
+        """Close the terminal."""
         os.close(self._master)
         self._master = -1
 
     def _read(self, deadline: float) -> bool:
-        """Whether there was something."""
+        """Read available output; return False if there is none."""
         ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
         try:
             data = os.read(self._master, 65536) if ready else b""
@@ -138,7 +138,7 @@ class OnTerminal:
 
 
 def output_of(module: str, *args: str) -> str:
-    """What a program writes where its output is no terminal, given all the lines that it waits for."""
+    """Return the program's output to a pipe, after sending it all input lines."""
     process = _start(module, args, output=subprocess.PIPE)
     written, _ = process.communicate(b"\n" * 100, timeout=DEADLINE_S)
     assert process.returncode == 0
@@ -146,7 +146,7 @@ def output_of(module: str, *args: str) -> str:
 
 
 def _start(module: str, args: Sequence[str], *, output: int) -> subprocess.Popen[bytes]:
-    # Libraries that a test imports set COLUMNS for themselves; here the terminal has the say.
+    # Libraries imported by a test set COLUMNS; here the size of the terminal must decide.
     inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return subprocess.Popen(
         [sys.executable, "-m", module, *args],

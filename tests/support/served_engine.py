@@ -1,4 +1,4 @@
-"""A generator engine and its event loop, which stands still between calls."""
+"""Generator engine on an event loop that only runs during calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.vllm.engine import GeneratorEngine
-from rl.models.qwen3.model import Qwen3
+from rl.models.decoder import Decoder
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
 from tests.support.policies import config_folder, writer
@@ -35,11 +35,11 @@ class Served:
     def generate(self, prompts: list[np.ndarray], **sampling: Any) -> list[list[Completion]]:
         return self.run(self.engine.generate(prompts, sampling=SamplingParams(**sampling)))
 
-    def load(self, model: Qwen3) -> int:
-        """Returns the version that these weights get."""
+    def load(self, model: Decoder) -> int:
+        """Load the weights and return their version."""
         return self.run(self.update(model))
 
-    async def update(self, model: Qwen3) -> int:
+    async def update(self, model: Decoder) -> int:
         self._version += 1
         await self.engine.update_weights(writer(model), version=self._version)
         return self._version
@@ -47,7 +47,8 @@ class Served:
 
 @contextmanager
 def served_engine(folder: Path, spec: ModelSpec, **settings: Any) -> Iterator[Served]:
-    """Float32, with little room: prompts are read in parts and requests wait for each other."""
+    """Return a float32 engine with little room, so that prompts are read in parts and requests wait for each
+    other."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 256,

@@ -1,4 +1,4 @@
-"""A task whose environments share a client that belongs to the event loop in which it is made."""
+"""Task whose environments share a client bound to the event loop that created it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import asyncio
 from dataclasses import dataclass
 
 from actors.controller import Controller
+from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.environment import SingleTurn
-from rl.supervised import SupervisedWarmup
 from rl.tasks.sum_digits import SumDigits
 from rl.types import Observation, Problem, Reply
 from tests.support.faulty_configs import short
 
 
 class Client:
-    """As those of aiohttp and httpx: of no use in another event loop, or when that has ended."""
+    """Client that fails in another event loop, or after its loop has ended, like those of aiohttp and
+    httpx."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -27,13 +28,13 @@ class Client:
             answer.set_result(text.upper())
 
     async def ask(self, text: str) -> str:
-        answer = self.loop.create_future()  # which a task of another loop cannot await
+        answer = self.loop.create_future()  # another loop cannot await this future
         await self.asked.put((text, answer))
         return await answer
 
 
 class Shared(SumDigits):
-    """The first step of the first episode makes the client of all."""
+    """Shared client of all episodes, created by the first step of the first one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigits.Config):
@@ -49,7 +50,7 @@ class Shared(SumDigits):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asking(SingleTurn):
-    """Of one turn, whose step waits for the client."""
+    """Single-turn environment whose step awaits the client."""
 
     clients: list[Client]
 
@@ -65,7 +66,7 @@ class Asking(SingleTurn):
 
 
 def asking() -> Controller.Config:
-    """Warmed up for two steps, and trained for one."""
+    """Train for one step after two steps of warm-up."""
     config = short()
     config.warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=4)
     config.task = Shared.Config(num_integers=2, num_eval=8)

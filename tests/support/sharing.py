@@ -1,4 +1,4 @@
-"""Which tests go to one process where several share them (`make test`): those that share engines and actors.
+"""Grouping of tests for pytest-xdist: tests that share engines and actors run in one process.
 
 Other tests go by their files.
 """
@@ -12,15 +12,15 @@ from xdist.scheduler import LoadScopeScheduling
 
 ONE_PROCESS = {
     **dict.fromkeys(("actors", "benchmarks", "docs", "weights"), "actors"),
-    **dict.fromkeys(("chaos", "examples", "runs", "soak"), "runs"),
-    "tinker/http": "tinker/http",
+    **dict.fromkeys(("examples", "runs"), "runs"),
+    "tinker": "tinker",
 }
-"""By the beginning of the path in tests/: a name of what is kept together, as it starts
-engines and actors that are shared, or that would be too many at once."""
+"""Worker group by path prefix in tests/: these tests share engines and actors, or would start too many at
+once."""
 
 
 def kept_together(nodeid: str) -> str:
-    """What is done in one process with this test: the same for all of it."""
+    """Return the name of the group that the test runs in."""
     file = nodeid.partition("::")[0]
     place = file.removeprefix("tests/")
     for folder, name in ONE_PROCESS.items():

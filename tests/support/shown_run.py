@@ -1,14 +1,13 @@
-"""A run of 20 steps as a person sees it, which waits for a line of its input where a test is to look."""
+"""Console output of a run of 20 steps that pauses for a line of input whenever a test is to look."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from rl.observability.activity import Activity
-from rl.observability.console import say
-from rl.observability.sinks.config import ConsoleConfig
-from rl.observability.sinks.run_sinks import make_console
+from rl.observability.console import ConsoleConfig, make_console
+from rl.observability.progress import print_line
+from rl.observability.spans import SpanRecorder
 
 STEP = {"loss/mean": -0.0123, "logprob_diff/mean": 1e-7, "time/step_s": 0.5, "policy_version": 9}
 
@@ -28,19 +27,19 @@ def main(logs: Path) -> None:
             console.write({"step": step, "reward/mean": step / 10, **STEP})
         console.write({"step": 10, "eval/correct": 0.5, "eval/num_problems": 64})
         sys.stdin.readline()
-        say("generator_0 is lost")
+        print_line("generator_0 is lost")
         sys.stdin.readline()
         with console.watch("evaluation at step 10 (64 problems)"):
             sys.stdin.readline()
         for step in range(11, 21):
             console.write({"step": step, "reward/mean": step / 10, **STEP})
         sys.stdin.readline()
-    say("finished: 20 steps")
+    print_line("finished: 20 steps")
 
 
-def _process(logs: Path, role: str, rank: int) -> Activity:
-    activity = Activity()
-    activity.start(logs / "state", role=role, rank=rank)
+def _process(logs: Path, role: str, rank: int) -> SpanRecorder:
+    activity = SpanRecorder()
+    activity.start(logs, role=role, rank=rank)
     return activity
 
 

@@ -1,4 +1,4 @@
-"""A made-up policy whose calls take virtual time, and which notes when weights drew and trained what."""
+"""Scripted policy whose calls take virtual time, with a log of events and staleness."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from tests.support.virtual_time import now_s
 
 @dataclass(kw_only=True)
 class SimulatedPolicy(FakePolicy):
-    """As `FakePolicy`, in virtual seconds; a completion's first token is of the weights that are served when
-    it starts, its others of those that are served when it ends."""
+    """A `FakePolicy` in virtual seconds.
+
+    A completion's first token has the version served when it starts, other tokens the version served when it ends.
+    """
 
     generate_s: Callable[[str], float] = lambda prompt: 1.0
     train_s: float = 1.0
     push_s: float = 0.1
     serve_s: float = 0.1
     events: list[tuple[float, str]] = field(default_factory=list)
-    """Virtual time and what began or ended then."""
+    """Virtual time and name of each event."""
     age_of_tokens: list[int] = field(default_factory=list)
-    """Of every trained token: versions by which the trainer was ahead, as this policy itself knows."""
+    """Staleness of every trained token in versions, measured independently of the loop."""
     num_running: int = 0
     most_running: int = 0
     num_pushing: int = 0

@@ -1,4 +1,4 @@
-"""Whole runs of real training in this process, in seconds each, and the faults that are planted in them.
+"""Whole runs of real training in this process, in seconds each, and the faults planted in them.
 
 The task: a letter is asked, its capital is right (`k` -> `K!!`). A model of 60,000 parameters is warmed up on
 demonstrations of which half are right, and which go on with some `!`, and sometimes a `?`; GRPO then
@@ -21,22 +21,23 @@ from typing import Any
 import torch
 
 from losses.cross_entropy import CrossEntropyLoss
-from rl.config.serialize import to_dict
-from rl.local import LocalBackend, LocalScorer
-from rl.loop import Loop, Seams
-from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
-from rl.models.qwen3.registry import model_registry
+from rl.config.json import to_dict
+from rl.local import LocalBackend, LocalRewarder
+from rl.loop.loop import Loop
+from rl.loop.rollouts import RolloutSetup
+from rl.loop.state import StepCheckpoints
+from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+from rl.models.hf import write_random_model
+from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
-from rl.models.starting_point import write_random_model
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.observability.run_folder import RunFolder
+from rl.rollouts.episode import Sampling
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.samples import demonstration_sample
-from rl.rollouts.settings import Sampling
 from rl.rollouts.tokenizer import open_tokenizer
-from rl.step_checkpoints import StepCheckpoints
 from rl.tasks.generated import GeneratedTask
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.config import TrainingConfig
@@ -46,12 +47,12 @@ from rl.types import Message, OptimParams, Problem, Rollout
 
 ASKED = "abcdefgh"
 MAX_TOKENS = 16
-"""Of a reply."""
+"""Most tokens of a reply."""
 
 
 def small_spec() -> ModelSpec:
-    """Two layers of width 48 over bytes."""
-    model = Qwen3.Config(
+    """Return a model of two layers of width 48 over bytes."""
+    model = Decoder.Config(
         vocab_size=320,
         dim=48,
         num_layers=2,
@@ -67,7 +68,7 @@ def small_spec() -> ModelSpec:
 
 
 class Capitals(GeneratedTask):
-    """Two letters are asked; the first one's capital is the answer, and what follows it does not count."""
+    """Task that shows two letters and asks for the capital of the first; the rest of the reply is ignored."""
 
     def draw(self, generator: random.Random) -> Problem:
         question = generator.choice(ASKED) + generator.choice(string.ascii_lowercase)
@@ -82,7 +83,7 @@ def is_right(rollout: Rollout) -> bool:
 
 
 def step_of(rollout: Rollout) -> int:
-    """That trains on it, where generation and training take turns."""
+    """Return the step that trains on the rollout when generation and training alternate."""
     return int(rollout.completion.policy_versions.max()) + 1
 
 
@@ -94,7 +95,7 @@ HEALTHY = Rubric(criteria=(Criterion(name="answer", function=answer),), correct=
 
 
 def warm_up(folder: Path, *, seed: int = 0, num_steps: int = 150) -> Path:
-    """A Hugging Face folder of the warmed-up model."""
+    """Warm up a model and return its Hugging Face folder."""
     torch.manual_seed(seed)
     start = write_random_model(folder / "random", spec=small_spec(), seed=seed)
     tokenizer, ends = open_tokenizer(start)
@@ -121,7 +122,7 @@ def warm_up(folder: Path, *, seed: int = 0, num_steps: int = 150) -> Path:
 
 
 class StaleBackend(LocalBackend):
-    """After version `last_fresh` its sampler keeps the weights it has, and says that it has newer ones."""
+    """Backend whose generator keeps its weights after version `last_fresh` but reports newer versions."""
 
     last_fresh: int | None = None
 
@@ -136,7 +137,7 @@ class StaleBackend(LocalBackend):
 
 @dataclass(kw_only=True)
 class SmallRun:
-    """Of `num_steps` steps, from a warmed-up model, into a run's folder."""
+    """Run of `num_steps` steps from a warmed-up model."""
 
     start: Path
     rubric: Rubric = field(default_factory=lambda: HEALTHY)
@@ -144,11 +145,11 @@ class SmallRun:
     seed: int = 0
     num_steps: int = 40
     last_fresh: int | None = None
-    """Version after which the sampler's weights stay as they are."""
+    """Last version whose weights reach the generator."""
     loop: dict[str, Any] = field(default_factory=dict)
-    """Settings of the loop."""
+    """Overrides for the loop's config."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Settings of the trainer, such as the loss."""
+    """Overrides for the trainer's config, such as the loss."""
 
     def leave(self, dump_folder: Path, name: str) -> Path:
         """Train, and return the run's folder."""
@@ -166,8 +167,8 @@ class SmallRun:
         )
         settings: dict[str, Any] = {
             "num_steps": self.num_steps,
-            "num_prompts": 16,
-            "num_samples": 8,
+            "groups_per_batch": 16,
+            "group_size": 8,
             "eval_every": 10,
             "sampling": Sampling(max_tokens=MAX_TOKENS),
         } | self.loop
@@ -180,32 +181,37 @@ class SmallRun:
         async with backend as local:
             with closing(MetricsWriter(folder.metrics)) as metrics:
                 loop: Loop = config.build(
-                    seams=Seams(
-                        sampler=local, learner=local, publisher=local, scorer=LocalScorer(rubric=self.rubric)
+                    trainer=local,
+                    publisher=local,
+                    rollouts=RolloutSetup(
+                        generator=local,
+                        rewarder=LocalRewarder(rubric=self.rubric),
+                        renderer=make_renderer(
+                            RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends
+                        ),
+                        task=Capitals.Config(num_eval=20).build(),
+                        max_sequence_tokens=64,
+                        seed=self.seed,
                     ),
-                    renderer=make_renderer(
-                        RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends
-                    ),
-                    task=Capitals.Config(num_eval=20).build(),
-                    max_sequence_tokens=64,
                     sinks=[metrics],
                     checkpoints=StepCheckpoints(
-                        learner=local, config=CheckpointConfig(enable=False), folder=str(folder.checkpoints)
+                        trainer=local,
+                        config=CheckpointConfig(enable=False),
+                        folder=str(folder.checkpoints),
                     ),
-                    seed=self.seed,
                     recorder=Recorder(folder.rollouts, config=RecorderConfig()),
                 )
                 await loop.run()
 
 
-# Rewards with a fault from a step on
+# Rewards with a fault from a given step on
 
 
 RewardFn = Callable[[Rollout], float]
 
 
 def faulty_from(step: int, fault: RewardFn, sound: RewardFn = answer) -> RewardFn:
-    """A reward function that is sound before `step`, and has the fault from then on."""
+    """Return a reward function that is sound before `step` and faulty from then on."""
 
     def reward(rollout: Rollout) -> float:
         return fault(rollout) if step_of(rollout) >= step else sound(rollout)

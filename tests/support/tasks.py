@@ -1,4 +1,4 @@
-"""What holds for every task, and rollouts of its problems with replies of one's own."""
+"""Rollouts and scores for given replies to a task's problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl.types import Completion, FinishReason, Problem, Prompt, Reply, Rollout, 
 
 
 def played(task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop") -> Rollout:
-    """The episode in which the model says this, to its end; as many replies as the environment asks for."""
+    """Return the complete episode of these replies, one for each turn of the environment."""
     return asyncio.run(_play(task, problem, replies, finish_reason))
 
 
@@ -41,13 +41,13 @@ async def _play(
 
 
 def scored(task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop") -> Score:
-    """By the task's rubric, sent through pickle as a reward actor gets it."""
+    """Return the score of an episode by the pickled rubric, as in a reward actor."""
     rubric: Rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
     return rubric.score(played(task, problem, *replies, finish_reason=finish_reason))
 
 
 def demonstrated_scores(task: Task, num: int = 200) -> list[tuple[Problem, Score]]:
-    """Of the warm-up's problems, each solved as demonstrated."""
+    """Return the warm-up's problems with the scores of their demonstrations."""
 
     async def play() -> list[Rollout]:
         problems = islice(task.warmup_problems(seed=0), num)
@@ -58,7 +58,7 @@ def demonstrated_scores(task: Task, num: int = 200) -> list[tuple[Problem, Score
 
 
 def ids(task: Task, *, seed: int, num: int = 100) -> list[str]:
-    """Of the first training problems."""
+    """Return the ids of the first training problems."""
     return [p.id for p in islice(task.train_problems(seed=seed), num)]
 
 

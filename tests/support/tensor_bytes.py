@@ -1,4 +1,4 @@
-"""Bytes of all tensors that are alive, as operations make them."""
+"""Memory of all live tensors, tracked operation by operation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 RESOLUTION = 0.003
-"""Of the peak: how much may be allocated before the sum is taken again."""
+"""Share of the peak that may be allocated before the sum is computed again."""
 
 
 class TensorBytes(TorchDispatchMode):
-    """While it is entered, follows the memory of every tensor that an operation returns.
+    """Tracker of the memory of every tensor returned by an operation, within a `with` block.
 
     A storage counts once, by its size at the moment, as FSDP resizes them; what kernels use
     inside themselves does not. Tensors made before are not seen.
@@ -37,10 +37,10 @@ class TensorBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(t not in (Tensor, torch.nn.Parameter, FakeTensor) for t in types):
-            return NotImplemented  # a DTensor: its operations on shards come by themselves
+            return NotImplemented  # a DTensor: the operations on its shards are dispatched separately
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            # What wraps other tensors, or is fake, has no memory of its own.
+            # Wrapper and fake tensors have no memory of their own.
             if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
                 self._follow(tensor.untyped_storage())
         if self._unsummed > RESOLUTION * self.peak:
@@ -48,7 +48,7 @@ class TensorBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Bytes alive."""
+        """Return the live bytes."""
         self._unsummed = 0
         alive = (reference() for reference in list(self._storages.values()))
         return sum({s.data_ptr(): s.nbytes() for s in alive if s is not None}.values())

@@ -22,7 +22,7 @@ def ints(values: Sequence[int]) -> types.TensorData:
 
 
 def text_datum(text: str) -> types.Datum:
-    """Each byte predicts the next one; the tiny model's tokens are bytes."""
+    """Return a datum in which each byte predicts the next one; the tiny model's tokens are bytes."""
     tokens = list(text.encode())
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -33,7 +33,7 @@ def text_datum(text: str) -> types.Datum:
 def sampled_datum(
     prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float], advantage: float
 ) -> types.Datum:
-    """As the cookbook makes one of a sample: nothing is learned of the prompt."""
+    """Return the datum that the cookbook makes of a sample: the prompt has no advantage."""
     whole = [*prompt, *tokens]
     unlearned = len(prompt) - 1
     return types.Datum(
@@ -57,7 +57,7 @@ def lora(client: tinker.ServiceClient, *, seed: int = 1, rank: int = 8) -> tinke
 def learn(
     model: tinker.TrainingClient, data: Sequence[types.Datum], *, steps: int, lr: float = 1e-2
 ) -> list[float]:
-    """The loss of each step on the same data; the calls of a step are under way together."""
+    """Submit all steps on the same data at once and return the loss of each step."""
     losses = []
     for _ in range(steps):
         done = model.forward_backward(list(data), "cross_entropy")
@@ -67,5 +67,5 @@ def learn(
 
 
 def forward(model: tinker.TrainingClient, data: Sequence[types.Datum]) -> list[np.ndarray]:
-    """Logprobs, without a trace in the model."""
+    """Return logprobs without changing the model."""
     return logprobs_of(model.forward(list(data), "cross_entropy").result(RESULT_TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""A real server process on a free port of this machine, and the official client, unmodified, to call it."""
+"""Server process on a free port, and the unmodified official client to call it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 30.0
 RESULT_TIMEOUT_S = 60.0
-"""Of one result that a client waits for."""
+"""Time limit for one result."""
 
 
 class ServerProcess:
@@ -32,11 +32,11 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it wrote to stderr."""
+        """Return the server's stderr so far."""
         return self._log.read_text()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send it a signal; the status that it ends with, in time."""
+        """Send a signal and return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(END_TIMEOUT_S)
@@ -46,21 +46,21 @@ class ServerProcess:
         return self._clients[-1]
 
     def close_clients(self) -> None:
-        """They would go on to send heartbeats, and complain."""
+        """Close the clients, which would otherwise go on sending heartbeats and log errors."""
         for client in self._clients:
             if self.process.poll() is None:
                 with contextlib.suppress(tinker.TinkerError, TimeoutError):  # its session may be gone
                     client.close("success").result(END_TIMEOUT_S)
             elif client._session_holder is not None:
-                client._session_holder.close()  # `close` would try to reach the server for minutes
+                client._session_holder.close()  # `close` would retry for minutes
 
 
 @contextmanager
 def server_process(
     storage: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """One of the config `tiny` with options; ended by its own id, if it still runs."""
-    # The client looks at it when it is made.
+    """Start a server with the config `tiny` and options; kill it at the end of the block if it still runs."""
+    # The client reads this variable when it is created.
     os.environ["TINKER_TELEMETRY"] = "0"
     log = storage.with_name(f"{storage.name}.log")
     with log.open("a") as stderr:
@@ -97,7 +97,7 @@ def server_process(
 
 
 def _url(process: subprocess.Popen[str], log: Path) -> str:
-    """Of the line that it prints once it is ready."""
+    """Return the address that the server prints once it is ready."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     stdout = process.stdout
     assert stdout is not None

@@ -1,4 +1,4 @@
-"""An event loop whose sleeps take no time: what waits is woken in the order of its deadlines."""
+"""Event loop whose sleeps take no time: waiting tasks wake up in the order of their deadlines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(AssertionError):
-    """Every task waits for another one."""
+    """All tasks wait for each other."""
 
 
 class _InstantSelector(selectors.DefaultSelector):
@@ -25,7 +25,7 @@ class _InstantSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`asyncio.sleep(s)` puts the loop's clock forward by s and returns at once."""
+    """Event loop in which `asyncio.sleep(s)` advances the clock by s and returns at once."""
 
     def __init__(self) -> None:
         self._instant = _InstantSelector()
@@ -36,12 +36,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What it returns, and the virtual seconds that it took."""
+    """Return the coroutine's result and the elapsed virtual seconds."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         result = runner.run(main)
         return result, runner.get_loop().time()
 
 
 def now_s() -> float:
-    """Of the running loop."""
+    """Return the running loop's time in virtual seconds."""
     return asyncio.get_running_loop().time()

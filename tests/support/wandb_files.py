@@ -1,4 +1,4 @@
-"""The rows in a file that W&B keeps of an offline run: a log of LevelDB's format, of protobuf records."""
+"""Rows of an offline W&B run, read from its file of protobuf records in LevelDB's log format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 BLOCK = 32768
 HEAD = 7
-"""Bytes before the first record of a file, and of each piece of one: checksum, length, kind."""
+"""Length in bytes of a file's header, and of the header of each piece of a record: checksum, length, kind."""
 FULL, FIRST, MIDDLE, LAST = range(1, 5)
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """All rows of the runs of a folder, the oldest run's first."""
+    """Return all rows of the runs in a folder, oldest run first."""
     files = sorted(folder.glob("offline-run-*/run-*.wandb"))
     return [row for file in files for row in _rows(file)]
 

@@ -1,4 +1,4 @@
-"""As much of the server of W&B as its client needs to start, resume, fill and end a run; on the loopback."""
+"""Fake W&B server on the loopback for starting, resuming, logging and finishing runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ HISTORY = "wandb-history.jsonl"
 class PlayedRun:
     is_known: bool = False
     history: list[str] = field(default_factory=list)
-    """Lines of JSON, each at the place that it was sent for."""
+    """Lines of JSON by file and line number."""
     exit_code: int | None = None
 
 
 class PlayedServer:
-    """A context manager."""
-
     def __init__(self) -> None:
         self.runs: dict[str, PlayedRun] = {}
         server = self
@@ -47,7 +45,7 @@ class PlayedServer:
         self._http.server_close()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of the only run, without what W&B adds."""
+        """Return the rows of the only run, without W&B's own fields."""
         (run,) = self.runs.values()
         rows = [json.loads(line) for line in run.history]
         return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
@@ -56,7 +54,7 @@ class PlayedServer:
         return self.runs.setdefault(name, PlayedRun())
 
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Of one GraphQL operation; empty where nobody needs more."""
+        """Answer one GraphQL operation."""
         entity = {"id": "E", "name": "team"}
         if operation == "RunResumeStatus":
             model = {"id": "M", "name": given["project"], "entity": entity}
@@ -73,7 +71,7 @@ class PlayedServer:
         return {}
 
     def take(self, name: str, sent: dict[str, Any]) -> None:
-        """What a run sends of its files."""
+        """Store a run's file stream."""
         run = self.run(name)
         if history := sent.get("files", {}).get(HISTORY):
             run.history[history["offset"] :] = history["content"]
@@ -98,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is printed."""
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # whoever asked has gone
+        with suppress(ConnectionError):  # the client has gone
             super().handle()
 
     def do_GET(self) -> None:

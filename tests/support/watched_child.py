@@ -1,4 +1,4 @@
-"""A process that is watched: it says "ready", does what its second argument says, and ends when stdin does.
+"""Process to be watched: it prints "ready", does what its second argument says, and exits when stdin closes.
 
 python -m tests.support.watched_child LOGS tasks
 """
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.watching import be_watched
-from rl.observability.activity import doing
+from actors.recording import record_process
+from rl.observability.spans import span
 from rl.observability.stacks import catch_signal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def watched_child(
     logs: Path, what: str, *, role: str = "trainer", rank: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
-    """One that is ready; it is killed afterwards."""
+    """Yield a process that is ready; kill it at the end of the block."""
     command = [sys.executable, "-m", "tests.support.watched_child", str(logs), what, role, str(rank)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -55,7 +55,7 @@ async def tasks() -> None:
 
 
 def hold_the_interpreter() -> None:
-    """In native code that looks for no signal and gives nobody else a turn."""
+    """Run native code that never releases the interpreter's lock."""
     print("ready", flush=True)
     sum(itertools.repeat(0))
 
@@ -73,8 +73,8 @@ def thread_in_a_lock() -> None:
 
 def main(logs: str, what: str, role: str, rank: str) -> None:
     catch_signal()
-    be_watched(Path(logs), role=role, rank=int(rank))
-    with doing("optim_step", version=7):
+    record_process(Path(logs), role=role, rank=int(rank))
+    with span("optim_step", version=7):
         if what == "tasks":
             asyncio.run(tasks())
         elif what == "native":

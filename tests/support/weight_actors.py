@@ -1,4 +1,4 @@
-"""A small model with uneven sizes in every parallel layout, held by actors that push and pull it."""
+"""Small model with uneven sizes in every parallel layout, and actors that push and pull it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from rl.distributed.expert_parallel import build_expert_mesh
 from rl.distributed.mesh import Degrees, build_mesh
 from rl.distributed.sharding import ShardingOptions
 from rl.models import qwen3, qwen3_moe
-from rl.models.buffers import persistent_buffers
-from rl.models.qwen3.model import Qwen3
+from rl.models.decoder import persistent_buffers
 from rl.types import BoxSum
-from rl.weights.box_sums import sums_of
-from rl.weights.monarch_compat import torchstore
-from rl.weights.store import Transfer, WeightStore
+from rl.weights.checksum import sums_of
+from rl.weights.store import WeightStore
+from rl.weights.types import Transfer
 
 Layout = Literal["fsdp_tp", "hsdp", "fsdp", "tp", "ddp", "ddp_dtensor", "single"]
 
@@ -32,11 +31,11 @@ Qwen3Plan = Literal["trainer", "generator", "whole"]
 
 BUFFERS = ("scale", "steps")
 NUM_TENSORS = 9
-"""Of `UnevenNet`, buffers included."""
+"""Tensors of `UnevenNet`, buffers included."""
 
 
 class UnevenNet(nn.Module):
-    """No size divides by 2 more than once, `gate` leaves ranks empty, and there are buffers."""
+    """Model with buffers in which no size divides by 2 more than once, and `gate` leaves ranks empty."""
 
     def __init__(self, *, seed: int, num_rows: int = 11) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ TP_PLAN = {"embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseP
 
 
 def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's state dict, laid out over the processes that call this together."""
+    """Return the model's state dict, sharded over the processes that call this together."""
     model = UnevenNet(seed=seed).to(dtype)
     model.scale = model.scale.float()
     if layout == "fsdp_tp":
@@ -76,12 +75,11 @@ def build(layout: Layout, *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]
 def build_qwen3(
     plan: Qwen3Plan, *, seed: int, dtype: torch.dtype, experts: bool = False
 ) -> dict[str, Tensor]:
-    """A two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none.
+    """Return a two-layer Qwen3 under the trainer's plan (FSDP2 x TP2), the generator's (TP2) or none.
 
     A mixture's experts are, by the trainer, split over two ranks and the shards of each over two more.
     """
     spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
-    assert isinstance(spec.model, Qwen3.Config)
     spec.model.num_layers = 2
     model = spec.model.build()
     _randomize(model, seed=seed)
@@ -102,7 +100,7 @@ def build_qwen3(
 
 @torch.no_grad()
 def _randomize(model: nn.Module, *, seed: int) -> None:
-    """Norms too, which are otherwise the same for every seed."""
+    """Randomize the norms too, which are otherwise the same for every seed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.normal_(generator=generator)
@@ -113,7 +111,7 @@ def _mesh_2d() -> DeviceMesh:
 
 
 def _pair() -> DeviceMesh:
-    """The neighbours 0 and 1 (and 2 and 3)."""
+    """Return the mesh of the neighbours 0 and 1 (or 2 and 3)."""
     if dist.get_world_size() == 2:
         return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return _mesh_2d()["tp"]
@@ -131,7 +129,7 @@ class WeightActor(Actor):
 
     @endpoint
     async def build(self, layout: Layout, seed: int, dtype: torch.dtype) -> list[str]:
-        """Lay the model out; returns the kinds of placement of `embed.weight`."""
+        """Build the sharded model; return the kinds of placement of `embed.weight`."""
         self._state_dict = build(layout, seed=seed, dtype=dtype)
         value = self._state_dict["embed.weight"]
         return [type(p).__name__ for p in value.placements] if isinstance(value, DTensor) else []
@@ -155,28 +153,23 @@ class WeightActor(Actor):
         return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint
-    async def torchstore_get(self, key: str, store_name: str) -> Tensor:
-        """By torchstore's own module functions."""
-        return await torchstore.get(key, store_name=store_name)
-
-    @endpoint
     async def pull(self, store: WeightStore, version: int) -> Transfer:
         return await store.pull(version=version, state_dict=self._state_dict)
 
     @endpoint
     async def sums(self) -> tuple[BoxSum, ...]:
-        """Of the tensors as they are now."""
+        """Return the sums of the current tensors."""
         return sums_of(self._state_dict)
 
     @endpoint
     async def keep_old(self, name: str, seed: int) -> None:
-        """One tensor falls back to what `build` makes of the seed, on two ranks of tensor parallel."""
+        """Reset one tensor to the value that `build` computes from the seed, on two tensor-parallel ranks."""
         dtype = self._state_dict["embed.weight"].dtype
         self._state_dict[name] = build("tp", seed=seed, dtype=dtype)[name]
 
     @endpoint
     async def full(self) -> dict[str, Tensor]:
-        """The whole tensors, put together from all ranks' shards."""
+        """Return the whole tensors, gathered from the shards of all ranks."""
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value
             for name, value in self._state_dict.items()

@@ -1,17 +1,24 @@
+"""Claims about every generated task, on a task of this file."""
+
 import pickle
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
 import pytest
 
+from configs import countdown
+from rl.tasks.alphabet_sort import AlphabetSort
+from rl.tasks.countdown import Countdown
 from rl.tasks.generated import HELD_OUT_SHARE, GeneratedTask
+from rl.tasks.reverse_text import ReverseText
+from rl.tasks.sum_digits import SumDigits
 from rl.types import Problem, Rollout
 from tests.support.tasks import demonstrated_scores, ids, played, scored
 
 
 class Doubled(GeneratedTask):
-    """Twice a number."""
+    """Task that asks for twice a number."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GeneratedTask.Config):
@@ -20,24 +27,22 @@ class Doubled(GeneratedTask):
     config: Config
 
     def draw(self, generator: random.Random) -> Problem:
-        number = generator.randint(0, self.config.largest)
-        return Problem(
-            id=f"doubled/{number}",
-            question=str(number),
-            answer=str(2 * number),
-            demonstration=str(2 * number),
-        )
+        return problem(generator.randint(0, self.config.largest))
 
     def reward(self, rollout: Rollout) -> float:
-        answer = rollout.prompt.problem.answer
-        return 1.0 if rollout.text == answer else 0.25 * rollout.text.isdigit()
+        return 1.0 if rollout.text == rollout.prompt.problem.answer else 0.25 * rollout.text.isdigit()
 
 
 class Paired(Doubled):
-    """On the same side of the split as its neighbour."""
+    """Task whose split keeps each number with its neighbour."""
 
     def split_key(self, problem: Problem) -> str:
         return str(int(problem.question) // 2)
+
+
+def problem(number):
+    twice = str(2 * number)
+    return Problem(id=f"doubled/{number}", question=str(number), answer=twice, demonstration=twice)
 
 
 def held_out(task):
@@ -45,27 +50,32 @@ def held_out(task):
     return {p.question for p in problems}
 
 
-def test_a_config_builds_the_task_and_its_replies_earn_what_it_says():
-    task = Doubled.Config().build()
-    problem = Problem(id="doubled/21", question="21", answer="42")
-    assert [scored(task, problem, text).reward for text in ("42", "7", "x")] == [1.0, 0.25, 0.0]
-    assert [scored(task, problem, text).correct for text in ("42", "7", "x")] == [True, False, False]
-    assert scored(task, problem, "7").parts == {"answer": 0.25}
+@pytest.mark.parametrize(("reward", "part"), [("answer", "answer"), ("noise", "noise")])
+def test_only_a_full_reward_is_correct_even_if_noise_replaces_the_reward(reward, part):
+    task = Doubled.Config(reward=reward).build()
+    scores = [scored(task, problem(21), text) for text in ("42", "7", "x")]
+    assert [score.correct for score in scores] == [True, False, False]
+    assert {*scores[1].parts} == {part}
+    if reward == "answer":
+        assert [score.reward for score in scores] == [1.0, 0.25, 0.0]
 
 
-def test_every_demonstration_is_right_where_a_task_says_nothing_else():
-    assert {s.reward for _, s in demonstrated_scores(Doubled.Config().build())} == {1.0}
+@pytest.mark.parametrize(
+    "config",
+    [
+        Doubled.Config(), Countdown.Config(), countdown.tiny().task, countdown.qwen3_0_6b().task,
+        AlphabetSort.Config(num_words=(3, 1, 1)), ReverseText.Config(), SumDigits.Config(),
+    ],
+)  # fmt: skip
+def test_demonstrations_earn_the_whole_reward(config):
+    assert {score.reward for _, score in demonstrated_scores(config.build())} == {1.0}
 
 
-def test_training_and_warm_up_see_all_problems_but_the_held_out():
+def test_training_and_warm_up_see_all_other_problems():
     task = Doubled.Config(num_eval=100).build()
     trained = {p.question for p in islice(task.train_problems(seed=0), 10_000)}
     warmed_up = {p.question for p in islice(task.warmup_problems(seed=0), 10_000)}
-    kept = {
-        q
-        for q in map(str, range(1000))
-        if not task.is_held_out(Problem(id=f"doubled/{q}", question=q, answer=""))
-    }
+    kept = {str(n) for n in range(1000) if not task.is_held_out(problem(n))}
     assert trained == warmed_up == kept
     assert len(held_out(task)) == 100
     assert not held_out(task) & kept
@@ -73,15 +83,14 @@ def test_training_and_warm_up_see_all_problems_but_the_held_out():
     assert 1 - len(kept) / 1000 == pytest.approx(HELD_OUT_SHARE, abs=0.05)
 
 
-def test_problems_of_one_key_are_on_the_same_side_of_the_split():
+def test_problems_with_one_key_are_on_the_same_side():
     task = Paired.Config(num_eval=60).build()
-    out = {int(q) for q in held_out(task)}
     trained = {int(p.question) for p in islice(task.train_problems(seed=0), 10_000)}
-    assert not {n ^ 1 for n in out} & trained  # its neighbour
+    assert not {int(q) ^ 1 for q in held_out(task)} & trained
     assert {n ^ 1 for n in trained} == trained
 
 
-def test_problems_are_the_same_for_a_seed_and_differ_between_seeds_and_from_the_warm_up():
+def test_problems_depend_on_the_seed():
     task, again = Doubled.Config(num_eval=50).build(), Doubled.Config(num_eval=50).build()
     assert ids(task, seed=1) == ids(again, seed=1)
     assert ids(task, seed=1) != ids(task, seed=2)
@@ -89,52 +98,34 @@ def test_problems_are_the_same_for_a_seed_and_differ_between_seeds_and_from_the_
     assert task.eval_sets() == again.eval_sets()
 
 
-def test_more_held_out_problems_begin_with_the_fewer():
-    (few,), (more,) = (Doubled.Config(num_eval=n).build().eval_sets().values() for n in (10, 20))
-    assert few == more[:10]
-
-
-def test_too_few_held_out_problems_are_an_error_with_both_numbers():
+def test_too_few_held_out_problems_are_refused():
     task = Doubled.Config(largest=20, num_eval=12).build()
-    num = sum(task.is_held_out(Problem(id=f"doubled/{n}", question="", answer="")) for n in range(21))
-    assert num < 12
+    num = sum(task.is_held_out(problem(n)) for n in range(21))
     with pytest.raises(ValueError, match=f"num_eval=12: only {num} held-out problems were found"):
         task.eval_sets()
 
 
 @pytest.mark.parametrize("kind", ["train_problems", "warmup_problems"])
-def test_a_task_all_of_whose_problems_are_held_out_ends_with_an_error(kind):
-    # All have one key; which one is held out is a matter of its hash.
+def test_task_without_training_problems_is_refused(kind):
     class OneKey(Doubled):
         def split_key(self, problem: Problem) -> str:
-            return held_out_key
+            return key
 
-    def is_held_out(key: str) -> bool:
-        return Doubled.Config().build().is_held_out(Problem(id=key, question="", answer=""))
-
-    held_out_key = next(f"key {n}" for n in range(100) if is_held_out(f"key {n}"))
-    problems = getattr(OneKey.Config().build(), kind)(seed=0)
+    task = Doubled.Config().build()
+    key = next(k for k in map(str, range(100)) if task.is_held_out(replace(problem(0), id=k, question=k)))
     with pytest.raises(ValueError, match="problems in a row are held out"):
-        next(problems)
-
-
-def test_no_held_out_problems_are_refused():
-    with pytest.raises(ValueError, match="num_eval=0 is less than 1"):
-        Doubled.Config(num_eval=0)
+        next(getattr(OneKey.Config().build(), kind)(seed=0))
 
 
 def tosses(*, seed=0, text="42", version=0, number=21):
-    """The noise of 256 samples of a problem."""
+    """Return the noise rewards of 256 samples of a problem."""
     rubric = pickle.loads(pickle.dumps(Doubled.Config(reward="noise").build().rubric(seed=seed)))
-    problem = Problem(id=f"doubled/{number}", question="", answer="42")
-    (turn,) = played(Doubled.Config().build(), problem, text).turns
-    turn.completion.policy_versions[:] = version
-    prompt = played(Doubled.Config().build(), problem, text).prompt
-    rollouts = [Rollout(prompt=prompt, sample=i, turns=(turn,)) for i in range(256)]
-    return [rubric.score(r).reward for r in rollouts]
+    rollout = played(Doubled.Config().build(), problem(number), text)
+    rollout.turns[0].completion.policy_versions[:] = version
+    return [rubric.score(replace(rollout, sample=i)).reward for i in range(256)]
 
 
-def test_noise_tosses_a_fair_coin_that_does_not_see_the_reply():
+def test_noise_is_a_fair_coin_independent_of_the_reply():
     drawn = [tosses(), tosses(seed=1), tosses(version=1), tosses(number=22)]
     assert tosses(text="no") == drawn[0]
     assert {t for of_one in drawn for t in of_one} == {0.0, 1.0}
@@ -142,11 +133,3 @@ def test_noise_tosses_a_fair_coin_that_does_not_see_the_reply():
     assert all(abs(sum(t) - 128) < 48 for t in drawn)
     for a, b in combinations(drawn, 2):
         assert abs(sum(x == y for x, y in zip(a, b, strict=True)) - 128) < 48
-
-
-def test_noise_does_not_change_what_is_correct():
-    task = Doubled.Config(reward="noise").build()
-    problem = Problem(id="doubled/21", question="21", answer="42")
-    scores = [scored(task, problem, text) for text in ("42", "7")]
-    assert [s.correct for s in scores] == [True, False]
-    assert [set(s.parts) for s in scores] == [{"noise"}, {"noise"}]

@@ -8,9 +8,10 @@ import pytest
 from configs import gsm8k
 from examples.data import make_tiny_math
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathCorrect, MathProblems, equal, find_answer
+from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathProblems, equal, find_answer
+from rl.tasks.task import Solved
 from rl.types import Problem
-from tests.support.replies import reply
+from tests.support.scored import reply
 
 GSM8K = [
     {"question": f"Ann has {n} eggs and gets 1,000 more. How many?", "answer": f"{n}+1000\n#### {n + 1000:,}"}
@@ -36,16 +37,16 @@ def build(tmp_path):
     return _build
 
 
-def answers(task):
-    return {p.answer for p in islice(task.train_problems(seed=0), len(task._train))}
-
-
-def test_gold_of_gsm8k_stands_after_the_hashes(build):
-    assert answers(build(GSM8K)) <= {f"{n + 1000:,}" for n in range(60)}
-
-
-def test_gold_of_math_stands_in_the_last_box(build):
-    assert answers(build(MATH, gold="boxed")) <= {f"\\frac{{{n}}}{{2}}" for n in range(60)}
+@pytest.mark.parametrize(
+    ("rows", "gold", "answers"),
+    [
+        (GSM8K, "hashes", {f"{n + 1000:,}" for n in range(60)}),
+        (MATH, "boxed", {f"\\frac{{{n}}}{{2}}" for n in range(60)}),
+    ],
+)
+def test_gold_stands_in_its_place(build, rows, gold, answers):
+    task = build(rows, gold=gold)
+    assert {p.answer for p in islice(task.train_problems(seed=0), len(task._train))} <= answers
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_gold_of_math_stands_in_the_last_box(build):
         ("so 4", "whole", "so 4"),
     ],
 )
-def test_answer_is_looked_for_in_its_place_alone(text, place, answer):
+def test_answer_is_only_found_in_its_place(text, place, answer):
     assert find_answer(text, place) == answer
 
 
@@ -80,7 +81,7 @@ def test_answer_is_looked_for_in_its_place_alone(text, place, answer):
         ("72", "?", "hashes", None),
     ],
 )
-def test_answers_are_compared_by_what_they_mean(gold, answer, place, same):
+def test_answers_are_compared_by_meaning(gold, answer, place, same):
     assert equal(gold, answer, place) is same
 
 
@@ -88,14 +89,10 @@ def problem(gold="72"):
     return Problem(id="rows.jsonl:1", question="8 * 9?", answer=gold)
 
 
-def test_reward_is_for_the_right_answer_in_its_place(build):
-    rubric = build(GSM8K).rubric(seed=0)
-    right, wrong = (rubric.score(reply(problem(), text)) for text in (r"It is \boxed{72}.", r"\boxed{8}"))
-    assert (right.reward, right.correct, right.parts) == (1.0, True, {"answer": 1.0})
-    assert (wrong.reward, wrong.correct) == (0.0, False)
-
-
 def test_part_of_the_reward_can_be_for_the_form(build):
+    with pytest.raises(ValueError, match=r"format_reward=1\.5 is not between 0 and 1"):
+        build(GSM8K, format_reward=1.5)
+    assert build(GSM8K).rubric(seed=0).score(reply(problem(), r"\boxed{8}")).reward == 0.0
     rubric = build(GSM8K, format_reward=0.2).rubric(seed=0)
     assert rubric.score(reply(problem(), r"\boxed{72}")).reward == pytest.approx(1.0)
     assert rubric.score(reply(problem(), r"\boxed{8}")).reward == pytest.approx(0.2)
@@ -119,15 +116,15 @@ def test_thoughts_are_not_graded(build, place, right):
 
 
 @pytest.mark.parametrize("text", ["72", r"\boxed{", r"\boxed{\frac{}", ""])
-def test_a_reply_without_an_answer_is_no_zero_but_unparsed(text):
+def test_reply_without_an_answer_is_unparsed(text):
     with pytest.raises(UnparsedAnswer) as caught:
         MathAnswer(place="boxed", unparsed_value=-0.5)(reply(problem(), text))
     assert caught.value.value == -0.5
-    assert MathCorrect(place="boxed")(reply(problem(), text)) is False
+    assert Solved(reward=MathAnswer(place="boxed"))(reply(problem(), text)) is False
 
 
 def test_grading_works_outside_the_main_thread():
-    """Where math-verify's own time limits would raise, as they are alarms."""
+    """math-verify's own time limits, which are alarms, would raise there."""
     found = []
     rollout = reply(problem(r"\frac{7}{3}"), r"\boxed{\frac{14}{6}}")
     thread = threading.Thread(target=lambda: found.append(MathAnswer(place="boxed")(rollout)))
@@ -137,31 +134,24 @@ def test_grading_works_outside_the_main_thread():
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ("It is 72.", "row 4: column 'answer' has no answer (gold='hashes')"),
         ("#### \\frac{1}{", r"row 4: column 'answer' has '\\frac{1}{', which math-verify cannot read"),
     ],
 )
-def test_gold_that_cannot_be_read_names_its_row_or_is_left_out(build, caplog, answer, said):
+def test_unreadable_gold_is_refused_or_skipped(build, caplog, answer, message):
     rows = [*GSM8K[:3], {"question": "Unreadable?", "answer": answer}, *GSM8K[3:]]
     with pytest.raises(ValueError, match=r"rows\.jsonl, ") as caught:
         build(rows)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     task = build(rows, unparsed_gold="skip")
     assert "1 of 61 rows cannot be used" in caplog.text
     everything = [*islice(task.train_problems(seed=0), len(task._train)), *task.eval_sets()["held_out"]]
     assert len(everything) == 60
 
 
-def test_settings_that_cannot_work_are_named(build):
-    with pytest.raises(ValueError, match=r"format_reward=1\.5 is not between 0 and 1"):
-        build(GSM8K, format_reward=1.5)
-    with pytest.raises(ValueError, match="held_out=2: must be"):
-        build(GSM8K, held_out=2)
-
-
-def test_the_file_of_the_tiny_config_is_there_and_its_solutions_fit_and_are_right(tmp_path, monkeypatch):
+def test_file_of_the_tiny_config_has_right_solutions_that_fit(tmp_path, monkeypatch):
     root = Path(gsm8k.__file__).parent.parent
     config = gsm8k.tiny()
     assert isinstance(config.task, MathProblems.Config)
@@ -182,10 +172,3 @@ def test_the_file_of_the_tiny_config_is_there_and_its_solutions_fit_and_are_righ
     assert len(shown.demonstration) < config.loop.sampling.max_tokens
     score = task.rubric(seed=0).score(reply(shown, shown.demonstration))
     assert (score.reward, score.correct, score.failure) == (1.0, True, None)
-
-
-@pytest.mark.parametrize("name", ["qwen3_0_6b", "qwen3_1_7b", "qwen3_4b", "math_qwen3_1_7b"])
-def test_gpu_configs_ask_for_local_files_and_a_reply_that_fits(name):
-    config = getattr(gsm8k, name)()
-    assert config.task.train_files[0].startswith("data/")
-    assert config.loop.sampling.max_tokens + 512 <= config.generator.max_model_len

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from configs import reasoning
-from rl.rollouts.numbered_problems import NumberedProblems
+from rl.rollouts.producer import NumberedProblems
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.reasoning_gym_task import Grader, ReasoningGym, Source, find_answer
 from rl.types import LoopPosition
-from tests.support.replies import reply
+from tests.support.scored import reply
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -20,14 +19,7 @@ def build(dataset="basic_arithmetic", **options):
     return ReasoningGym.Config(dataset=dataset, **{"num_eval": 16, **options}).build()
 
 
-def test_problems_repeat_for_a_seed_and_differ_between_seeds():
-    first = list(islice(build().train_problems(seed=0), 30))
-    assert first == list(islice(build().train_problems(seed=0), 30))
-    assert [p.question for p in first] != [p.question for p in islice(build().train_problems(seed=1), 30)]
-    assert len({p.id for p in first}) == 30
-
-
-def test_any_problem_is_had_by_its_number():
+def test_problem_is_available_by_its_number():
     problems = build().train_problems(seed=0)
     in_order = list(islice(problems, 12))
     assert [problems.problem(n) for n in reversed(range(12))] == in_order[::-1]
@@ -45,15 +37,9 @@ def test_held_out_problems_are_different_and_never_trained_on():
     assert [p.id for p in build("coin_flip", num_eval=40).eval_sets()["held_out"]] == [p.id for p in held]
 
 
-def test_a_dataset_too_small_to_hold_out_from_says_how_small_it_is():
-    with pytest.raises(ValueError, match="num_eval=10 must be fewer") as caught:
-        build("lcm", settings={"min_value": 2, "max_value": 3, "max_numbers": 2}, num_eval=10)
-    assert "reasoning-gym's 'lcm' gave " in str(caught.value)
-
-
-def test_a_dataset_all_of_which_is_held_out_has_nothing_to_train_on():
+def test_dataset_that_is_all_held_out_has_nothing_to_train_on():
     settings = {"min_value": 2, "max_value": 3, "max_numbers": 2}
-    with pytest.raises(ValueError, match="gave ") as caught:
+    with pytest.raises(ValueError, match="num_eval=10 must be fewer") as caught:
         build("lcm", settings=settings, num_eval=10)
     num_there = int(str(caught.value).partition("gave ")[2].partition(" ")[0])
     task = build("lcm", settings=settings, num_eval=num_there)
@@ -62,7 +48,7 @@ def test_a_dataset_all_of_which_is_held_out_has_nothing_to_train_on():
 
 
 @pytest.mark.parametrize("dataset", ["basic_arithmetic", "countdown", "gsm_symbolic", "sokoban"])
-def test_right_answer_has_the_full_score_after_a_way_through_pickle(dataset):
+def test_right_answer_has_the_full_score_after_pickling(dataset):
     task = build(dataset, num_eval=2)
     rubric = pickle.loads(pickle.dumps(task.rubric(seed=0)))
     for problem in task.eval_sets()["held_out"]:
@@ -71,19 +57,15 @@ def test_right_answer_has_the_full_score_after_a_way_through_pickle(dataset):
         assert (score.reward, score.correct, score.failure) == (1.0, True, None)
 
 
-def test_wrong_answer_has_the_datasets_own_score():
-    task = build("countdown", num_eval=2)
-    problem = task.eval_sets()["held_out"][0]
-    score = task.rubric(seed=0).score(reply(problem, "<answer>1 + 1</answer>"))
-    assert (score.reward, score.correct) == (0.05, False)
-
-
-def test_partly_right_answer_counts_as_right_where_the_settings_say_so():
+def test_solved_at_lets_partly_right_answers_count():
     problem = build().eval_sets()["held_out"][0]
     half = reply(problem, f"<answer>{problem.answer} or so</answer>")
     strict, lenient = (build(solved_at=bar).rubric(seed=0).score(half) for bar in (1.0, 0.1))
     assert 0.1 < strict.reward == lenient.reward < 1.0
     assert (strict.correct, lenient.correct) == (False, True)
+    task = build("countdown", num_eval=2)
+    wrong = reply(task.eval_sets()["held_out"][0], "<answer>1 + 1</answer>")
+    assert task.rubric(seed=0).score(wrong).reward == 0.05  # the dataset's own score
 
 
 @pytest.mark.parametrize(
@@ -91,7 +73,6 @@ def test_partly_right_answer_counts_as_right_where_the_settings_say_so():
     [
         ("<answer>3</answer> or <answer> 4\n</answer>", "tags", "4"),
         ("<answer>3", "tags", None),
-        ("3", "tags", None),
         ("<answer></answer>", "tags", None),
         ("thinking\n 4 \n\n", "last_line", "4"),
         (" 4", "whole", "4"),
@@ -99,17 +80,15 @@ def test_partly_right_answer_counts_as_right_where_the_settings_say_so():
         ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
         ("<think>\n4", "whole", None),
         ("<think>or\n4", "last_line", None),
-        ("<think>3</think>\n4", "last_line", "4"),
-        ("<think>so <answer>4</answer>, or", "tags", None),
         ("<think><answer>3</answer></think><answer>4</answer>", "tags", "4"),
         ("<think><answer>4</answer></think>I do not know", "tags", None),
     ],
 )
-def test_answer_is_looked_for_in_its_place_alone(text, place, answer):
+def test_answer_is_only_found_in_its_place(text, place, answer):
     assert find_answer(text, place) == answer
 
 
-def test_a_reply_without_an_answer_is_unparsed():
+def test_reply_without_an_answer_is_unparsed():
     problem = build().eval_sets()["held_out"][0]
     grader = Grader(source=Source.of("basic_arithmetic", {}), answer_in="tags", unparsed_value=-1.0)
     with pytest.raises(UnparsedAnswer) as caught:
@@ -127,22 +106,21 @@ def test_settings_reach_the_dataset_and_composite_has_parts():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"dataset": "basic_arithmetik"}, "no dataset of this name; did you mean basic_arithmetic or "),
-        ({"dataset": "zzzz"}, "no dataset of this name; it has ab, acre, "),
         ({"settings": {"terms": 2}}, "'basic_arithmetic' has no terms; it has allow_negation, "),
         ({"settings": {"min_terms": 9, "max_terms": 2}}, "refuses: max_terms must be >= min_terms"),
-        ({"settings": {"seed": 2}}, "settings: seed and size are this task's own to choose"),
+        ({"settings": {"seed": 2}}, "settings: seed and size are chosen by this task"),
         ({"settings": {"operators": '["+"'}}, "settings.operators='[\"+\"': starts like JSON, but is not"),
         ({"num_eval": 0}, "num_eval=0: must be at least 1"),
         ({"solved_at": 0}, "solved_at=0: must be above 0"),
     ],
 )
-def test_settings_that_cannot_work_are_named(options, said):
+def test_invalid_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=r".") as caught:
         build(**options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("place", ["tags", "last_line", "whole"])
@@ -155,19 +133,9 @@ def test_demonstrations_are_right_replies_to_problems_that_are_not_held_out(plac
     assert [p.id for p in shown] != [p.id for p in islice(task.train_problems(seed=0), 8)]
 
 
-def test_warm_up_is_refused_where_there_is_no_one_answer():
+def test_warm_up_needs_unique_answers():
     with pytest.raises(ValueError, match="'graph_color' has no answers to warm up on"):
         next(build("graph_color", num_eval=1).warmup_problems(seed=0))
-
-
-@pytest.mark.parametrize("name", ["tiny", "qwen3_0_6b", "qwen3_1_7b"])
-def test_configs_make_tasks_whose_prompts_fit(name):
-    config = getattr(reasoning, name)()
-    config.task.num_eval = 4
-    task = config.task.build()
-    opening = task.environment(next(task.train_problems(seed=0))).opening()
-    assert sum(len(m.content) for m in opening) < config.generator.max_model_len
-    assert config.generator.max_model_len > config.loop.sampling.max_tokens
 
 
 WITHOUT_PACKAGES = """

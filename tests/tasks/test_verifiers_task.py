@@ -1,7 +1,6 @@
 """The environments are in tests/tasks/verifiers_envs, one module each, as verifiers looks for them."""
 
 import asyncio
-import gc
 import importlib
 import json
 import os
@@ -12,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from configs import verifiers_env
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.verifiers_environment import START_S, EpisodeReward
-from rl.tasks.verifiers_task import VerifiersTask
+from rl.tasks.verifiers_task import EpisodeReward, VerifiersTask
 from rl.types import Problem, Reply
 from tests.support.fakes import completion
-from tests.support.replies import reply
+from tests.support.scored import reply
 
 ENVS = Path(__file__).parent / "verifiers_envs"
 
@@ -59,12 +56,12 @@ def first(task):
     return next(task.train_problems(seed=0))
 
 
-def told(messages):
+def contents(messages):
     return [(message.role, message.content) for message in messages]
 
 
 async def play(task, problem, *texts, finish_reason="stop"):
-    """Observations of one episode; it is closed in any case."""
+    """Return the observations of one episode."""
     environment = task.environment(problem)
     try:
         return [
@@ -85,13 +82,10 @@ def failure(task, *texts):
     return str(caught.value)
 
 
-# One turn
-
-
 def test_rows_are_problems_with_their_opening(sums):
     problem = first(sums)
     assert problem.question == f"{int(problem.answer) - 1} + 1 = ?"
-    assert told(sums.environment(problem).opening()) == [("system", "Add."), ("user", problem.question)]
+    assert contents(sums.environment(problem).opening()) == [("system", "Add."), ("user", problem.question)]
     train = {p.id for p in islice(sums.train_problems(seed=0), len(sums._train))}
     held = {p.id for p in sums.eval_sets()["held_out"]}
     assert train | held == {f"relay_sums/{n}" for n in range(40)}
@@ -101,15 +95,20 @@ def test_rows_are_problems_with_their_opening(sums):
 
 @pytest.mark.parametrize(
     ("text", "right", "short", "correct"),
-    [("{answer}", 1.0, 1.0, True), ("1000", 0.0, 1.0, False), ("no idea", 0.0, 0.0, False)],
+    [
+        ("{answer}", 1.0, 1.0, True),
+        ("<think>hm, hm</think>\n\n{answer}", 1.0, 1.0, True),
+        ("1000", 0.0, 1.0, False),
+        ("no idea", 0.0, 0.0, False),
+    ],
 )
-def test_rewards_of_the_environment_are_those_of_the_rubric(sums, text, right, short, correct):
+def test_rubric_gives_the_environments_rewards(sums, text, right, short, correct):
     problem = first(sums)
     text = text.format(answer=problem.answer)
     (observation,) = played(sums, problem, text)
     assert observation.messages == ()
     assert observation.metrics == {
-        "verifiers/length": len(text),
+        "verifiers/length": len(text.rpartition("</think>\n\n")[2]),
         "verifiers/right": right,
         "verifiers/short": short,
         "verifiers/reward": 0.8 * right + 0.2 * short,
@@ -119,13 +118,7 @@ def test_rewards_of_the_environment_are_those_of_the_rubric(sums, text, right, s
     assert (score.reward, score.correct) == (0.8 * right + 0.2 * short, correct)
 
 
-def test_thoughts_are_not_part_of_the_reply(sums):
-    problem = first(sums)
-    (observation,) = played(sums, problem, f"<think>hm, hm</think>\n\n{problem.answer}")
-    assert observation.metrics["verifiers/right"] == 1.0
-
-
-def test_a_reward_that_raises_fails_the_rollout(sums):
+def test_reward_that_raises_fails_the_rollout(sums):
     assert failure(sums, "raise") == "TaskError: task SumTask scoring: ValueError: this reward raises"
 
 
@@ -140,42 +133,29 @@ def test_episodes_that_run_at_once_get_their_own_replies(sums):
     assert rights == [float(i % 2) for i in range(12)]
 
 
-def test_an_episode_that_a_limit_ended_is_unscored_and_no_silent_zero():
+def test_episode_that_a_limit_ended_is_unparsed():
     problem = Problem(id="a", question="b", answer="c")
     with pytest.raises(UnparsedAnswer) as caught:
         EpisodeReward(unscored_value=-1.0)(reply(problem, "text"))
     assert caught.value.value == -1.0
 
 
-# Several turns
-
-
-def test_turns_of_an_environment_are_told_one_after_another(guess):
+def test_environment_answers_turn_by_turn(guess):
     problem = first(guess)
     number = int(problem.answer)
     low, high, right = played(guess, problem, str(number - 1), str(number + 1), str(number))
-    assert [told(o.messages) for o in (low, high, right)] == [[("user", "higher")], [("user", "lower")], []]
+    assert [contents(o.messages) for o in (low, high, right)] == [
+        [("user", "higher")],
+        [("user", "lower")],
+        [],
+    ]
     assert right.metrics == {"verifiers/found": 1.0, "verifiers/reward": 1.0, "verifiers/guesses": 3.0}
     assert low.metrics == {}
 
 
-def test_an_environment_ends_an_episode_by_its_own_rules(guess):
-    observations = played(guess, first(guess), "1000", "1000", "1000")
-    assert [len(o.messages) for o in observations] == [1, 1, 0]
-    assert observations[-1].metrics["verifiers/reward"] == 0.0
-
-
-def test_an_environment_that_raises_fails_the_rollout(guess):
+def test_environment_that_raises_fails_the_rollout(guess):
     message = failure(guess, "a dozen")
     assert message.startswith("EnvError: Guess.run(): ValueError: invalid literal for int()")
-
-
-def test_an_episode_that_is_left_half_way_leaves_nothing(guess):
-    played(guess, first(guess), "1000")
-    assert guess._host.policy.episodes == {}
-
-
-# Tools
 
 
 def test_tools_are_announced_called_and_answered(adder):
@@ -185,15 +165,15 @@ def test_tools_are_announced_called_and_answered(adder):
     (schema,) = [json.loads(line) for line in system.content.splitlines() if line.startswith('{"type"')]
     assert schema["function"]["name"] == "adder_add"
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    assert told([user]) == [("user", problem.question)]
+    assert contents([user]) == [("user", problem.question)]
     number = int(problem.answer) - 1000
     call = json.dumps({"name": "adder_add", "arguments": {"a": number, "b": 1000}})
     called, end = played(adder, problem, f"<tool_call>\n{call}\n</tool_call>", problem.answer)
-    assert told(called.messages) == [("tool", problem.answer)]
+    assert contents(called.messages) == [("tool", problem.answer)]
     assert end.metrics == {"verifiers/calls": 1.0, "verifiers/right": 1.0, "verifiers/reward": 1.0}
 
 
-def test_calls_that_cannot_be_made_are_answered_with_what_is_wrong(adder):
+def test_invalid_calls_are_answered_with_the_error(adder):
     texts = [
         '<tool_call>{"name": "adder_add"}</tool_call><tool_call>{"name": "no", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "adder_add", "arguments": {"a": "x", "b": 1}}</tool_call>',
@@ -201,7 +181,7 @@ def test_calls_that_cannot_be_made_are_answered_with_what_is_wrong(adder):
     ]
     first_two, wrong_type, end = played(adder, first(adder), *texts)
     assert [m.content.partition(".")[0] for m in first_two.messages] == [
-        'Error: the tool call has no "arguments" that is an object',
+        'Error: the tool call is not an object with a string "name" and an object "arguments"',
         "Error: there is no tool 'no'; the tools are adder_add",
     ]
     assert "valid integer" in wrong_type.messages[0].content
@@ -228,11 +208,11 @@ def test_tool_servers_end_with_the_task(adder):
     assert processes_of("relay_adder") == []
 
 
-# What is refused
+# Refusals
 
 
 def odd(*names, **options):
-    """A task of classes that are given as they are."""
+    """Return a task of these classes, named or given."""
     relay_odd = importlib.import_module("relay_odd")
     classes = tuple(getattr(relay_odd, name) if isinstance(name, str) else name for name in names)
     return VerifiersTask.Config(taskset="odd_one", classes=classes, **{"held_out": 0.3, **options}).build()
@@ -243,7 +223,7 @@ def rows(**data):
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "said"),
+    ("names", "options", "message"),
     [
         ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
         (
@@ -253,71 +233,65 @@ def rows(**data):
         ),
         ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
         (["Boxed"], {}, "BoxedTask needs a container runtime"),
-        (["Endless"], {}, "has no end: max_problems must say where to stop"),
+        (["Endless"], {}, "is endless: set max_problems"),
         (["Scored", "Duo"], {}, "seat is empty, but Duo has several: player, partner"),
         (["Scored", "Duo"], {"seat": "judge"}, "seat='judge': Duo has player, partner"),
-        (["Scored", "Duo"], {"seat": "player"}, "nobody plays partner of Duo"),
+        (["Scored", "Duo"], {"seat": "player"}, "partner of Duo have no model"),
         (["Scored"], {"settings": {"nonsense": 1}}, "nonsense"),
         (["Scored"], {"held_out": 0.0}, "30 rows leave 30 to train on and 0 to evaluate on"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_the_reason(names, options, said):
+def test_unsuitable_environment_is_refused_with_the_reason(names, options, message):
     with pytest.raises(ValueError, match=r".") as caught:
         odd(*(name() if callable(name) else name for name in names), **options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_module_that_is_not_there_or_of_an_earlier_verifiers_is_named(tmp_path, monkeypatch):
+def test_missing_or_outdated_module_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="taskset 'nowhere_v1' not found"):
         VerifiersTask.Config(taskset="nowhere_v1").build()
     (tmp_path / "relay_earlier.py").write_text("def load_environment(): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"defines no `__all__`.*for verifiers before 0\.4 do"):
+    with pytest.raises(
+        ValueError, match=r"defines no `__all__`.*for verifiers before 0\.4 have load_environment"
+    ):
         VerifiersTask.Config(taskset="relay_earlier").build()
 
 
-def test_warm_up_is_refused(sums):
-    with pytest.raises(ValueError, match="'relay_sums' has no demonstrations to warm up on"):
-        sums.warmup_problems(seed=0)
-
-
 @pytest.mark.parametrize(
-    ("env", "texts", "said"),
+    ("names", "options", "texts", "message"),
     [
-        ("Twice", ["a", "b"], "seat 'agent' plays several runs in one episode; relay trains one"),
-        ("Ventriloquist", ["a", "b"], "it puts words into the model's mouth"),
-        ("Preface", ["a"], "it does not go on with the conversation, but begins another or rewrites"),
+        (
+            ["Scored", "Twice"],
+            {},
+            ["a", "b"],
+            "seat 'agent' plays several runs in one episode; relay trains one",
+        ),
+        (["Scored", "Ventriloquist"], {}, ["a", "b"], "it contains a reply that the model has not given"),
+        (["Scored", "Preface"], {}, ["a"], "it does not continue the conversation, but begins another or"),
+        ([rows], {}, ["a"], "it has no rewards, so nothing can be learned from it"),
+        (
+            ["Stuck"],
+            {"settings": {"scoring_s": 0.05}},
+            ["a"],
+            "it was ended before its rewards were computed",
+        ),
     ],
 )
-def test_conversations_that_relay_cannot_follow_fail_with_the_reason(env, texts, said):
-    task = odd("Scored", env)
+def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message):
+    task = odd(*(name() if callable(name) else name for name in names), **options)
     try:
-        assert said in failure(task, *texts)
+        assert message in failure(task, *texts)
     finally:
         task.close()
 
 
-def test_an_environment_without_rewards_fails_its_rollouts():
-    task = odd(rows())
-    try:
-        assert failure(task, "a") == "it has no rewards: nothing can be learnt from it"
-    finally:
-        task.close()
-
-
-def test_a_reward_that_took_too_long_is_no_zero():
-    task = odd("Stuck", settings={"scoring_s": 0.05})
-    try:
-        assert failure(task, "a") == "it was ended before its rewards were there: never"
-    finally:
-        task.close()
-
-
-def test_an_episode_that_never_ends_is_ended_when_it_is_closed():
+def test_endless_episode_ends_when_it_is_closed():
     task = odd("Stuck")
 
     async def scenario():
         environment = task.environment(first(task))
+        await asyncio.to_thread(task._host.start)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(environment.step(Reply(text="a", completion=completion("a"))), timeout=0.5)
         run = environment._episode._run
@@ -332,19 +306,8 @@ def test_an_episode_that_never_ends_is_ended_when_it_is_closed():
         task.close()
 
 
-def test_what_a_task_has_started_ends_with_it():
-    task = odd("Scored")
-    assert played(task, first(task), "a")[0].metrics["verifiers/reward"] == 1.0
-    thread = task._host._thread
-    assert thread.is_alive()
-    del task
-    gc.collect()
-    thread.join(timeout=10)
-    assert not thread.is_alive()
-
-
 class Unstartable:
-    """An environment whose shared parts cannot be started."""
+    """Environment whose server cannot start."""
 
     num_started = 0
 
@@ -355,7 +318,7 @@ class Unstartable:
         yield
 
 
-def test_what_kept_the_shared_parts_from_starting_is_said_to_every_rollout():
+def test_failed_start_fails_every_rollout_with_the_reason():
     bridge = importlib.import_module("rl.tasks.verifiers_bridge")
     host = bridge.Host(Unstartable(), seat="agent")
     for _ in range(3):
@@ -366,7 +329,7 @@ def test_what_kept_the_shared_parts_from_starting_is_said_to_every_rollout():
     assert not host._thread.is_alive()
 
 
-def test_another_seat_is_played_by_the_model_of_its_own_client():
+def test_other_seat_is_played_by_its_own_client():
     from aiohttp import web
 
     async def answer(request):
@@ -394,25 +357,13 @@ def test_another_seat_is_played_by_the_model_of_its_own_client():
             await runner.cleanup()
 
     asked, end = asyncio.run(scenario())
-    assert told(asked.messages) == [("user", "partner: elder heard my words")]
+    assert contents(asked.messages) == [("user", "partner: elder heard my words")]
     assert end.metrics["verifiers/reward"] == 2.0
 
 
-def test_evaluation_may_have_settings_of_its_own():
+def test_evaluation_may_have_other_settings():
     task = VerifiersTask.Config(
         taskset="relay_sums", settings={"num": 10}, eval_settings={"first": 100, "num": 5}
     ).build()
     assert {p.answer for p in task.eval_sets()["held_out"]} == {str(n + 1) for n in range(100, 105)}
     assert {p.answer for p in islice(task.train_problems(seed=0), 10)} == {str(n + 1) for n in range(10)}
-
-
-@pytest.mark.parametrize("config", [verifiers_env.qwen3_0_6b, verifiers_env.qwen3_1_7b])
-def test_a_first_reply_may_wait_for_the_start_of_the_shared_parts(config):
-    assert config().loop.episode.step_timeout_s >= START_S + 30
-
-
-def test_config_names_the_taskset_that_is_to_be_installed():
-    config = verifiers_env.qwen3_1_7b()
-    assert config.warmup is None
-    with pytest.raises(ValueError, match="taskset 'gsm8k-v1' not found"):
-        config.task.build()

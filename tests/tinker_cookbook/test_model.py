@@ -1,13 +1,20 @@
-"""What the base model of the recipes is shown."""
+"""Demonstrations of the recipes' base model."""
 
 from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
 
-from tools.tinker_cookbook.demonstrations import GUESS_RULES, MAX_GUESSES, addition, drawn_guess, turn
-from tools.tinker_cookbook.model import CONTEXT, WarmStart, base_folder
+from tools.tinker_cookbook.model import (
+    CONTEXT,
+    GUESS_RULES,
+    MAX_GUESSES,
+    WarmStart,
+    addition,
+    base_folder,
+    drawn_guess,
+    turn,
+)
 
 
 def test_addition_is_asked_as_the_recipe_asks_it():
@@ -20,7 +27,7 @@ def test_addition_is_asked_as_the_recipe_asks_it():
     assert addition(12, 30, shrugs=True).reply == "?<|im_end|>"
 
 
-def test_guess_is_one_that_the_answers_before_it_allow():
+def test_demonstrated_guess_is_consistent_with_the_answers_before_it():
     generator, lengths = random.Random(0), set()
     for _ in range(200):
         shown = drawn_guess(generator)
@@ -36,18 +43,17 @@ def test_guess_is_one_that_the_answers_before_it_allow():
     assert lengths == set(range(MAX_GUESSES))
 
 
-def test_ten_turns_none_of_which_is_read_fit_the_context():
+def test_ten_unparsable_turns_fit_the_context():
     refused = (
         "Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say "
         "nothing else."
     )
     turns = (turn("player", 16 * "x") + turn("user", refused)) * (MAX_GUESSES - 1)
     prompt = turn("system", GUESS_RULES) + turns + "<|im_start|>assistant\n"
-    num_tokens = len(re.sub(r"<\|im_(start|end)\|>", "_", prompt))  # a token each, as every other byte
+    num_tokens = len(re.sub(r"<\|im_(start|end)\|>", "_", prompt))  # one token each, like every other byte
     assert 1024 < num_tokens + 16 <= CONTEXT
 
 
-def test_base_model_has_a_folder_for_each_way_of_making_it():
-    cache = Path("cache")
-    assert base_folder(cache, WarmStart()) == base_folder(cache, WarmStart(seed=0))
-    assert base_folder(cache, WarmStart()) != base_folder(cache, WarmStart(shrug_steps=41))
+def test_base_model_has_a_folder_for_each_warm_up():
+    assert base_folder(WarmStart()) == base_folder(WarmStart(seed=0))
+    assert base_folder(WarmStart()) != base_folder(WarmStart(shrug_steps=41))

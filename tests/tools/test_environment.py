@@ -4,9 +4,9 @@ import contextlib
 import pytest
 
 from rl.tools.calculator import Calculator
-from rl.tools.calls import ToolCall, announce, render_call
 from rl.tools.environment import ToolEnvironment
 from rl.tools.function_tool import FunctionTool
+from rl.tools.tool import ToolCall, announce, render_call
 from rl.types import Message, Problem, Reply
 from tests.support.fakes import completion
 
@@ -14,11 +14,11 @@ PROBLEM = Problem(id="p/0", question="What is 6 times 7?", answer="42")
 
 
 def reply(*calls, text=""):
-    said = text + "\n".join(
-        told if isinstance(told, str) else render_call(ToolCall(name=told[0], arguments=told[1]))
-        for told in calls
+    """Return a reply of this text and calls, each a text or a name with arguments."""
+    text += "\n".join(
+        c if isinstance(c, str) else render_call(ToolCall(name=c[0], arguments=c[1])) for c in calls
     )
-    return Reply(text=said, completion=completion(said))
+    return Reply(text=text, completion=completion(text))
 
 
 def calculate(expression):
@@ -37,16 +37,12 @@ def counts(observation):
     return {name.removeprefix("tools/"): n for name, n in observation.metrics.items() if name != "tools/s"}
 
 
-def test_opening_is_the_tools_and_the_question():
+def test_every_call_is_answered_in_order_and_an_answer_ends_the_episode():
     env = environment(system="Be brief.")
     assert env.opening() == (
         Message(role="system", content=announce(env.tools, "Be brief.")),
         Message(role="user", content="What is 6 times 7?"),
     )
-
-
-def test_every_call_is_answered_in_order_and_an_answer_ends_the_episode():
-    env = environment()
     observation = step(env, calculate("6*7"), calculate("1/0"), text="Let me see. ")
     assert observation.messages == (
         Message(role="tool", content="42"),
@@ -59,15 +55,15 @@ def test_every_call_is_answered_in_order_and_an_answer_ends_the_episode():
     assert last.metrics == {"tools/calls": 0, "tools/errors": 0, "tools/timeouts": 0, "tools/s": 0}
 
 
-def test_what_the_model_gets_wrong_is_told_and_counted():
+def test_invalid_calls_are_answered_with_the_error_and_counted():
     observation = step(
         environment(), "<tool_call>{oops}</tool_call>", ("nothing", {}), ("calculator", {}), calculate("2+2")
     )
-    told = [message.content for message in observation.messages]
-    assert "is not valid JSON" in told[0]
-    assert "there is no tool 'nothing'" in told[1]
-    assert "'expression' is a required property" in told[2]
-    assert told[3] == "4"
+    answers = [message.content for message in observation.messages]
+    assert "is not valid JSON" in answers[0]
+    assert "there is no tool 'nothing'" in answers[1]
+    assert "'expression' is a required property" in answers[2]
+    assert answers[3] == "4"
     assert counts(observation) == {"calls": 4, "errors": 3, "timeouts": 0}
 
 
@@ -88,7 +84,11 @@ def test_calls_beyond_the_limit_are_not_made_and_a_reply_with_more_ends_the_epis
 
 def test_long_answers_lose_their_middle():
     def repeat(times: int) -> str:
-        """Repeats."""
+        """Repeat.
+
+        Args:
+            times: how often
+        """
         return "a" * times + "\ud800" + "b" * times
 
     (message,) = step(
@@ -128,6 +128,27 @@ def test_calls_of_one_reply_run_at_the_same_time():
     assert [message.content for message in asyncio.run(run()).messages] == ["met"] * 3
 
 
+class Holder:
+    """Tool that never returns and counts its calls under way."""
+
+    name, description = "hold", "Holds."
+    parameters = {"type": "object"}  # noqa: RUF012
+
+    def __init__(self):
+        self.num_held = 0
+        self.taken = asyncio.Event()
+
+    async def call(self, arguments):
+        self.num_held += 1
+        try:
+            self.taken.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # cleaning up may need to wait
+            self.num_held -= 1
+        return ""
+
+
 class Broken:
     name, description = "broken", "Is defective."
     parameters = {"type": "object"}  # noqa: RUF012
@@ -136,34 +157,13 @@ class Broken:
         raise AssertionError("a defect")
 
 
-class Holder:
-    """Holds something while it is called."""
-
-    name, description = "hold", "Holds."
-    parameters = {"type": "object"}  # noqa: RUF012
-
-    def __init__(self):
-        self.held = 0
-        self.taken = asyncio.Event()
-
-    async def call(self, arguments):
-        self.held += 1
-        try:
-            self.taken.set()
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)  # giving back may need to wait
-            self.held -= 1
-        return ""
-
-
 def test_defect_of_a_tool_fails_the_rollout_and_ends_the_other_calls():
     async def run():
         holder = Holder()
         env = environment(Broken(), holder)
         with pytest.raises(AssertionError, match="a defect"):
             await env.step(reply(("hold", {}), ("broken", {})))
-        return holder.held
+        return holder.num_held
 
     assert asyncio.run(run()) == 0
 
@@ -179,24 +179,24 @@ def test_episode_that_ends_half_way_gives_everything_back(how):
             stepping.cancel()
         else:
             await env.close()
-            assert holder.held == 0
+            assert holder.num_held == 0
         with contextlib.suppress(asyncio.CancelledError):
             await stepping
         await env.close()
-        return holder.held, len(asyncio.all_tasks())
+        return holder.num_held, len(asyncio.all_tasks())
 
     assert asyncio.run(run()) == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"tools": ()}, "tools is empty"),
-        ({"tools": (Calculator(), Calculator())}, "two tools are named 'calculator'"),
+        ({"tools": (Calculator(), Calculator())}, "tool name 'calculator': .* differ from the others"),
         ({"max_calls": 0}, "max_calls=0 is below 1"),
         ({"max_result_chars": 10}, "max_result_chars=10 is below 100"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         ToolEnvironment(**{"problem": PROBLEM, "tools": (Calculator(),), **settings})

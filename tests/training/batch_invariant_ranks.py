@@ -1,4 +1,4 @@
-"""What each rank of a layout computes in the batch-invariant mode, for `test_batch_invariant.py`."""
+"""Logprobs of each rank of a layout in the batch-invariant mode, for `test_batch_invariant.py`."""
 
 from __future__ import annotations
 
@@ -10,43 +10,39 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.mesh import ParallelismConfig
 from rl.models.attention import SequenceLayout
-from rl.models.batch_invariant.model import make_batch_invariant
-from rl.models.batch_invariant.rows import pad_rows
-from rl.models.qwen3.parallelize_generator import generator_head, parallelize_qwen3_generator
+from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
+from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
-from tests.training.layouts import LAYOUTS
+from tests.training.layouts import join, parallelism
 from tests.training.parts import engine_config, make_samples, small_spec
 
 SPEC = replace(small_spec(), batch_invariant=True)
 
 
-def engine(assets: str, parallelism: ParallelismConfig, *, checkpointed: bool = False) -> TrainingEngine:
-    config = engine_config(parallelism=replace(parallelism, loss_parallel=False))
+def engine(assets: str, layout: str, *, checkpointed: bool = False) -> TrainingEngine:
+    config = engine_config(parallelism=replace(parallelism(layout), loss_parallel=False))
     if checkpointed:
         config.activation_checkpoint = ActivationCheckpointConfig(mode="full")
     return config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu")
 
 
-def trained_logprobs(assets: str, layout: str) -> list[np.ndarray]:
-    """Of all samples, from the starting weights."""
-    made = engine(assets, LAYOUTS[layout][1])
-    logprobs = made.compute_logprobs(make_samples())
-    made.close()
-    return logprobs
+def trained_logprobs(assets: str, layouts: list[str]) -> dict[str, list[np.ndarray]]:
+    """Return the initial weights' logprobs of all samples by layout."""
+    join(layouts[0])
+    return {layout: engine(assets, layout).compute_logprobs(make_samples()) for layout in layouts}
 
 
 def both_sides_of_tensor_parallelism(assets: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The trainer's logprobs, and those of the generator's plan from the same weights."""
+    """Return the trainer's logprobs, and those under the generator's plan with the same weights."""
     samples = make_samples()
-    made = engine(assets, LAYOUTS["tp2"][1])
+    made = engine(assets, "tp2")
     whole = {name: p.full_tensor() for name, p in made.policy.parameters.items()}  # type: ignore[attr-defined]
     model = SPEC.model.build()
     model.load_state_dict(whole)
     make_batch_invariant(model, spec=SPEC, device=torch.device("cpu"))
-    parallelize_qwen3_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    parallelize_decoder_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     theirs = [generated_logprobs(model, sample) for sample in samples]
     ours = made.compute_logprobs(samples)
     made.close()
@@ -55,7 +51,7 @@ def both_sides_of_tensor_parallelism(assets: str) -> tuple[list[np.ndarray], lis
 
 @torch.no_grad()
 def generated_logprobs(model: torch.nn.Module, sample: TrainingSample) -> np.ndarray:
-    """As the generator and its sampler compute them, of one sample alone."""
+    """Return the logprobs of one sample, computed alone by the generator's model and sampler."""
     ids = torch.from_numpy(sample.token_ids[:-1].astype(np.int64))
     padded = pad_rows(ids)
     lengths = [len(ids), *([len(padded) - len(ids)] if len(padded) > len(ids) else [])]

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of checkpoints across processes and layouts."""
+"""Functions of one rank for the tests of checkpoints across processes and layouts."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl.distributed.mesh import ParallelismConfig
+from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import step_folder
-from rl.training.checkpointer import Checkpointer
 from rl.training.engine import TrainingEngine
-from tests.training.layouts import LAYOUTS, Tensors, to_numpy, whole_parameters
+from tests.training.layouts import Tensors, parallelism, to_numpy, whole_parameters
 from tests.training.parts import engine_config, make_samples, small_spec
 
-PLACES = LAYOUTS | {"fsdp4": (4, ParallelismConfig(data_parallel_shard_degree=4))}
-"""Number of processes and degrees, by name."""
 SAVED_STEP, LAST_STEP = 5, 15
 Losses = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
 def make_engine(layout: str, assets: str | None) -> TrainingEngine:
-    config = engine_config(parallelism=PLACES[layout][1])
-    config.checkpoint = Checkpointer.Config(async_mode="async", keep_latest_k=0)
+    config = engine_config(parallelism=parallelism(layout))
+    config.checkpoint = CheckpointConfig(async_mode="async", keep_latest_k=0)
     config.lr_scheduler.warmup_steps = 8
     return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
 
 
 def train(engine: TrainingEngine, *, until: int) -> Losses:
-    """Steps with samples of their own each."""
+    """Take the steps up to `until`, each with its own samples."""
     losses = []
     while engine.policy_version < until:
         first = engine.policy_version % 5
@@ -41,7 +38,7 @@ def train(engine: TrainingEngine, *, until: int) -> Losses:
 
 
 def train_and_be_killed(layout: str, assets: str, folder: str) -> None:
-    """Train to the last step, saving on the way; note the losses, and die in the next save."""
+    """Save on the way, note the losses, and die in the save after the last step."""
     engine = make_engine(layout, assets)
     losses = train(engine, until=SAVED_STEP)
     engine.save_checkpoint(str(step_folder(folder, SAVED_STEP)), wait=False)
@@ -55,7 +52,7 @@ def train_and_be_killed(layout: str, assets: str, folder: str) -> None:
 
 
 def continue_training(layout: str, folder: str) -> Losses:
-    """The steps after the saved one, by an engine that started from other weights."""
+    """Take the steps after the saved one, in an engine that started from other weights."""
     engine = make_engine(layout, None)
     assert engine.load_checkpoint(str(step_folder(folder, SAVED_STEP))) == SAVED_STEP
     losses = train(engine, until=LAST_STEP)
@@ -64,7 +61,7 @@ def continue_training(layout: str, folder: str) -> Losses:
 
 
 def whole_state(engine: TrainingEngine) -> Tensors:
-    """Parameters and optimizer state, not sharded."""
+    """Return unsharded parameters and optimizer state."""
     states = engine.optimizer.state_tensors()
     moments = {
         f"{name}.{key}": to_numpy(tensor)
@@ -92,8 +89,9 @@ def load_state(layout: str, folder: str) -> tuple[int, Tensors]:
 
 
 def fail_to_save(assets: str, folder: str) -> tuple[str, str]:
-    """Rank 1 alone has a full disk; what each rank is told of it, and of a damaged file of rank 1."""
-    from rl.training.errors import CheckpointError
+    """Fill the disk of rank 1 only; return each rank's errors of the save and of loading a file damaged on
+    rank 1."""
+    from rl.training.failures import CheckpointError
     from tests.support.forked import limit_files
 
     engine = make_engine("fsdp2", assets)

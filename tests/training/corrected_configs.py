@@ -1,11 +1,11 @@
-"""A registry module whose config corrects for data of other policies."""
+"""Registry module with an importance correction for off-policy data."""
 
 from __future__ import annotations
 
 from actors.controller import Controller
 from configs.sum_digits import tiny
 from losses.correction import ImportanceCorrection
-from losses.grpo import GRPOLoss
+from losses.policy import GRPOLoss
 
 
 def corrected() -> Controller.Config:

@@ -1,5 +1,5 @@
-"""Losses of ten steps of the tiny config, bit for bit: what a change of code that should change no number
-is held against.
+"""Recorded losses of ten steps of the tiny config, bit for bit, to show that a change of code changes no
+number.
 
     make golden        # or: python -m tests.training.golden
 
@@ -14,13 +14,12 @@ import copy
 import json
 import platform
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from configs.sum_digits import tiny
-from rl.distributed.threads import use_threads
+from rl.distributed.runtime import use_threads
 from rl.training.engine import TrainingEngine
 from rl.types import TrainingSample
 from tests.training.parts import make_sample
@@ -34,7 +33,7 @@ Steps = list[list[float]]
 
 
 def machine() -> str:
-    """What the bits depend on."""
+    """Return the properties of this machine that the bits depend on."""
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {capability}, {_processor()}, 1 thread"
 
@@ -47,18 +46,21 @@ def _processor() -> str:
 
 
 def samples_of(step: int) -> list[TrainingSample]:
-    """Random tokens, between 16 and 63 of them."""
+    """Return random samples of 16 to 63 tokens."""
     return [
         make_sample(length=16 + (11 * i + 7 * step) % 48, seed=1000 * step + i) for i in range(NUM_SAMPLES)
     ]
 
 
-def make_engine(edit: Callable[[TrainingEngine.Config], None] | None = None) -> TrainingEngine:
-    """Of the tiny config, with weights from its seed."""
+def make_engine(option: str | None = None) -> TrainingEngine:
+    """Return an engine of the tiny config with weights drawn from its seed."""
     root = tiny()
     config = copy.deepcopy(root.trainer)
-    if edit is not None:
-        edit(config)
+    if option is not None:
+        component, _, name = option.partition(".")
+        if name == "selective_option":
+            config.activation_checkpoint.mode = "selective"
+        setattr(getattr(config, component), name, NEUTRAL[option])
     return TrainingEngine(config=config, model_spec=root.model, hf_assets_path=None, device="cpu")
 
 
@@ -67,8 +69,8 @@ def run_step(engine: TrainingEngine, step: int) -> list[float]:
     return [result.loss_mean, engine.optim_step().grad_norm]
 
 
-def run_steps(edit: Callable[[TrainingEngine.Config], None] | None = None) -> Steps:
-    engine = make_engine(edit)
+def run_steps(option: str | None = None) -> Steps:
+    engine = make_engine(option)
     try:
         return [run_step(engine, step) for step in range(NUM_STEPS)]
     finally:
@@ -77,7 +79,7 @@ def run_steps(edit: Callable[[TrainingEngine.Config], None] | None = None) -> St
 
 
 def run_steps_with_a_resume() -> Steps:
-    """Half of them, a checkpoint, and the rest in another engine."""
+    """Take half of the steps, save a checkpoint, and take the rest in another engine."""
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine()
         steps = [run_step(engine, step) for step in range(NUM_STEPS // 2)]
@@ -87,48 +89,24 @@ def run_steps_with_a_resume() -> Steps:
         return steps + [run_step(other, step) for step in range(NUM_STEPS // 2, NUM_STEPS)]
 
 
-def _collect_garbage(config: TrainingEngine.Config) -> None:
-    config.training.gc_every_steps = 1
-
-
-def _watch_reference(config: TrainingEngine.Config) -> None:
-    config.reference.enable = True
-
-
-def _deterministic(config: TrainingEngine.Config) -> None:
-    config.training.deterministic = True
-
-
-def _bound_lengths(config: TrainingEngine.Config) -> None:
-    config.training.max_sequence_length = 63
-
-
-def _checkpoint_activations(config: TrainingEngine.Config) -> None:
-    config.activation_checkpoint.mode = "full"
-
-
-def _checkpoint_activations_by_op(config: TrainingEngine.Config) -> None:
-    config.activation_checkpoint.mode = "selective"
-
-
 NEUTRAL = {
-    "gc_every_steps": _collect_garbage,
-    "reference without weight": _watch_reference,
-    "deterministic": _deterministic,
-    "max_sequence_length": _bound_lengths,
-    "activation_checkpoint full": _checkpoint_activations,
-    "activation_checkpoint selective": _checkpoint_activations_by_op,
+    "training.gc_every_steps": 1,
+    "reference.enable": True,
+    "training.deterministic": True,
+    "training.max_sequence_length": 63,
+    "activation_checkpoint.mode": "full",
+    "activation_checkpoint.selective_option": "op",
 }
-"""Options that must not change a bit, and how they are set."""
+"""Options that must not change a bit, with a value; selective checkpointing needs its mode too."""
 
 
 def recorded(file: Path = FILE) -> dict[str, Steps]:
-    """By machine."""
+    """Return the recorded numbers by machine."""
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def renew(new: Steps, file: Path = FILE) -> None:
-    """Write this machine's numbers; print them beside those that were there."""
+    """Write this machine's numbers and print them beside the old ones."""
     known = recorded(file)
     old = known.get(machine())
     print(machine())

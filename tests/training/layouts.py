@@ -1,129 +1,227 @@
-"""What each rank of a parallel layout does and measures, for the tests of layouts."""
+"""Measurements of one rank of parallel layouts, for the tests of layouts.
+
+A layout is named by its degrees: `fsdp2_tp2`, `fsdp4_ep2`. All layouts of one number of ranks share their processes.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
+from losses.policy import GRPOLoss
+from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
+from rl.distributed.compat import use_one_gloo_worker
+from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import CommConfig
-from rl.distributed.shards import local_tensor, whole_tensor
+from rl.distributed.sharding import local_tensor, whole_tensor
+from rl.models.decoder import persistent_buffers
+from rl.models.float8 import Float8
+from rl.models.lora import LoRA
+from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
-from rl.training.errors import NonFiniteLossError
+from rl.training.experts import ExpertBalance
+from rl.training.failures import NonFiniteLossError
 from rl.training.gradients import sum_partial_gradients
-from rl.types import ForwardBackwardResult, OptimStepResult
-from tests.training.parts import engine_config, make_engine, make_sample, make_samples, small_spec
+from tests.training.parts import (
+    BIAS_RATE,
+    RANK,
+    engine_config,
+    even_spec,
+    make_engine,
+    make_sample,
+    make_samples,
+    moe_spec,
+    small_spec,
+    with_targets,
+)
 
-LAYOUTS = {
-    "one": (1, ParallelismConfig()),
-    "fsdp2": (2, ParallelismConfig(data_parallel_shard_degree=2)),
-    "tp2": (2, ParallelismConfig(tensor_parallel_degree=2)),
-    "ddp2": (2, ParallelismConfig(data_parallel_replicate_degree=2)),
-    "fsdp2_tp2": (4, ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)),
-    "hsdp2x2": (4, ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)),
-    "ddp2_tp2": (4, ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=2)),
-    "cp2": (2, ParallelismConfig(context_parallel_degree=2)),
-    "cp2_tp2": (4, ParallelismConfig(context_parallel_degree=2, tensor_parallel_degree=2)),
-    "fsdp2_cp2": (4, ParallelismConfig(data_parallel_shard_degree=2, context_parallel_degree=2)),
-    "hsdp2_cp2": (4, ParallelismConfig(data_parallel_replicate_degree=2, context_parallel_degree=2)),
-}
-"""Number of processes and degrees, by name."""
+DEGREES = {
+    "fsdp": "data_parallel_shard", "ddp": "data_parallel_replicate", "cp": "context_parallel",
+    "tp": "tensor_parallel", "ep": "expert_parallel", "etp": "expert_tensor_parallel",
+}  # fmt: skip
 
 Tensors = dict[str, np.ndarray]
+Assets = dict[str, str]
+"""Folders of weights by kind of model, and of the adapters that LoRA starts with."""
+Case = tuple[str, str]
+"""Kind of model (dense, moe, lora) and layout."""
 
 
-def half_tolerance(parallelism: ParallelismConfig) -> float:
-    """By how much a gradient may differ, in norm, from one device's, both computed in bfloat16.
+def sizes(layout: str) -> dict[str, int]:
+    return {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d)", layout)}
 
-    Twice what was measured, which is what its rounding explains: 0.05 where tensor-parallel ranks round
-    their parts of every sum before these are added, as much as one device's differ from those in float32;
-    0.017 where micro-batches or pieces of them are other ones.
+
+def parallelism(layout: str) -> ParallelismConfig:
+    degrees: dict[str, Any] = {f"{DEGREES[axis]}_degree": size for axis, size in sizes(layout).items()}
+    return ParallelismConfig(**degrees)
+
+
+def num_ranks(layout: str) -> int:
+    return math.prod(size for axis, size in sizes(layout).items() if axis not in ("ep", "etp"))
+
+
+def half_tolerance(layout: str) -> float:
+    """Return the relative difference in norm allowed between bfloat16 gradients of a layout and of one device.
+
+    It is twice the measured difference: 0.05 with tensor parallelism, whose ranks round their parts of every sum;
+    0.017 in other layouts, whose micro-batches differ.
     """
-    return 0.1 if parallelism.tensor_parallel_degree > 1 else 0.035
+    return 0.1 if "tp" in sizes(layout) else 0.035
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Measured:
-    """By one rank, in this order."""
-
-    logprobs: list[np.ndarray]
-    """Of all samples, before any step."""
-    whole: ForwardBackwardResult
-    """Of all samples in one call."""
-    gradients: Tensors
-    """After it, not yet divided."""
-    parts: list[ForwardBackwardResult]
-    """Of three calls on parts of the samples, from the same weights; each with the logprobs of its second and
-    its first sample."""
-    part_gradients: Tensors
-    steps: list[OptimStepResult]
-    """Of the parts, then of two more steps."""
-    parameters: Tensors
-    """After the steps; then a checkpoint and an export are written."""
-    sparse: ForwardBackwardResult
-    """Of a single sample: all data ranks but one have none."""
-    not_finite: str
-    """What a NaN advantage on one sample raised."""
-    restored: OptimStepResult
-    """A step from the checkpoint."""
-    half: ForwardBackwardResult
-    """Of all samples, computed in bfloat16 from the first weights."""
-    half_gradient_dtypes: set[str]
-    half_gradients: Tensors
+def spec_of(kind: str) -> ModelSpec:
+    if kind == "moe":
+        return moe_spec()
+    # Float8 multiplies only sizes that 16 divides.
+    return even_spec() if "float8" in kind else small_spec(tie=kind != "lora")
 
 
-def measure(layout: str, assets: str, folder: str) -> Measured:
-    parallelism = LAYOUTS[layout][1]
-    engine = make_engine(assets, parallelism=parallelism, failure_folder=f"{folder}/failures")
+def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> TrainingEngine.Config:
+    config = engine_config(parallelism=parallelism(layout), **training)
+    if kind == "moe":
+        config.experts = ExpertBalance.Config(load_balance_rate=BIAS_RATE)
+    if "float8" in kind:
+        # Scales by row do not depend on how context parallelism splits a tensor.
+        config.converters = (Float8.Config(emulate=True, recipe="rowwise"),)
+    if "lora" in kind:
+        adapter = assets["adapter" if kind == "lora" else "even adapter"]
+        lora = LoRA.Config(rank=RANK, alpha=2.0 * RANK, unembedding=kind == "lora", initial_adapter=adapter)
+        config.converters = (*config.converters, lora)
+    return config
+
+
+def make(
+    kind: str, layout: str, assets: Assets, *, failure_folder: str | None = None, **training: Any
+) -> TrainingEngine:
+    return config_of(kind, layout, assets, **training).build(
+        model_spec=spec_of(kind),
+        hf_assets_path=assets.get(kind),
+        device="cpu",
+        failure_folder=failure_folder,
+    )
+
+
+def join(layout: str) -> None:
+    """Create the process group that the engines of several layouts share."""
+    if num_ranks(layout) > 1:
+        use_one_gloo_worker()
+        dist.init_process_group("gloo")
+
+
+def measure_all(cases: list[Case], assets: Assets, folder: str) -> dict[Case, dict[str, Any]]:
+    join(cases[0][1])
+    return {case: measure(case, assets, f"{folder}/{'_'.join(case)}") for case in cases}
+
+
+def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
+    """Return what one rank finds, by name, in the order of measurement."""
+    kind, layout = case
+    engine = make(kind, layout, assets, failure_folder=f"{folder}/failures")
     samples = make_samples()
-    logprobs = engine.compute_logprobs(samples)
-
-    whole = engine.forward_backward(samples)
-    gradients = whole_gradients(engine)
-    engine.load_checkpoint(assets)
-    parts = [
+    found: dict[str, Any] = {"logprobs": engine.compute_logprobs(samples)}
+    found["whole"] = engine.forward_backward(samples)
+    found["gradients"] = whole_gradients(engine)
+    found["num_local"] = {name: local_tensor(p).numel() for name, p in engine.policy.parameters.items()}
+    engine.load_checkpoint(assets[kind])
+    found["parts"] = [
         engine.forward_backward(part, return_logprobs=[1, 0])
         for part in (samples[:2], samples[2:9], samples[9:])
     ]
-    part_gradients = whole_gradients(engine)
-    steps = [engine.optim_step()]
+    found["part gradients"] = whole_gradients(engine)
+    found["norms"] = [engine.optim_step().grad_norm]
     for _ in range(2):
         engine.forward_backward(samples)
-        steps.append(engine.optim_step())
-    parameters = whole_parameters(engine)
+        found["norms"].append(engine.optim_step().grad_norm)
+    found["weights"] = whole_weights(engine)
+    found["merged"] = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.export_hf(f"{folder}/exported")
+    if kind == "lora":
+        trained = engine.compute_logprobs(samples)
+        engine.save_adapter(f"{folder}/adapter")
+        reopened = make(kind, layout, assets | {"adapter": f"{folder}/adapter"}).compute_logprobs(samples)
+        found["reopened"] = list(zip(reopened, trained, strict=True))
 
-    sparse = engine.forward_backward(samples[:1])
-    not_finite = provoke_nan(engine)
+    found["sparse"] = engine.forward_backward(samples[:1])
+    found["not finite"] = provoke_nan(engine)
     engine.load_checkpoint(f"{folder}/checkpoint")
+    found["restored"] = whole_weights(engine)
     engine.forward_backward(samples)
-    restored = engine.optim_step()
-
-    half_engine = make_engine(assets, parallelism=parallelism, param_dtype="bfloat16")
-    half = half_engine.forward_backward(samples, loss=CrossEntropyLoss())
-    gradients_of_half = [p.grad for p in half_engine.policy.parameters.values() if p.grad is not None]
-    dtypes = {str(local_tensor(gradient).dtype) for gradient in gradients_of_half}
-    half_gradients = whole_gradients(half_engine)
+    found["norms"].append(engine.optim_step().grad_norm)
     engine.close()
-    return Measured(
-        logprobs=logprobs,
-        whole=whole,
-        gradients=gradients,
-        parts=parts,
-        part_gradients=part_gradients,
-        steps=steps,
-        parameters=parameters,
-        sparse=sparse,
-        not_finite=not_finite,
-        restored=restored,
-        half=half,
-        half_gradient_dtypes=dtypes,
-        half_gradients=half_gradients,
-    )
+
+    half = make(kind, layout, assets, param_dtype="bfloat16")
+    found["half"] = half.forward_backward(samples, loss=CrossEntropyLoss())
+    found["half dtypes"] = {str(p.grad.dtype) for p in half.policy.parameters.values() if p.grad is not None}
+    found["half gradients"] = whole_gradients(half)
+    if kind in ("dense", "lora"):
+        found["muon"] = step_with_muon(case, assets)
+    if kind == "dense":
+        found["losses"] = measure_losses(layout, assets)
+        found["reduced"] = {dtype: reduced(layout, assets, dtype) for dtype in ("float32", "bfloat16")}
+    return found
+
+
+LOSS = GRPOLoss(
+    kl_coef=0.3,
+    entropy_coef=0.3,
+    normalization="sequence_mean",
+    correction=ImportanceCorrection(level="sequence", mode="mask", low=1e-4, high=1e4),
+)
+"""Loss that needs the reference policy, the entropy's gradient, whole sequences and their number."""
+
+
+def measure_losses(layout: str, assets: Assets) -> tuple[dict[str, float], Tensors, list[np.ndarray]]:
+    """Return the sum and metrics of `LOSS` after one step, its gradients, and logprobs: those under the reference
+    policy, and those of three targets of each token.
+    """
+    config = config_of("dense", layout, assets)
+    config.loss, config.reference.enable = LOSS, True
+    engine = config.build(model_spec=small_spec(), hf_assets_path=assets["dense"], device="cpu")
+    samples = make_samples()
+    assert engine.forward_backward(samples).loss_metrics["kl"] == 0.0
+    engine.optim_step()
+    result = engine.forward_backward(samples)
+    numbers = {"loss": result.loss_sum, "denominator": result.denominator, **result.loss_metrics}
+    gradients, reference = whole_gradients(engine), engine.compute_reference_logprobs(samples)
+    engine.drop_gradient()
+    targets = [with_targets(sample, k=3, seed=i) for i, sample in enumerate(samples)]
+    several = engine.forward(targets, loss=CrossEntropyLoss(weights="advantages", normalization="none"))
+    assert several.logprobs is not None
+    return numbers | {"of targets": several.loss_sum}, gradients, [*reference, *several.logprobs]
+
+
+def step_with_muon(case: Case, assets: Assets) -> tuple[Tensors, Tensors]:
+    """Return the weights after two steps with Muon, and their changes."""
+    config = config_of(*case, assets)
+    config.optimizer.name = "Muon"
+    # Products in bfloat16 would turn rounding of a sum's last bits into differences of 2^-9.
+    config.optimizer.muon.compute_dtype = "float32"
+    engine = config.build(model_spec=spec_of(case[0]), hf_assets_path=assets[case[0]], device="cpu")
+    start = whole_weights(engine)
+    for _ in range(2):
+        engine.forward_backward(make_samples())
+        engine.optim_step()
+    weights = whole_weights(engine)
+    return weights, {name: tensor - start[name] for name, tensor in weights.items()}
+
+
+def reduced(layout: str, assets: Assets, dtype: str) -> Tensors:
+    """Return this rank's gradients of one micro-batch, summed in `dtype`: more are added up in float32."""
+    engine = make("dense", layout, assets, reduce_dtype=dtype, max_tokens_per_microbatch=400)
+    engine.forward_backward(make_samples())
+    gradients = {name: p.grad for name, p in engine.policy.parameters.items()}
+    return {name: local_tensor(g).numpy() for name, g in gradients.items() if g is not None}
 
 
 def provoke_nan(engine: TrainingEngine) -> str:
@@ -135,26 +233,28 @@ def provoke_nan(engine: TrainingEngine) -> str:
     return "nothing raised"
 
 
-def restore(layout: str, assets: str, checkpoint: str) -> tuple[int, Tensors]:
-    """Version and parameters of a checkpoint that another layout wrote."""
-    engine = make_engine(assets, parallelism=LAYOUTS[layout][1])
-    version = engine.load_checkpoint(checkpoint)
-    parameters = whole_parameters(engine)
-    engine.close()
-    return version, parameters
+def restore_all(cases: list[Case], assets: Assets, folder: str) -> dict[Case, tuple[int, Tensors]]:
+    """Return version and weights of the checkpoint that one device wrote, in other layouts."""
+    join(cases[0][1])
+    return {case: restore(case, assets, f"{folder}/{case[0]}_one/checkpoint") for case in cases}
 
 
-def one_step(parallelism: ParallelismConfig, assets: str) -> tuple[ForwardBackwardResult, OptimStepResult]:
-    engine = make_engine(assets, parallelism=parallelism)
-    engine.compute_logprobs(make_samples()[:3])  # leaves FSDP between two forwards
-    result = engine.forward_backward(make_samples()), engine.optim_step()
+def restore(case: Case, assets: Assets, checkpoint: str) -> tuple[int, Tensors]:
+    engine = make(*case, assets)
+    return engine.load_checkpoint(checkpoint), whole_weights(engine)
+
+
+def one_step(layout: ParallelismConfig, assets: str) -> tuple[float, float]:
+    engine = make_engine(assets, parallelism=layout)
+    engine.compute_logprobs(make_samples()[:3])  # leaves FSDP in its state between two forwards
+    result = engine.forward_backward(make_samples()).loss_sum, engine.optim_step().grad_norm
     engine.close()
     return result
 
 
 def first_rank_alone(assets: str) -> str:
-    """Rank 0 trains; the others have nothing to say. What rank 0 gets to know."""
-    config = engine_config(parallelism=ParallelismConfig())
+    """Train on rank 0 only, and return the error that it gets."""
+    config = engine_config()
     config.comm = CommConfig(init_timeout_s=60.0, train_timeout_s=1.0)
     engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
     if engine.policy.data_rank.index > 0:
@@ -166,23 +266,92 @@ def first_rank_alone(assets: str) -> str:
     return "nothing raised"
 
 
-def refuse_layout(assets: str) -> str:
-    """More tensor-parallel ranks than key-value heads."""
-    try:
-        make_engine(assets, parallelism=ParallelismConfig(tensor_parallel_degree=3))
-    except ValueError as error:
-        return str(error)
-    return "nothing raised"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options that must not change a number."""
+
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint: str = "none"
+    """none, full, op, or every n-th layer."""
+    compiled: bool = False
+    backend: Literal["inductor", "aot_eager"] = "aot_eager"
+    cpu_offload: bool = False
+    loss_parallel: bool = True
+    chunk: int | None = None
+    reshard: Literal["default", "always", "never"] = "default"
+
+    def apply(self, config: TrainingEngine.Config) -> None:
+        config.parallelism = replace(
+            config.parallelism, loss_parallel=self.loss_parallel, reshard_after_forward=self.reshard
+        )
+        config.training = replace(
+            config.training,
+            param_dtype=self.param_dtype,
+            cpu_offload=self.cpu_offload,
+            logits_chunk_tokens=self.chunk,
+        )
+        mode = self.checkpoint if self.checkpoint in ("none", "full") else "selective"
+        config.activation_checkpoint = ActivationCheckpointConfig(mode=mode)  # type: ignore[arg-type]
+        if mode == "selective":
+            config.activation_checkpoint.selective_option = self.checkpoint
+        if self.compiled:
+            config.compile = CompileConfig(enable=True, backend=self.backend)
+
+
+def measure_options(cases: list[tuple[str, str, Options]], assets: Assets) -> list[dict[str, Any]]:
+    join(cases[0][1])
+    return [_measure_options(*case, assets) for case in cases]
+
+
+def _measure_options(kind: str, layout: str, options: Options, assets: Assets) -> dict[str, Any]:
+    counters = torch._dynamo.utils.counters
+    counters.clear()  # Do not count graphs of earlier cases.
+    if options.compiled:
+        torch._dynamo.reset()
+    config = config_of(kind, layout, assets)
+    options.apply(config)
+    samples = make_samples()
+    if "float8" in kind:
+        config.training.max_tokens_per_microbatch = 20
+        samples = float8_samples()
+    engine = config.build(model_spec=spec_of(kind), hf_assets_path=assets.get(kind), device="cpu")
+    counted: list[int] = []
+    embedding = engine.policy.model.get_submodule("embed_tokens")
+    handle = embedding.register_forward_pre_hook(lambda _, inputs: counted.append(inputs[0].numel()))
+    result = engine.forward_backward(samples)
+    handle.remove()
+    gradients = whole_gradients(engine)
+    engine.optim_step()
+    engine.close()
+    return {
+        "result": result,
+        "gradients": gradients,
+        "num_tokens": sum(counted),
+        "num_graphs": counters["stats"]["unique_graphs"],
+        "num_graph_breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def float8_samples() -> list[Any]:
+    """Return samples that each fill a micro-batch, so that tensors that share a scale are the same in every
+    layout."""
+    return [make_sample(length=12 + i % 8, seed=200 + i) for i in range(6)]
 
 
 def whole_gradients(engine: TrainingEngine) -> Tensors:
-    """Accumulated so far, on every rank."""
+    """Return the accumulated gradients, unsharded, on every rank."""
     sum_partial_gradients(list(engine.policy.parameters.values()))
     return {name: to_numpy(p.grad) for name, p in engine.policy.parameters.items() if p.grad is not None}
 
 
 def whole_parameters(engine: TrainingEngine) -> Tensors:
     return {name: to_numpy(p) for name, p in engine.policy.parameters.items()}
+
+
+def whole_weights(engine: TrainingEngine) -> Tensors:
+    """Return parameters and persistent buffers, unsharded, on every rank."""
+    buffers = persistent_buffers(engine.policy.model)
+    return whole_parameters(engine) | {name: to_numpy(buffer) for name, buffer in buffers.items()}
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A small model, samples and engines that the tests of this folder share."""
+"""Small model, samples, engines and comparisons shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import numpy as np
 import torch
 
 from rl.distributed.mesh import ParallelismConfig
+from rl.models import qwen3_moe
+from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
 from rl.models.hf import write_hf_folder
-from rl.models.qwen3.model import Attention, FeedForward, Qwen3, RoPE, TransformerBlock
-from rl.models.qwen3.registry import model_registry
+from rl.models.moe import MoE
+from rl.models.peft import PeftSettings, write_peft_folder
+from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import build_byte_tokenizer
 from rl.training.config import TrainingConfig
@@ -24,46 +27,92 @@ from rl.types import TrainingSample
 VOCAB = 320
 
 
-def small_spec(*, tie: bool = True) -> ModelSpec:
-    """Two layers of width 36: sizes that shards do not all divide evenly."""
-    model = Qwen3.Config(
+RANK = 3
+"""Rank of LoRA's adapters."""
+BIAS_RATE = 0.01
+"""Change of an expert's bias in a step."""
+
+
+def spec_like(spec: ModelSpec, *, dim: int, head_dim: int, feed_forward: Any, tie: bool) -> ModelSpec:
+    """Return a model of two layers."""
+    model = Decoder.Config(
         vocab_size=VOCAB,
-        dim=36,
+        dim=dim,
         num_layers=2,
         tie_embeddings=tie,
         block=TransformerBlock.Config(
-            attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=6),
-            feed_forward=FeedForward.Config(hidden_dim=20),
+            attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=head_dim),
+            feed_forward=feed_forward,
         ),
         rope=RoPE.Config(theta=1e4, max_positions=64),
     )
-    return replace(model_registry("tiny"), model=model)
+    return replace(spec, model=model)
 
 
-def write_assets(folder: Path, *, tie: bool = True) -> str:
-    """Weights larger than usual and uneven norms, so that every one of them matters."""
-    spec = small_spec(tie=tie)
+def small_spec(*, tie: bool = True) -> ModelSpec:
+    """Return a model of two layers of width 36, which shards do not all divide evenly."""
+    feed_forward = FeedForward.Config(hidden_dim=20)
+    return spec_like(model_registry("tiny"), dim=36, head_dim=6, feed_forward=feed_forward, tie=tie)
+
+
+def even_spec() -> ModelSpec:
+    """Return a model of sizes that float8 can multiply, even on each of two tensor-parallel ranks."""
+    feed_forward = FeedForward.Config(hidden_dim=64)
+    return spec_like(model_registry("tiny"), dim=32, head_dim=16, feed_forward=feed_forward, tie=True)
+
+
+def moe_spec() -> ModelSpec:
+    """Return two layers of width 36, six experts of width 20: sizes that not all shards divide evenly."""
+    experts = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=20)
+    return spec_like(qwen3_moe.model_registry("tiny"), dim=36, head_dim=6, feed_forward=experts, tie=True)
+
+
+def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = None) -> str:
+    """Write large weights, uneven norms and uneven biases of experts, so that each of them matters."""
+    spec = spec or small_spec(tie=tie)
     model = spec.model.build()
     model.init_weights(seed=3, std=0.2)
     generator = torch.Generator().manual_seed(4)
+    tensors = model.state_dict()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for name, tensor in tensors.items():
+            if name.endswith(("norm.weight", "load_balance_bias")):
+                size = 0.3 if name.endswith("norm.weight") else 0.05
+                tensor += size * torch.randn(tensor.shape, generator=generator)
     with tempfile.TemporaryDirectory() as tokenizer:
         build_byte_tokenizer(tokenizer)
-        parameters = model.named_parameters()
         adapter = spec.adapter(spec.model)
-        write_hf_folder(folder, parameters, adapter, dtype=torch.float32, tokenizer_from=tokenizer)
+        write_hf_folder(folder, tensors.items(), adapter, dtype=torch.float32, tokenizer_from=tokenizer)
+    return str(folder)
+
+
+def write_adapter(folder: Path, spec: ModelSpec, *, scale: float) -> str:
+    """Write an adapter whose B is not zero, so that the gradient of A is not zero either."""
+    with torch.device("meta"):
+        model = spec.model.build()
+    adapter = spec.adapter(spec.model)
+    generator = torch.Generator().manual_seed(8)
+    factors = [
+        (
+            name,
+            scale * torch.randn(RANK, weight.size(1), generator=generator),
+            scale * torch.randn(weight.size(0), RANK, generator=generator),
+        )
+        for ours, parameter in model.named_parameters()
+        for name, weight in adapter.to_hf(ours, parameter).items()
+        if "proj" in name or "lm_head" in name
+    ]
+    settings = PeftSettings(rank=RANK, alpha=2.0 * RANK, target_modules=(), base_model=None)
+    write_peft_folder(folder, factors, settings)
     return str(folder)
 
 
 def make_sample(
     *, length: int, seed: int, temperature: float = 1.0, prompt_seed: int | None = None
 ) -> TrainingSample:
-    """Random tokens; the first third is a prompt, and one token of the rest was not drawn.
+    """Return random tokens; the first third is a prompt, and one token of the rest was not drawn.
 
-    Samples of one `prompt_seed` have the same prompt, if their prompts are of the same length.
+    Samples with one `prompt_seed` have the same prompt if their prompts have the same length.
     """
     random = np.random.default_rng(seed)
     prompt = max(1, length // 3)
@@ -85,7 +134,7 @@ def make_sample(
 
 
 def make_samples(count: int = 13) -> list[TrainingSample]:
-    """Lengths from 2 to 19, prompts of up to 6 tokens that others have too, temperatures 1 and 0.7."""
+    """Return samples of 2 to 19 tokens with shared prompts of up to 6 tokens and temperatures 1 and 0.7."""
     return [
         make_sample(
             length=2 + (7 * i) % 18, seed=100 + i, temperature=0.7 if i % 3 == 0 else 1.0, prompt_seed=99
@@ -94,10 +143,26 @@ def make_samples(count: int = 13) -> list[TrainingSample]:
     ]
 
 
+def with_targets(sample: TrainingSample, *, k: int | None = None, seed: int = 0) -> TrainingSample:
+    """Return the sample with random targets and weights, [T] or [T, K]; the mask leaves some out, and entry
+    0."""
+    random = np.random.default_rng([seed, len(sample.token_ids), 0 if k is None else k])
+    shape = (len(sample.token_ids),) if k is None else (len(sample.token_ids), k)
+    mask = random.random(shape) < 0.8
+    mask[0], mask[-1] = False, True
+    return replace(
+        sample,
+        targets=random.integers(0, VOCAB, shape),
+        mask=mask,
+        advantages=random.normal(size=shape).astype(np.float32),
+        generator_logprobs=random.normal(-5.7, 0.3, shape).astype(np.float32),
+    )
+
+
 def engine_config(*, parallelism: ParallelismConfig | None = None, **training: Any) -> TrainingEngine.Config:
     settings: dict[str, Any] = {"max_tokens_per_microbatch": 40, "max_norm": 0.5} | training
     return TrainingEngine.Config(
-        # A large eps keeps the first steps from being the mere signs of tiny gradients.
+        # A large eps keeps the first steps from being mere signs of tiny gradients.
         optimizer=Optimizer.Config(lr=1e-2, eps=1e-2, weight_decay=0.1),
         parallelism=parallelism or ParallelismConfig(),
         training=TrainingConfig(**settings),
@@ -105,33 +170,46 @@ def engine_config(*, parallelism: ParallelismConfig | None = None, **training: A
 
 
 def make_engine(assets: str | None, **kwargs: Any) -> TrainingEngine:
-    """In a single process unless `parallelism` says otherwise; `failure_folder` may be given."""
+    """Build an engine; `failure_folder` and `world` go to `build`, all other keywords to `engine_config`."""
     runtime = {name: kwargs.pop(name) for name in ("failure_folder", "world") if name in kwargs}
     return engine_config(**kwargs).build(
         model_spec=small_spec(), hf_assets_path=assets, device="cpu", **runtime
     )
 
 
+def step(engine):
+    """Take one optimizer step on all samples and return its loss and gradient norm."""
+    loss = engine.forward_backward(make_samples()).loss_sum
+    return loss, engine.optim_step().grad_norm
+
+
 def gradients(engine):
-    """Of all parameters, by name."""
-    return {name: p.grad.clone() for name, p in engine.policy.parameters.items()}
+    """Return copies of all parameters' gradients by name."""
+    return {name: p.grad.clone() for name, p in engine.policy.parameters.items() if p.grad is not None}
+
+
+def weights(engine):
+    """Return copies of the plain model's weights by name."""
+    return {name: tensor.clone() for name, tensor in engine.model_state_dict().items()}
 
 
 def assert_near(actual, expected, *, relative=1e-5):
-    """Each tensor by the norm of the difference."""
+    """Compare tensors or arrays by the norm of their difference; relative=0 compares bits."""
     assert list(actual) == list(expected)
     for name, tensor in expected.items():
-        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
+        wanted = torch.as_tensor(tensor)
+        difference, norm = (torch.as_tensor(actual[name]) - wanted).norm(), wanted.norm()
+        assert difference <= relative * norm, f"{name}: {difference} of {norm}"
 
 
 def logprobs_of(result):
-    """What was asked for with `return_logprobs`."""
+    """Return the logprobs that `return_logprobs` asked for."""
     assert result.logprobs is not None
     return result.logprobs
 
 
 def plain_model(engine):
-    """The engine's weights in a model of this process alone."""
+    """Return an unsharded model with the engine's weights."""
     model = small_spec().model.build()
     model.load_state_dict({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
     return model

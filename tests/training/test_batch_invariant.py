@@ -1,4 +1,4 @@
-"""The trainer's side of the batch-invariant mode: what is refused, and the bits of layouts."""
+"""The trainer in the batch-invariant mode: refused settings, and equal bits in all layouts."""
 
 from dataclasses import replace
 
@@ -9,11 +9,10 @@ import torch
 from rl.distributed.process_group import World
 from rl.models import qwen3_moe
 from rl.models.batch_invariant.model import make_batch_invariant
-from rl.models.converters.float8 import Float8
-from rl.models.converters.lora import LoRA
-from rl.models.generate import generate
-from rl.models.prompt_logprobs import prompt_logprobs
-from rl.training.batch_invariant import check_batch_invariant
+from rl.models.float8 import Float8
+from rl.models.generate import generate, prompt_logprobs
+from rl.models.lora import LoRA
+from rl.training.checks import check_batch_invariant
 from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
 from tests.test_architecture import ROOT, import_with_blocked
@@ -23,21 +22,15 @@ from tests.training.batch_invariant_ranks import (
     engine,
     trained_logprobs,
 )
-from tests.training.layouts import LAYOUTS
-from tests.training.parts import engine_config, make_sample, make_samples, small_spec, write_assets
+from tests.training.parts import engine_config, make_sample, make_samples, small_spec
 
 RANKS_TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return write_assets(tmp_path_factory.mktemp("assets") / "model")
-
-
-@pytest.fixture(scope="module")
 def one_device(assets):
-    """[samples] of [T], each sample's logprobs when it is alone."""
-    made = engine(assets, LAYOUTS["one"][1])
+    """Return each sample's logprobs when it is computed alone."""
+    made = engine(assets, "one")
     return [made.compute_logprobs([sample])[0] for sample in make_samples()]
 
 
@@ -55,18 +48,18 @@ def same_bits(some, others):
         ),
         (
             lambda c: setattr(c.parallelism, "tensor_parallel_degree", 2),
-            "parallelism.loss_parallel=True: must be False with batch_invariant=True and tensor",
+            "parallelism.loss_parallel=True: must be False with batch_invariant=True",
         ),
         (
             lambda c: setattr(c.training, "logits_chunk_tokens", 48),
-            "training.logits_chunk_tokens=48: must be a multiple of 32 with batch_invariant=True",
+            "training.logits_chunk_tokens=48: must be None or a multiple of 32 with batch_invariant=True",
         ),
         (lambda c: setattr(c, "converters", (LoRA.Config(),)), "converters.0=LoRA: must not be there"),
         (lambda c: setattr(c, "converters", (Float8.Config(),)), "converters.0=Float8: must not be there"),
     ],
     ids=["compile", "tp4", "loss_parallel", "chunks", "lora", "float8"],
 )
-def test_what_cannot_give_the_generators_bits_is_refused_by_field_and_value(edit, says):
+def test_setting_that_changes_bits_is_refused_by_field_and_value(edit, says):
     config = engine_config()
     edit(config)
     with pytest.raises(ValueError, match=says):
@@ -74,7 +67,7 @@ def test_what_cannot_give_the_generators_bits_is_refused_by_field_and_value(edit
     check_batch_invariant(config, small_spec())
 
 
-def test_a_mixture_of_experts_is_refused():
+def test_mixture_of_experts_is_refused():
     spec = qwen3_moe.model_registry("tiny")
     check_batch_invariant(engine_config(), spec)
     with pytest.raises(ValueError, match="batch_invariant=True: must be False for a mixture of experts"):
@@ -82,16 +75,16 @@ def test_a_mixture_of_experts_is_refused():
 
 
 @pytest.mark.medium
-def test_the_engine_needs_no_numba_without_the_mode():
+def test_engine_needs_no_numba_without_the_mode():
     assert (
         import_with_blocked(ROOT, ["rl.training.engine", "rl.models.generate"], ("numba", "llvmlite")) == ""
     )
 
 
 @pytest.mark.medium
-def test_a_samples_logprobs_are_the_same_bits_in_every_micro_batch(assets, one_device):
+def test_logprobs_have_the_same_bits_in_every_micro_batch(assets, one_device):
     samples = make_samples()
-    made = engine(assets, LAYOUTS["one"][1])
+    made = engine(assets, "one")
     assert same_bits(made.compute_logprobs(samples), one_device)
     assert same_bits(made.compute_logprobs(samples[::-1])[::-1], one_device)
     chunked = engine_config(logits_chunk_tokens=32, max_tokens_per_microbatch=200)
@@ -105,7 +98,7 @@ def test_a_samples_logprobs_are_the_same_bits_in_every_micro_batch(assets, one_d
 def test_recomputed_activations_give_the_same_gradients(assets):
     gradients = []
     for checkpointed in (False, True):
-        made = engine(assets, LAYOUTS["one"][1], checkpointed=checkpointed)
+        made = engine(assets, "one", checkpointed=checkpointed)
         made.forward_backward(make_samples())
         gradients.append([p.grad.numpy() for p in made.policy.parameters.values() if p.grad is not None])
     assert len(gradients[0]) == len(made.policy.parameters)
@@ -113,18 +106,19 @@ def test_recomputed_activations_give_the_same_gradients(assets):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "cp2"])
-def test_data_and_context_parallel_ranks_compute_the_bits_of_one_device(assets, one_device, layout):
-    for logprobs in run_ranks(trained_logprobs, 2, assets, layout, timeout_s=RANKS_TIMEOUT_S):
-        assert same_bits(logprobs, one_device)
+def test_data_and_context_parallel_ranks_have_the_bits_of_one_device(assets, one_device):
+    layouts = ["fsdp2", "ddp2", "cp2"]
+    for rank in run_ranks(trained_logprobs, 2, assets, layouts, timeout_s=RANKS_TIMEOUT_S):
+        for layout, logprobs in rank.items():
+            assert same_bits(logprobs, one_device), layout
 
 
 @pytest.mark.medium
-def test_two_tensor_parallel_ranks_of_trainer_and_generator_compute_the_same_bits(assets, one_device):
+def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(assets, one_device):
     ranks = run_ranks(both_sides_of_tensor_parallelism, 2, assets, timeout_s=RANKS_TIMEOUT_S)
     for ours, theirs in ranks:
         assert same_bits(ours, theirs)
-        # Of two parts, which round otherwise than the whole.
+        # A sum of two parts rounds differently from the whole sum.
         assert not same_bits(ours, one_device)
         for some, whole in zip(ours, one_device, strict=True):
             np.testing.assert_allclose(some, whole, atol=1e-4)
@@ -132,7 +126,7 @@ def test_two_tensor_parallel_ranks_of_trainer_and_generator_compute_the_same_bit
 
 @pytest.mark.medium
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_logprobs_of_prompts_have_the_trainers_bits_however_they_are_packed(assets, param_dtype):
+def test_prompt_logprobs_have_the_trainers_bits(assets, param_dtype):
     config = engine_config(param_dtype=param_dtype)
     made = config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
     model = SPEC.model.build()
@@ -142,15 +136,12 @@ def test_logprobs_of_prompts_have_the_trainers_bits_however_they_are_packed(asse
     samples = [replace(sample, temperature=1.0) for sample in make_samples()]
     trained = [logprobs[1:] for logprobs in made.compute_logprobs(samples)]
     prompts = [sample.token_ids for sample in samples]
-    for max_tokens, chunk_tokens, top_k in ((1000, 512, 0), (1, 512, 0), (60, 32, 3)):
-        answers = prompt_logprobs(
-            model, prompts, max_tokens=max_tokens, chunk_tokens=chunk_tokens, top_k=top_k
-        )
-        assert same_bits([answer.logprobs[1:] for answer in answers], trained)
+    answers = [prompt_logprobs(model, prompt, top_k=3) for prompt in prompts]
+    assert same_bits([answer.logprobs[1:] for answer in answers], trained)
 
 
 @pytest.mark.medium
-def test_bfloat16_has_the_samplers_bits_too(assets):
+def test_trainer_and_generator_have_the_same_bits_in_bfloat16(assets):
     config = engine_config(param_dtype="bfloat16")
     made = config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
     model = SPEC.model.build()

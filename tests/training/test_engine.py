@@ -1,6 +1,6 @@
 import dataclasses
 import math
-import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,57 +10,33 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
-from losses.grpo import GRPOLoss
+from losses.policy import GRPOLoss
 from losses.types import LossOutput
 from rl.distributed.compile import CompileConfig
-from rl.distributed.mesh import ParallelismConfig
 from rl.models.attention import SequenceLayout
-from rl.models.qwen3.model import linear_head
-from rl.observability.spans import read_spans
-from rl.training.errors import NonFiniteLossError
-from rl.training.failures import read_batch
+from rl.models.decoder import linear_head
+from rl.training.failures import NonFiniteLossError, read_batch
 from rl.types import OptimParams, Packing
-from tests.support.kept_spans import kept_spans
-from tests.training.moe_layouts import moe_spec
 from tests.training.parts import (
+    assert_near,
     engine_config,
+    gradients,
+    logprobs_of,
     make_engine,
     make_sample,
     make_samples,
+    moe_spec,
+    plain_model,
     small_spec,
-    write_assets,
+    weights,
 )
 
 SAMPLES = make_samples()
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return write_assets(tmp_path_factory.mktemp("assets") / "model")
-
-
-def gradients(engine):
-    return {name: p.grad.clone() for name, p in engine.policy.parameters.items()}
-
-
-def weights(engine):
-    return {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
-
-
-def assert_near(actual, expected, *, relative=1e-5):
-    """Each tensor by the norm of the difference."""
-    for name, tensor in expected.items():
-        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
-
-
-def bare_model(engine):
-    model = small_spec().model.build()
-    model.load_state_dict(weights(engine), strict=True)
-    return model
-
-
 def bare_logprobs(model, sample):
-    """[T - 1] of the targets and [T - 1, V] of all tokens, one sample alone in the plainest way."""
+    """Return logprobs [T - 1] of the targets and [T - 1, V] of all tokens, of one sample in the plainest
+    way."""
     ids = torch.from_numpy(sample.token_ids).long()
     length = len(ids) - 1
     logits = model(
@@ -75,7 +51,7 @@ def bare_logprobs(model, sample):
 
 @dataclasses.dataclass(kw_only=True)
 class Naive:
-    """What a loop over samples and tokens makes of them, for GRPO with bounds of 0.2."""
+    """GRPO with bounds of 0.2, computed by a loop over samples and tokens."""
 
     gradients: dict
     loss_sum: float = 0.0
@@ -86,7 +62,7 @@ class Naive:
 
 
 def naive(engine, samples):
-    model = bare_model(engine)
+    model = plain_model(engine)
     result = Naive(gradients={})
     for sample in samples:
         logprobs_T, logprobs_TV = bare_logprobs(model, sample)
@@ -111,13 +87,13 @@ def naive(engine, samples):
     return result
 
 
-def test_gradient_is_that_of_a_loop_over_single_samples(assets):
+def test_gradient_equals_a_loop_over_single_samples(assets):
     engine = make_engine(assets)
     engine.forward_backward(SAMPLES)
     assert_near(gradients(engine), naive(engine, SAMPLES).gradients)
 
 
-def test_result_is_what_the_loop_counts(assets):
+def test_result_equals_a_loop_over_single_samples(assets):
     engine = make_engine(assets)
     expected = naive(engine, SAMPLES)
     result = engine.forward_backward(SAMPLES)
@@ -140,14 +116,14 @@ def test_result_is_what_the_loop_counts(assets):
     assert result.time_s > 0
 
 
-def test_result_says_how_full_the_micro_batches_were():
+def test_result_reports_the_fill_of_the_micro_batches():
     samples = [make_sample(length=n, seed=n, prompt_seed=9) for n in (13, 13, 13, 25)]  # 36 + 24 inputs
     apart = make_engine(None, share_prompts=False, max_tokens_per_microbatch=40).forward_backward(samples)
     sums = [n * (n + 1) // 2 for n in (12, 12, 12, 24)]  # causal: input i sees i tokens
     assert apart.packing == Packing(
         num_micro_batches=2, num_packed=60, num_padding=0, num_room=80, num_attended=sum(sums)
     )
-    # The three of 13 tokens have a prompt of 4 in common, of which 3 inputs have no trained target.
+    # The three samples of 13 tokens share a prompt of 4, of which 3 inputs have no trained target.
     shared = make_engine(None, share_prompts=True, max_tokens_per_microbatch=40).forward_backward(samples)
     assert shared.packing == Packing(
         num_micro_batches=2,
@@ -157,14 +133,6 @@ def test_result_says_how_full_the_micro_batches_were():
         num_attended=sum(sums) - 2 * (1 + 2 + 3),
     )
     assert shared.num_tokens == 60
-
-
-def test_packing_is_an_activity_of_its_own(tmp_path):
-    engine = make_engine(None)
-    with kept_spans(tmp_path):
-        engine.forward_backward(SAMPLES)
-        engine.compute_logprobs(SAMPLES)
-    assert [(span.name, span.kind) for span in read_spans(tmp_path)] == [("pack", "pack")] * 2
 
 
 def test_packing_changes_nothing(assets):
@@ -178,30 +146,13 @@ def test_packing_changes_nothing(assets):
     assert a.entropy_mean == pytest.approx(b.entropy_mean, rel=1e-6)
 
 
-def test_chunked_logits_change_nothing(assets):
-    whole, chunked = make_engine(assets), make_engine(assets, logits_chunk_tokens=7)
-    whole.forward_backward(SAMPLES)
-    chunked.forward_backward(SAMPLES)
-    assert_near(gradients(chunked), gradients(whole))
-
-
-def test_calls_on_parts_equal_one_call(assets):
-    once, parts = make_engine(assets), make_engine(assets)
-    whole = once.forward_backward(SAMPLES)
-    results = [parts.forward_backward(part) for part in (SAMPLES[:2], SAMPLES[2:9], SAMPLES[9:])]
-    assert_near(gradients(parts), gradients(once))
-    assert sum(r.denominator for r in results) == whole.denominator
-    assert parts.optim_step().grad_norm == pytest.approx(once.optim_step().grad_norm, rel=1e-5)
-    assert_near(weights(parts), weights(once))
-
-
 def test_step_divides_by_the_denominator_then_clips_then_steps(assets):
     engine = make_engine(assets)
-    model = bare_model(engine)
+    model = plain_model(engine)
     num_valid = engine.forward_backward(SAMPLES).denominator
     mean = {name: grad / num_valid for name, grad in gradients(engine).items()}
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in mean.values()))
-    assert norm > 0.5  # the config's max_norm, or this clips nothing
+    assert norm > 0.5  # above the config's max_norm, so that the step clips
     result = engine.optim_step()
 
     for name, parameter in model.named_parameters():
@@ -214,14 +165,6 @@ def test_step_divides_by_the_denominator_then_clips_then_steps(assets):
     assert result.policy_version == engine.policy_version == 1
     assert_near(weights(engine), dict(model.named_parameters()), relative=1e-6)
     assert all(p.grad is None for p in engine.policy.parameters.values())
-
-
-def test_infinite_max_norm_measures_and_does_not_clip(assets):
-    a, b = make_engine(assets, max_norm=math.inf), make_engine(assets)
-    for engine in (a, b):
-        engine.forward_backward(SAMPLES)
-    assert a.optim_step().grad_norm == b.optim_step(OptimParams(max_norm=math.inf)).grad_norm
-    assert_near(weights(b), weights(a), relative=0.0)
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
@@ -237,20 +180,13 @@ def test_optimizer_implementations_agree(assets, implementation):
     assert_near(weights(other), weights(fused), relative=1e-6)
 
 
-class Sum:
-    """The plain sum of logprobs: asks for no division."""
-
-    def __call__(self, inputs):
-        return LossOutput(
-            loss_sum=-torch.where(inputs.mask, inputs.logprobs, 0.0).sum(),
-            denominator=None,
-            num_tokens=inputs.mask.sum(),
-        )
+PLAIN_SUM = CrossEntropyLoss(normalization="none")
+"""Loss without a denominator."""
 
 
 def test_loss_without_denominator_is_not_divided(assets):
     plain, divided = make_engine(assets), make_engine(assets)
-    result = plain.forward_backward(SAMPLES, loss=Sum())
+    result = plain.forward_backward(SAMPLES, loss=PLAIN_SUM)
     mean = divided.forward_backward(SAMPLES, loss=CrossEntropyLoss())
     assert result.denominator == 0
     assert result.loss_mean == result.loss_sum == mean.loss_sum
@@ -258,7 +194,7 @@ def test_loss_without_denominator_is_not_divided(assets):
     assert ratio == pytest.approx(mean.denominator)
 
 
-@pytest.mark.parametrize("losses", [(Sum(), GRPOLoss()), (GRPOLoss(), Sum())])
+@pytest.mark.parametrize("losses", [(PLAIN_SUM, GRPOLoss()), (GRPOLoss(), PLAIN_SUM)])
 def test_mixing_losses_with_and_without_denominator_is_an_error(assets, losses):
     engine = make_engine(assets)
     engine.forward_backward(SAMPLES, loss=losses[0])
@@ -288,7 +224,7 @@ def test_equal_logprobs_are_identical_with_ratio_one(assets):
 
 
 GROUP = [make_sample(length=18, seed=seed, prompt_seed=1) for seed in range(8)]
-"""Prompts of six tokens, of which five are shared."""
+"""Samples whose prompts have six tokens, five of them shared."""
 
 
 def num_rows(engine, samples=GROUP):
@@ -296,7 +232,7 @@ def num_rows(engine, samples=GROUP):
 
 
 @pytest.mark.parametrize("loss", [GRPOLoss(), GRPOLoss(correction=ImportanceCorrection(level="sequence"))])
-def test_a_prompt_that_samples_share_changes_no_number(assets, loss):
+def test_sharing_prompts_changes_no_number(assets, loss):
     shared, apart = (
         make_engine(assets, max_tokens_per_microbatch=200, share_prompts=share) for share in (True, False)
     )
@@ -315,7 +251,7 @@ def test_a_prompt_that_samples_share_changes_no_number(assets, loss):
     np.testing.assert_allclose(of_shared, of_apart, atol=2e-6)
 
 
-def test_demonstrations_are_not_shared_where_that_would_change_a_number_or_compile_again(assets):
+def test_prompts_are_not_shared_if_compiled_or_trained_or_routed_to_experts(assets):
     compiled = engine_config(max_tokens_per_microbatch=200)
     compiled.compile = CompileConfig(enable=True, backend="eager")
     mixture = engine_config(max_tokens_per_microbatch=200)
@@ -327,48 +263,34 @@ def test_demonstrations_are_not_shared_where_that_would_change_a_number_or_compi
     assert num_rows(engine, trained_on_prompts) == 8 * 17
 
 
-def test_step_without_gradient_is_an_error(assets):
+def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):
     engine = make_engine(assets)
+    with pytest.raises(ValueError, match="there are no samples"):
+        engine.forward_backward([])
+    engine.forward(SAMPLES)
+    assert all(p.grad is None for p in engine.policy.parameters.values())
     with pytest.raises(ValueError, match="without an accumulated gradient"):
         engine.optim_step()
-    engine.forward_backward(SAMPLES)
-    engine.optim_step()
-    with pytest.raises(ValueError, match="without an accumulated gradient"):
-        engine.optim_step()
-
-
-def test_step_without_a_valid_token_is_an_error(assets):
-    engine = make_engine(assets)
-    sample = make_sample(length=5, seed=1)
-    engine.forward_backward([dataclasses.replace(sample, mask=np.zeros(5, dtype=bool))])
+    nothing = dataclasses.replace(SAMPLES[3], mask=np.zeros_like(SAMPLES[3].mask))
+    engine.forward_backward([nothing])
     with pytest.raises(ValueError, match="no sample had a valid token"):
         engine.optim_step()
+    other = make_engine(assets)
+    assert (
+        engine.optim_step(allow_empty=True).grad_norm == other.optim_step(allow_empty=True).grad_norm == 0.0
+    )
+    assert_near(weights(engine), weights(other), relative=0.0)
 
 
-def test_no_samples_is_an_error(assets):
-    with pytest.raises(ValueError, match="no samples"):
-        make_engine(assets).forward_backward([])
-
-
-def test_logprobs_are_those_of_single_samples(assets):
+def test_logprobs_equal_those_of_single_samples(assets):
     engine = make_engine(assets)
-    model = bare_model(engine)
+    model = plain_model(engine)
     for sample, logprobs in zip(SAMPLES, engine.compute_logprobs(SAMPLES), strict=True):
         expected, _ = bare_logprobs(model, sample)
         assert logprobs.dtype == np.float32
         assert logprobs[0] == 0.0
         np.testing.assert_allclose(logprobs[1:], expected.detach().numpy(), rtol=1e-5, atol=1e-5)
     assert engine.compute_logprobs([]) == []
-
-
-def test_params_replace_settings_for_one_step(assets):
-    engine = make_engine(assets)
-    engine.forward_backward(SAMPLES)
-    before = weights(engine)
-    assert engine.optim_step(OptimParams(lr=0.0)).lr == 0.0
-    assert_near(weights(engine), before, relative=0.0)
-    engine.forward_backward(SAMPLES)
-    assert engine.optim_step().lr == 1e-2
 
 
 def test_params_out_of_range_are_refused_and_the_gradient_is_kept(assets):
@@ -438,22 +360,6 @@ def test_gradient_that_is_not_finite_stops_before_the_step(assets):
     assert_near(weights(engine), before, relative=0.0)
 
 
-def test_error_survives_the_way_between_processes():
-    error = pickle.loads(pickle.dumps(NonFiniteLossError("loss nan", 3, "a.npz")))
-    assert (error.what, error.policy_version, error.batch_file) == ("loss nan", 3, "a.npz")
-    assert str(error) == "loss nan at policy version 3; the batch is in a.npz"
-
-
-def test_half_precision_computes_in_bfloat16_and_keeps_float32_gradients(assets):
-    half, full = make_engine(assets, param_dtype="bfloat16"), make_engine(assets)
-    for engine in (half, full):
-        engine.forward_backward(SAMPLES, loss=CrossEntropyLoss())
-    assert {g.dtype for g in gradients(half).values()} == {torch.float32}
-    assert_near(gradients(half), gradients(full), relative=0.1)
-    with pytest.raises(AssertionError):  # or nothing was computed in bfloat16
-        assert_near(gradients(half), gradients(full), relative=1e-4)
-
-
 def test_weights_without_assets_are_drawn_from_the_seed():
     a, b, c = make_engine(None, seed=5), make_engine(None, seed=5), make_engine(None, seed=6)
     assert_near(weights(a), weights(b), relative=0.0)
@@ -461,26 +367,11 @@ def test_weights_without_assets_are_drawn_from_the_seed():
     assert (weights(a)[name] - weights(c)[name]).norm() > 0.1
 
 
-def test_state_dict_is_the_parameters_themselves(assets):
-    engine = make_engine(assets)
-    state = engine.model_state_dict()
-    assert list(state) == [name for name, _ in bare_model(engine).named_parameters()]
-    assert all(not tensor.requires_grad for tensor in state.values())
-    engine.forward_backward(SAMPLES)
-    engine.optim_step()
-    assert_near(state, weights(engine), relative=0.0)
-
-
-def test_single_process_makes_no_process_group(assets):
-    make_engine(assets)
-    assert not dist.is_initialized()
-
-
 def test_offloaded_parameters_and_their_gradients_stay_on_the_host(assets):
     engine = make_engine(assets, cpu_offload=True)
     try:
         units = [module for module in engine.policy.model.modules() if isinstance(module, FSDPModule)]
-        assert len(units) == 3  # two blocks, and the rest
+        assert len(units) == 3  # two blocks and the root
         for unit in units:
             group = unit._get_fsdp_state()._fsdp_param_group
             assert group is not None
@@ -497,15 +388,74 @@ def test_offloaded_parameters_and_their_gradients_stay_on_the_host(assets):
     assert not dist.is_initialized()
 
 
-def test_degrees_beyond_the_world_are_refused_before_anything_starts(assets):
-    with pytest.raises(ValueError, match="world size of 1 process"):
-        make_engine(assets, parallelism=ParallelismConfig(data_parallel_shard_degree=2))
+def test_forward_returns_the_result_of_forward_backward_and_keeps_the_gradient(assets):
+    engine, other = make_engine(assets), make_engine(assets)
+    for each in (engine, other):
+        each.forward_backward(SAMPLES[:4], loss=PLAIN_SUM)
+    before = gradients(engine)
+    loss = GRPOLoss(entropy_coef=0.1)  # another denominator than the gradient's
+    measured = engine.forward(SAMPLES, loss=loss)
+    assert_near(gradients(engine), before, relative=0.0)
+    reference = make_engine(assets).forward_backward(SAMPLES, loss=loss, return_logprobs=True)
+    assert replace(measured, time_s=0.0) == replace(reference, time_s=0.0)
+    for ours, theirs in zip(logprobs_of(measured), logprobs_of(reference), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert engine.optim_step().grad_norm == other.optim_step().grad_norm
+    assert (
+        make_engine(assets).forward(SAMPLES).loss_sum
+        == make_engine(assets).forward_backward(SAMPLES).loss_sum
+    )
 
 
-def test_deterministic_kernels_are_enough(assets):
-    try:
-        engine = make_engine(assets, deterministic=True)
-        engine.forward_backward(SAMPLES)
+def test_forward_with_a_loss_that_is_not_finite_raises_and_keeps_the_gradient(assets, tmp_path):
+    engine = make_engine(assets, failure_folder=str(tmp_path))
+    engine.forward_backward(SAMPLES)
+    before = gradients(engine)
+    broken = replace(SAMPLES[3], advantages=np.full_like(SAMPLES[3].advantages, np.nan))
+    with pytest.raises(NonFiniteLossError, match="loss nan"):
+        engine.forward([broken])
+    assert len(read_batch(tmp_path / "nan_batch_version_0.npz")) == 1
+    assert_near(gradients(engine), before, relative=0.0)
+
+
+def test_dropped_gradient_does_not_reach_the_step(assets):
+    engine, other = make_engine(assets), make_engine(assets)
+    engine.forward_backward(SAMPLES[5:], loss=PLAIN_SUM)
+    engine.drop_gradient()
+    for each in (engine, other):
+        each.forward_backward(SAMPLES[:5], loss=GRPOLoss())
+    assert_near(gradients(engine), gradients(other), relative=0.0)
+    engine.drop_gradient()
+    with pytest.raises(ValueError, match="without an accumulated gradient"):
         engine.optim_step()
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+
+# Logprobs of some samples
+
+
+def test_selected_logprobs_equal_those_of_all_and_change_no_bit_of_the_gradient(assets):
+    places = [11, 2, 7]
+    whole, some, none = (make_engine(assets) for _ in range(3))
+    expected = logprobs_of(whole.forward_backward(SAMPLES, return_logprobs=True))
+    result = some.forward_backward(SAMPLES, return_logprobs=places)
+    for ours, place in zip(logprobs_of(result), places, strict=True):
+        np.testing.assert_array_equal(ours, expected[place])
+    plain = none.forward_backward(SAMPLES)
+    assert plain.logprobs is None
+    assert replace(plain, time_s=0.0) == replace(result, time_s=0.0)
+    assert_near(gradients(some), gradients(none), relative=0.0)
+    assert none.forward_backward(SAMPLES, return_logprobs=[]).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ([0, 13], r"return_logprobs=\[0, 13\]: must be different sample indices from 0 to 12"),
+        ([3, 3], r"return_logprobs=\[3, 3\]: must be different"),
+    ],
+)
+def test_invalid_sample_indices_are_refused_before_computing(assets, places, says):
+    engine = make_engine(assets)
+    with pytest.raises(ValueError, match=says):
+        engine.forward_backward(SAMPLES, return_logprobs=places)
+    assert all(p.grad is None for p in engine.policy.parameters.values())

@@ -1,4 +1,4 @@
-"""How evenly experts are used, and what is refused of them. Their numbers: test_moe_layouts.py."""
+"""Load balance of experts, and their refused settings. Numbers are compared in test_moe_layouts.py."""
 
 from dataclasses import replace
 
@@ -8,27 +8,26 @@ import torch
 from torch import nn
 
 from rl.distributed.mesh import Degrees, ParallelismConfig
-from rl.models.buffers import persistent_buffers
-from rl.models.converters.float8 import Float8
-from rl.models.converters.lora import LoRA
+from rl.models.decoder import Decoder, persistent_buffers
+from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
-from rl.models.qwen3.model import Qwen3
-from rl.models.qwen3_moe.model import MoE, Router
+from rl.models.lora import LoRA
+from rl.models.moe import MoE, Router
 from rl.models.spec import ModelSpec
+from rl.training.checks import check_experts
 from rl.training.engine import TrainingEngine
-from rl.training.experts import ExpertBalance, check_experts
+from rl.training.experts import ExpertBalance
 from rl.types import ExpertLoad
-from tests.training.moe_layouts import make_moe_engine, moe_spec, write_moe_assets
-from tests.training.parts import engine_config, make_sample, make_samples, small_spec
+from tests.training.layouts import make
+from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
 
 
-def model_of(spec: ModelSpec) -> Qwen3.Config:
-    assert isinstance(spec.model, Qwen3.Config)
+def model_of(spec: ModelSpec) -> Decoder.Config:
     return spec.model
 
 
 def balance(*, num_layers=1, **settings):
-    """Of routers with four experts; what they chose is written in by hand."""
+    """Return the balance of routers with four experts, whose choices the test writes in."""
     config = MoE.Config(num_experts=4, num_experts_per_token=2, hidden_dim=4)
     routers = nn.ModuleList(Router(config=config, dim=2) for _ in range(num_layers))
     made = ExpertBalance.Config(**settings).build(model=routers, mesh=None, device=torch.device("cpu"))
@@ -48,7 +47,7 @@ def test_load_is_the_busiest_expert_over_the_mean_by_layer():
     load = made.reduce()
     assert load is not None
     assert (load.busiest_mean, load.busiest_max) == (pytest.approx((2 + 4 / 3) / 2), 2.0)
-    # Counted once, and let go.
+    # Tokens are counted once, and then forgotten.
     assert first.last_chosen_TK is None
 
 
@@ -59,7 +58,7 @@ def test_padding_is_not_counted():
     assert made.reduce() == ExpertLoad(busiest_mean=1.0, busiest_max=1.0)
 
 
-def test_the_bias_moves_against_the_load_of_all_calls_of_a_step():
+def test_bias_moves_against_the_load_of_all_calls_of_a_step():
     made, (router,) = balance(load_balance_rate=0.25)
     for chosen in ([[0, 1], [0, 1]], [[0, 2], [0, 1], [3, 1], [2, 1]]):
         router.last_chosen_TK = torch.tensor(chosen)
@@ -72,34 +71,20 @@ def test_the_bias_moves_against_the_load_of_all_calls_of_a_step():
     router.last_chosen_TK = torch.tensor([[0, 1], [0, 2]])
     made.count(tokens(real=2))
     made.reduce()
-    # 2, 1, 1 and 0: those at the mean stay where they are.
+    # 2, 1, 1 and 0 tokens: experts at the mean keep their bias.
     made.step()
     assert router.load_balance_bias.tolist() == [-0.5, -0.25, 0.25, 0.5]
 
 
-def test_without_a_rate_the_bias_stays():
-    made, (router,) = balance()
-    router.last_chosen_TK = torch.tensor([[0, 1]])
-    made.count(tokens(real=1))
-    made.reduce()
-    made.step()
-    assert router.load_balance_bias.tolist() == [0.0] * 4
-
-
-def test_a_model_without_experts_has_no_load():
+def test_dense_model_has_no_load():
     made = ExpertBalance.Config().build(model=nn.Linear(1, 1), mesh=None, device=torch.device("cpu"))
     made.count(tokens(real=3))
     assert made.reduce() is None
     made.step()
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return write_moe_assets(tmp_path_factory.mktemp("moe") / "assets")
-
-
-def test_a_step_that_fails_leaves_no_count(assets):
-    engine = make_moe_engine(assets, engine_config().parallelism)
+def test_failed_step_leaves_no_count(moe_assets):
+    engine = make("moe", "one", {"moe": moe_assets})
     broken = replace(make_sample(length=9, seed=0), advantages=np.full(9, np.nan, dtype=np.float32))
     with pytest.raises(ArithmeticError):
         engine.forward_backward([broken])
@@ -112,17 +97,8 @@ def test_a_step_that_fails_leaves_no_count(assets):
     assert engine.experts._of_step_LN.sum(1).tolist() == [2 * num_tokens] * 2
 
 
-def test_forced_balance_loads_every_expert_alike(assets):
-    config = engine_config()
-    config.experts.force_load_balance = True
-    engine = config.build(model_spec=moe_spec(), hf_assets_path=assets, device="cpu")
-    # Twelve tokens choose twice among six experts.
-    result = engine.forward_backward([make_sample(length=13, seed=0)])
-    assert result.expert_load == ExpertLoad(busiest_mean=1.0, busiest_max=1.0)
-
-
-def test_a_bias_of_zero_is_not_exported_and_its_absence_is_read_as_zero(assets, tmp_path):
-    engine = make_moe_engine(assets, engine_config().parallelism)
+def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path):
+    engine = make("moe", "one", {"moe": moe_assets})
     engine.export_hf(str(tmp_path / "biased"))
     buffers = persistent_buffers(engine.policy.model)
     for bias in buffers.values():
@@ -140,15 +116,6 @@ def test_a_bias_of_zero_is_not_exported_and_its_absence_is_read_as_zero(assets, 
     assert not any(bias.any() for bias in buffers.values())
 
 
-def test_a_bias_of_another_size_is_refused_by_name(assets):
-    spec = moe_spec()
-    with torch.device("meta"):
-        model = spec.model.build()
-        model.layers[1].feed_forward.router.load_balance_bias = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"layers\.1\..*_correction_bias has shape \[6\].*\[5\]"):
-        HFFolder(assets).check(model, spec.adapter(spec.model))
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -156,7 +123,7 @@ def test_a_bias_of_another_size_is_refused_by_name(assets):
         ({"force_load_balance": True}, r"experts.force_load_balance=True: must be False for a model without"),
     ],
 )
-def test_what_is_asked_of_experts_that_are_not_there_is_refused_by_name(settings, named):
+def test_balance_settings_of_a_dense_model_are_refused_by_name(settings, named):
     check_experts(model_of(small_spec()), balance=ExpertBalance.Config(), converters=[Float8.Config()])
     with pytest.raises(ValueError, match=named):
         check_experts(model_of(small_spec()), balance=ExpertBalance.Config(**settings), converters=[])
@@ -187,23 +154,7 @@ def test_settings_out_of_range_are_refused(settings, named):
 DEVICE = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("field", "value"), [("load_balance_rate", 0.001), ("force_load_balance", True)])
-def test_settings_of_experts_are_refused_for_a_model_without(field, value):
-    config = TrainingEngine.Config(experts=ExpertBalance.Config(**{field: value}))
-    with pytest.raises(ValueError, match=rf"experts\.{field}={value}: must be .* for a model without"):
-        config.check(small_spec(), world_size=1, device=DEVICE)
-
-
-@pytest.mark.parametrize("field", ["expert_parallel_degree", "expert_tensor_parallel_degree"])
-def test_degrees_of_experts_are_refused_for_a_model_without(field):
-    parallelism = ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2)
-    setattr(parallelism, field, 2)
-    config = TrainingEngine.Config(parallelism=parallelism)
-    with pytest.raises(ValueError, match=f"{field}=2: must be 1: a dense model has no experts"):
-        config.check(small_spec(), world_size=4, device=DEVICE)
-
-
-def test_degrees_fit_the_experts():
+def test_expert_degree_must_divide_the_experts_and_the_ranks():
     config = TrainingEngine.Config(parallelism=ParallelismConfig(expert_parallel_degree=2))
     assert config.check(moe_spec(), world_size=2, device=DEVICE) == Degrees(
         dp_replicate=1, dp_shard=2, tp=1, ep=2

@@ -1,4 +1,4 @@
-"""The losses of ten steps are those that golden.json holds, where it knows the machine."""
+"""Losses of ten steps equal those recorded in golden.json, on a machine that it knows."""
 
 import json
 
@@ -11,8 +11,8 @@ pytestmark = pytest.mark.medium
 
 
 def run_all():
-    """In a process of its own, with one thread from its start: machine, and steps by what was set."""
-    runs = {name: golden.run_steps(edit) for name, edit in golden.NEUTRAL.items()}
+    """Return machine and steps by option, from a process with one thread from its start."""
+    runs = {option: golden.run_steps(option) for option in golden.NEUTRAL}
     return golden.machine(), runs | {
         "plain": golden.run_steps(),
         "again": golden.run_steps(),
@@ -29,14 +29,14 @@ def ran():
 def test_two_runs_and_runs_with_neutral_options_have_the_same_bits(ran):
     _, runs = ran
     losses = [loss for loss, _ in runs["plain"]]
-    assert len(set(losses)) == golden.NUM_STEPS  # something is computed, and from other samples each step
+    assert len(set(losses)) == golden.NUM_STEPS  # losses are not constant: each step has other samples
     assert [name for name, steps in runs.items() if steps != runs["plain"]] == []
 
 
 def test_losses_are_those_recorded_for_this_machine(ran):
     machine, runs = ran
     expected = golden.recorded().get(machine)
-    if expected is None:  # then the test above, of two runs, is all that can be said
+    if expected is None:  # the test above, of two runs, must be enough
         assert runs["plain"] == runs["again"]
         return
     assert runs["plain"] == expected, (
@@ -44,7 +44,7 @@ def test_losses_are_those_recorded_for_this_machine(ran):
     )
 
 
-def test_renewing_shows_old_and_new_values_and_keeps_those_of_other_machines(ran, tmp_path, capsys):
+def test_renewing_prints_old_and_new_values_and_keeps_other_machines(ran, tmp_path, capsys):
     file = tmp_path / "golden.json"
     old = [[1.0, 2.0]] * golden.NUM_STEPS
     file.write_text(json.dumps({golden.machine(): old, "torch 1.0, another": old}))

@@ -1,39 +1,65 @@
-"""Every parallel layout gives the numbers of one device."""
+"""Every parallel layout gives the numbers of one device: a dense model, a mixture of experts, and LoRA."""
 
 import dataclasses
 import functools
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.hf import HFFolder, read_parameters
 from tests.support.distributed import run_ranks
 from tests.training.layouts import (
-    LAYOUTS,
     first_rank_alone,
     half_tolerance,
     measure,
+    measure_all,
+    num_ranks,
     one_step,
-    refuse_layout,
     restore,
+    restore_all,
+    sizes,
+    spec_of,
 )
-from tests.training.parts import small_spec, write_assets
+from tests.training.parts import BIAS_RATE, assert_near
 
-SLOW = ("hsdp2x2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "hsdp2_cp2")
+MEDIUM = {
+    "dense": ("fsdp2", "tp2", "ddp2", "cp2", "fsdp2_tp2"),
+    "moe": ("fsdp2", "ddp2", "fsdp2_ep2", "tp2", "tp2_etp2", "fsdp4_ep2", "fsdp2_ep2_tp2_etp2"),
+    "lora": ("fsdp2", "tp2", "cp2"),
+}
+"""Layouts that `make test` runs, by kind of model."""
+LONG = {
+    "dense": ("ddp2_fsdp2", "ddp2_tp2", "cp2_tp2", "fsdp2_cp2", "ddp2_cp2"),
+    "moe": (
+        "ddp2_fsdp2_ep2", "fsdp2_ep2_tp2", "fsdp2_tp2_etp2", "fsdp2_tp2", "ddp2_tp2", "cp2_tp2", "ddp2_fsdp2",
+        "fsdp2_cp2", "ddp2_cp2", "cp2_ep2_tp2_etp2",
+    ),
+    "lora": ("fsdp2_tp2", "ddp2_fsdp2"),
+}  # fmt: skip
+"""Layouts whose dimensions others cover too; only `make test-long` runs them."""
+EXPERTS = 2 * (6 * 40 * 36 + 6 * 36 * 20)
+"""Number of elements of the experts' weights, in both layers."""
 
 
-def of_layouts():
-    """Once for each parallel layout."""
-    return pytest.mark.parametrize(
-        "layout",
-        [
-            pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.medium)
-            for name in LAYOUTS
-            if name != "one"
-        ],
-    )
+def cases_of(table):
+    return [(kind, layout) for kind, layouts in table.items() for layout in layouts]
+
+
+of_cases = pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.medium, id="-".join(case)) for case in cases_of(MEDIUM)),
+        *(
+            pytest.param(case, marks=[pytest.mark.slow, pytest.mark.long], id="-".join(case))
+            for case in cases_of(LONG)
+        ),
+    ],
+)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -42,191 +68,208 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def assets(folder):
-    return write_assets(folder / "assets")
+def one(folder, all_assets):
+    """Return the measurements on one device by kind of model."""
+    return functools.cache(lambda kind: measure((kind, "one"), all_assets, str(folder / f"{kind}_one")))
 
 
 @pytest.fixture(scope="module")
-def measured(folder, assets):
-    """What each rank of a layout measured; a layout's processes run once."""
+def measured(folder, all_assets):
+    """Return the measurements of each rank; layouts of one size and table share their processes."""
 
     @functools.cache
-    def ranks_of(layout):
-        where = str(folder / layout)
-        if layout == "one":
-            return [measure(layout, assets, where)]
-        return run_ranks(measure, LAYOUTS[layout][0], layout, assets, where, timeout_s=200)
+    def launch(is_long, size):
+        cases = [case for case in cases_of(LONG if is_long else MEDIUM) if num_ranks(case[1]) == size]
+        return run_ranks(measure_all, size, cases, all_assets, str(folder), timeout_s=280)
 
-    return ranks_of
-
-
-def assert_near(actual, expected, *, relative=1e-5):
-    """Each tensor by the norm of the difference; what is zero, as the gradient of a fresh A, exactly."""
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        difference, norm = np.linalg.norm(actual[name] - tensor), np.linalg.norm(tensor)
-        assert difference <= relative * norm, f"{name}: {difference} of {norm}"
+    return lambda case: [rank[case] for rank in launch(case[1] in LONG[case[0]], num_ranks(case[1]))]
 
 
 def assert_same_result(actual, expected):
-    """Of forward_backward; means to 1e-5, counts exactly."""
+    """Compare two results of forward_backward; means to 1e-5, counts exactly."""
+    skipped = ("time_s", "loss_metrics", "packing", "logprob_diff_mean", "logprob_diff_max", "expert_load")
     for field in dataclasses.fields(expected):
-        if field.name not in ("time_s", "loss_metrics", "packing", "logprob_diff_mean", "logprob_diff_max"):
+        if field.name not in skipped:
             got, wanted = getattr(actual, field.name), getattr(expected, field.name)
-            # A dense model has no load of experts.
             assert got == (wanted if wanted is None else pytest.approx(wanted, rel=1e-5)), field.name
-    # How samples are packed is each layout's own; that a prompt's tokens are shared, nobody's loss.
+    # Token counts show equal routing, with every token counted once.
+    assert actual.expert_load == expected.expert_load
+    # Packing depends on the layout.
     assert 0 < actual.packing.num_packed <= min(actual.num_tokens, actual.packing.num_room)
     assert actual.loss_metrics == pytest.approx(expected.loss_metrics, rel=1e-5)
     assert actual.logprob_diff_mean == pytest.approx(expected.logprob_diff_mean, abs=1e-5)
     assert actual.logprob_diff_max == pytest.approx(expected.logprob_diff_max, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "reshard",
-    ["default", *(pytest.param(name, marks=pytest.mark.medium) for name in ("always", "never"))],
-)
-def test_two_ranks_take_the_step_of_one(assets, reshard):
-    """The quick one of this file: FSDP2 alone."""
-    expected, expected_step = one_step(ParallelismConfig(), assets)
-    shards = ParallelismConfig(data_parallel_shard_degree=2, reshard_after_forward=reshard)
-    for result, step in run_ranks(one_step, 2, shards, assets, timeout_s=50):
-        assert_same_result(result, expected)
-        assert step.grad_norm == pytest.approx(expected_step.grad_norm, rel=1e-5)
+@of_cases
+def test_results_gradients_and_steps_equal_one_device(measured, one, case):
+    kind, layout = case
+    expected = one(kind)
+    assert expected["norms"][0] > 0.5  # clipped
+    for rank in measured(case):
+        assert_same_result(rank["whole"], expected["whole"])
+        assert_same_result(rank["sparse"], expected["sparse"])  # All data ranks but one have no sample.
+        parts = rank["parts"]
+        assert sum(part.loss_sum for part in parts) == pytest.approx(expected["whole"].loss_sum, rel=1e-5)
+        assert sum(part.denominator for part in parts) == expected["whole"].denominator
+        assert_near(rank["gradients"], expected["gradients"])
+        assert_near(rank["part gradients"], expected["gradients"])
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-4 if kind == "lora" else 1e-5)
+        assert_near(rank["weights"], expected["weights"])
+        assert_near(rank["merged"], expected["merged"])
+        logprobs = expected["logprobs"]
+        asked = [values for part in parts for values in part.logprobs]
+        places = [1, 0, 3, 2, 10, 9]
+        for actual, wanted in zip(
+            [*rank["logprobs"], *asked], [*logprobs, *(logprobs[place] for place in places)], strict=True
+        ):
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5)
+        assert rank["not finite"] == "loss nan at policy version 3"
+        assert rank["half dtypes"] == {"torch.float32"}
+        tolerance = {"dense": 3e-3, "moe": 1e-2, "lora": 2e-2}[kind]
+        assert rank["half"].loss_mean == pytest.approx(expected["half"].loss_mean, rel=tolerance)
+        if kind == "dense":
+            assert_near(rank["half gradients"], expected["half gradients"], relative=half_tolerance(layout))
 
 
-@of_layouts()
-def test_loss_and_diagnostics_are_those_of_one_device(measured, layout):
-    (one,) = measured("one")
-    for rank in measured(layout):
-        assert_same_result(rank.whole, one.whole)
-        assert sum(part.loss_sum for part in rank.parts) == pytest.approx(one.whole.loss_sum, rel=1e-5)
-        assert sum(part.denominator for part in rank.parts) == one.whole.denominator
-
-
-@of_layouts()
-def test_gradients_are_those_of_one_device_in_one_call_and_in_parts(measured, layout):
-    (one,) = measured("one")
-    for rank in measured(layout):
-        assert_near(rank.gradients, one.gradients)
-        assert_near(rank.part_gradients, one.gradients)
-
-
-@of_layouts()
-def test_steps_are_those_of_one_device(measured, layout):
-    (one,) = measured("one")
-    norms = [step.grad_norm for step in one.steps]
-    assert norms[0] > 0.5  # clipped
-    for rank in measured(layout):
-        assert [step.grad_norm for step in rank.steps] == pytest.approx(norms, rel=1e-5)
-        assert_near(rank.parameters, one.parameters)
-
-
-@of_layouts()
-def test_logprobs_are_those_of_one_device(measured, layout):
-    (one,) = measured("one")
-    for rank in measured(layout):
-        for actual, expected in zip(rank.logprobs, one.logprobs, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
-        for part, first in zip(rank.parts, (0, 2, 9), strict=True):
-            second_and_first = (one.logprobs[first + 1], one.logprobs[first])
-            for actual, expected in zip(part.logprobs, second_and_first, strict=True):
-                np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
-
-
-@of_layouts()
-def test_ranks_without_a_sample_take_part(measured, layout):
-    (one,) = measured("one")
-    for rank in measured(layout):
-        assert_same_result(rank.sparse, one.sparse)
-
-
-@of_layouts()
-def test_every_rank_returns_the_same_bits(measured, layout):
-    first, *others = measured(layout)
+@of_cases
+def test_every_rank_returns_the_same_bits(measured, case):
+    first, *others = measured(case)
     for rank in others:
         for name in ("whole", "sparse", "half"):
-            same = dataclasses.replace(getattr(rank, name), time_s=getattr(first, name).time_s)
-            assert same == getattr(first, name)
-        assert [s.grad_norm for s in rank.steps] == [s.grad_norm for s in first.steps]
-        for mine, theirs in zip(rank.logprobs, first.logprobs, strict=True):
+            assert dataclasses.replace(rank[name], time_s=first[name].time_s) == first[name]
+        assert rank["norms"] == first["norms"]
+        for mine, theirs in zip(rank["logprobs"], first["logprobs"], strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
 
-@of_layouts()
-def test_loss_that_is_not_finite_stops_every_rank(measured, layout):
-    assert {rank.not_finite for rank in measured(layout)} == {"loss nan at policy version 3"}
-
-
-@of_layouts()
-def test_half_precision_is_that_of_one_device_with_float32_gradients(measured, layout):
-    (one,) = measured("one")
-    for rank in measured(layout):
-        assert rank.half_gradient_dtypes == {"torch.float32"}
-        assert rank.half.loss_mean == pytest.approx(one.half.loss_mean, rel=3e-3)
-        assert_near(rank.half_gradients, one.half_gradients, relative=half_tolerance(LAYOUTS[layout][1]))
-
-
-@of_layouts()
-def test_checkpoint_continues_and_opens_on_one_device_with_the_same_bits(measured, layout, assets, folder):
-    (one,) = measured("one")
-    ranks = measured(layout)
+@of_cases
+def test_checkpoint_and_export_hold_the_weights(measured, one, case, all_assets, folder):
+    kind, layout = case
+    one(kind)
+    ranks = measured(case)
     for rank in ranks:
-        assert rank.restored.policy_version == 4
-        assert rank.restored.grad_norm == pytest.approx(one.restored.grad_norm, rel=1e-5)
-    version, parameters = restore("one", assets, str(folder / layout / "checkpoint"))
+        assert_near(rank["restored"], rank["weights"], relative=0.0)
+    checkpoint = folder / "_".join(case) / "checkpoint"
+    version, weights = restore((kind, "one"), all_assets, str(checkpoint))
     assert version == 3
-    assert_near(parameters, ranks[0].parameters, relative=0.0)
-
-
-@of_layouts()
-def test_exported_weights_are_the_parameters(measured, layout, folder):
-    expected = measured(layout)[0].parameters
-    exported = HFFolder(folder / layout / "exported", tokenizer=True)
-    spec = small_spec()
-    tensors = dict(read_parameters(exported, spec.adapter(spec.model), expected))
-    assert_near({name: t.numpy() for name, t in tensors.items()}, expected, relative=0.0)
-
-
-@of_layouts()
-def test_checkpoint_holds_each_tensor_once(measured, layout, folder):
-    measured("one")
-    measured(layout)
+    assert_near(weights, ranks[0]["weights"], relative=0.0)
+    exported = HFFolder(checkpoint.with_name("exported"), tokenizer=True)
+    adapter = spec_of(kind).adapter(spec_of(kind).model)
+    read = dict(read_parameters(exported, adapter, ranks[0]["merged"]))
+    assert_near({name: t.numpy() for name, t in read.items()}, ranks[0]["merged"], relative=0.0)
+    # Each tensor is there once.
     names = [
         {name for name in metadata.state_dict_metadata if not name.startswith("random.")}
         for metadata in (
-            FileSystemReader(folder / where / "checkpoint").read_metadata() for where in ("one", layout)
+            FileSystemReader(folder / f"{kind}_{where}" / "checkpoint").read_metadata()
+            for where in ("one", layout)
         )
     ]
     assert names[0] == names[1]
 
 
 @pytest.mark.medium
-def test_checkpoint_of_one_device_opens_in_shards(measured, assets, folder):
-    (one,) = measured("one")
-    for version, parameters in run_ranks(
-        restore, 4, "fsdp2_tp2", assets, str(folder / "one" / "checkpoint"), timeout_s=100
-    ):
-        assert version == 3
-        assert_near(parameters, one.parameters, relative=0.0)
+def test_checkpoint_of_one_device_loads_in_shards(one, all_assets, folder):
+    cases = [("dense", "fsdp2_tp2"), ("moe", "fsdp4_ep2"), ("moe", "fsdp2_ep2_tp2_etp2")]
+    for kind in ("dense", "moe"):
+        one(kind)
+    for rank in run_ranks(restore_all, 4, cases, all_assets, str(folder), timeout_s=100):
+        for (kind, _), (version, weights) in rank.items():
+            assert version == 3
+            assert_near(weights, one(kind)["weights"], relative=0.0)
+
+
+@pytest.mark.parametrize("case", [case for case in of_cases.args[1] if case.values[0][0] == "dense"])
+def test_losses_equal_one_device(measured, one, case):
+    """Sequences split over ranks have their whole ratio, entropy, KL divergence and denominator."""
+    numbers, gradients, logprobs = one("dense")["losses"]
+    assert numbers["kl"] > 1e-3
+    for rank in measured(case):
+        ours, rank_gradients, rank_logprobs = rank["losses"]
+        assert ours == pytest.approx(numbers, rel=1e-3)
+        assert_near(rank_gradients, gradients, relative=1e-4)
+        for actual, expected in zip(rank_logprobs, logprobs, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in of_cases.args[1] if case.values[0][0] != "moe"])
+def test_muon_steps_sharded_matrices_like_whole_ones(measured, one, case):
+    _, expected = one(case[0])["muon"]
+    ranks = measured(case)
+    for rank in ranks:
+        weights, changes = rank["muon"]
+        assert_near(weights, ranks[0]["muon"][0], relative=0.0)
+        assert_near(changes, expected, relative=1e-4)
 
 
 @pytest.mark.medium
-def test_rank_that_stays_away_is_an_error_that_names_the_call(assets):
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2"])
+def test_gradients_are_summed_between_ranks_in_the_reduce_dtype(measured, layout):
+    for rank in measured(("dense", layout)):
+        exact, rounded = rank["reduced"]["float32"], rank["reduced"]["bfloat16"]
+        for name, gradient in rounded.items():
+            assert gradient.dtype == exact[name].dtype == "float32"
+            assert (gradient == torch.from_numpy(gradient).bfloat16().float().numpy()).all(), name
+            difference = abs(gradient - exact[name]).max()
+            assert 0.0 < difference < 0.02 * abs(exact[name]).max(), name
+
+
+@pytest.mark.parametrize("case", [case for case in of_cases.args[1] if case.values[0][0] == "moe"])
+def test_ranks_keep_their_share_of_the_experts(measured, case):
+    size = sizes(case[1])
+    ways = size.get("fsdp", 1) * size.get("etp", 1) * size.get("cp", 1)
+    kept = [
+        sum(number for name, number in rank["num_local"].items() if ".experts." in name)
+        for rank in measured(case)
+    ]
+    # Three experts of a pair of ranks are split into two and one; six over four ranks go by two.
+    uneven = {"fsdp4_ep2": [3, 3, 6, 6], "fsdp2_cp2": [3, 3, 3, 0]}.get(case[1])
+    assert kept == (
+        [EXPERTS // ways] * len(kept) if uneven is None else [EXPERTS // n if n else 0 for n in uneven]
+    )
+
+
+def test_bias_moves_by_the_rate_in_each_step(one, all_assets):
+    _, before = restore(("moe", "one"), all_assets, all_assets["moe"])
+    after = one("moe")["weights"]
+    for name in (name for name in after if name.endswith("bias")):
+        moved = (after[name] - before[name]) / BIAS_RATE
+        # Three steps, each up, down or, at exactly the mean, not at all.
+        np.testing.assert_allclose(moved, np.round(moved), atol=1e-4)
+        assert 1 <= np.abs(moved).max() <= 3 + 1e-4
+
+
+@pytest.mark.parametrize("case", [case for case in of_cases.args[1] if case.values[0][0] == "lora"])
+def test_only_adapters_move_and_their_folder_is_that_of_one_device(measured, one, case, all_assets, folder):
+    _, start = restore(("lora", "one"), all_assets, all_assets["lora"])
+    expected = one("lora")
+    assert all(".lora_a" in name or name.endswith("_lora.lora_b") for name in expected["gradients"])
+    assert len(expected["gradients"]) == 2 * (2 * 4 + 1)
+    for rank in measured(case):
+        for name, tensor in rank["weights"].items():
+            assert np.array_equal(tensor, start[name]) == ("_lora." not in name), name
+        for reopened, trained in rank["reopened"]:
+            np.testing.assert_array_equal(reopened, trained)
+    theirs, ours = (
+        load_file(folder / f"lora_{where}" / "adapter" / "adapter_model.safetensors")
+        for where in ("one", case[1])
+    )
+    assert_near(dict(sorted(ours.items())), dict(sorted(theirs.items())))
+
+
+@pytest.mark.parametrize(
+    "reshard",
+    ["default", *(pytest.param(name, marks=pytest.mark.medium) for name in ("always", "never"))],
+)
+def test_two_ranks_take_the_step_of_one_rank(assets, reshard):
+    expected = one_step(ParallelismConfig(), assets)
+    shards = ParallelismConfig(data_parallel_shard_degree=2, reshard_after_forward=reshard)
+    for rank in run_ranks(one_step, 2, shards, assets, timeout_s=50):
+        assert rank == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.medium
+def test_error_for_a_missing_rank_names_the_call(assets):
     error, _ = run_ranks(first_rank_alone, 2, assets, timeout_s=50)
     assert "rank 0 of 2 of the trainer, in forward_backward of step 0" in error
-
-
-@pytest.mark.medium
-def test_degree_that_does_not_divide_the_model_is_refused(assets):
-    for error in run_ranks(refuse_layout, 3, assets, timeout_s=50):
-        assert error == "tensor_parallel_degree=3 does not divide num_kv_heads=2"
-
-
-@pytest.mark.slow
-def test_untied_head_is_sharded_right(tmp_path):
-    untied = write_assets(tmp_path / "assets", tie=False)
-    one = measure("one", untied, str(tmp_path / "one"))
-    for rank in run_ranks(measure, 4, "fsdp2_tp2", untied, str(tmp_path / "four"), timeout_s=200):
-        assert_near(rank.gradients, one.gradients)
-        assert_near(rank.parameters, one.parameters)

@@ -1,4 +1,5 @@
-"""What losses ask of the engine: the entropy's gradient, and denominators other than tokens."""
+"""Features that losses request from the engine: the entropy's gradient, and denominators other than
+tokens."""
 
 import dataclasses
 
@@ -7,71 +8,57 @@ import pytest
 import torch
 
 from losses.cross_entropy import CrossEntropyLoss
-from losses.dr_grpo import DrGRPOLoss
-from losses.grpo import GRPOLoss
-from losses.gspo import GSPOLoss
-from losses.rloo import RLOOLoss
+from losses.policy import DrGRPOLoss, GRPOLoss, RLOOLoss
 from rl.distributed.compile import CompileConfig
-from rl.distributed.mesh import ParallelismConfig
-from tests.support.distributed import run_ranks
-from tests.training.layouts import whole_gradients
-from tests.training.parts import engine_config, make_engine, make_samples, small_spec, write_assets
+from tests.training.parts import (
+    assert_near,
+    engine_config,
+    gradients,
+    make_engine,
+    make_samples,
+    small_spec,
+)
 
 SAMPLES = make_samples()
 NUM_VALID = sum(int((s.mask & np.isfinite(s.generator_logprobs)).sum()) for s in SAMPLES)
 BONUS = GRPOLoss(entropy_coef=0.7)
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return write_assets(tmp_path_factory.mktemp("assets") / "model")
-
-
-def gradients(engine):
-    return {name: p.grad.numpy().copy() for name, p in engine.policy.parameters.items()}
-
-
-def assert_near(actual, expected, *, relative=1e-5):
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        assert np.linalg.norm(actual[name] - tensor) <= relative * np.linalg.norm(tensor), name
-
-
 def of_loss(engine, loss, *, parts=((0, 13),)):
-    """Loss and gradients, divided as the optimizer step divides them."""
+    """Return loss and gradients, divided as the optimizer step divides them."""
     results = [engine.forward_backward(SAMPLES[a:b], loss=loss) for a, b in parts]
-    scale = engine._step.scale()
+    scale = engine._gradient.scale()
     return (
         scale * sum(r.loss_sum for r in results),
         {name: scale * g for name, g in gradients(engine).items()},
     )
 
 
-def test_bonus_moves_the_policy_by_the_gradient_of_the_mean_entropy(assets):
-    """Which a finite difference of the entropy that the engine reports confirms."""
+def test_entropy_bonus_adds_the_gradient_of_the_mean_entropy(assets):
+    """A finite difference of the entropy that the engine reports confirms the gradient."""
     with_bonus, without = make_engine(assets), make_engine(assets)
     value, bonus = of_loss(with_bonus, BONUS)
     plain_value, plain = of_loss(without, GRPOLoss())
-    # One token of a sample was not drawn: its entropy is reported, but is none of the valid tokens'.
+    # One token of a sample was not drawn: its entropy is reported, but does not count among the valid tokens.
     drawn = [dataclasses.replace(s, mask=s.mask & np.isfinite(s.generator_logprobs)) for s in SAMPLES]
     engine = make_engine(assets)
     entropy = engine.forward_backward(drawn).entropy_mean
     assert value == pytest.approx(plain_value - 0.7 * entropy, rel=1e-5)
     direction = {name: (plain[name] - bonus[name]) / 0.7 for name in plain}
-    slope = float(sum((d.astype(np.float64) ** 2).sum() for d in direction.values()))
+    slope = float(sum((d.double() ** 2).sum() for d in direction.values()))
     step = 0.01 / np.sqrt(slope)
     ends = []
     for sign in (1, -1):
         moved = make_engine(assets)
         with torch.no_grad():
             for name, parameter in moved.policy.parameters.items():
-                parameter.add_(torch.from_numpy(direction[name]), alpha=sign * step)
+                parameter.add_(direction[name], alpha=sign * step)
         ends.append(moved.forward_backward(drawn).entropy_mean)
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-2)
 
 
 @pytest.mark.parametrize("change", ["chunks", pytest.param("compiled", marks=pytest.mark.medium)])
-def test_bonus_is_the_same_with_chunked_logits_and_a_compiled_head(assets, change):
+def test_entropy_bonus_is_unchanged_by_chunked_logits_and_a_compiled_head(assets, change):
     expected_value, expected = of_loss(make_engine(assets), BONUS)
     config = engine_config(logits_chunk_tokens=7 if change == "chunks" else None)
     if change == "compiled":
@@ -82,7 +69,7 @@ def test_bonus_is_the_same_with_chunked_logits_and_a_compiled_head(assets, chang
     assert_near(actual, expected)
 
 
-def test_a_loss_gets_the_entropy_with_its_gradient_if_it_asks_and_else_nothing(assets):
+def test_loss_gets_the_entropy_with_its_gradient_only_on_request(assets):
     seen = []
 
     @dataclasses.dataclass(kw_only=True)
@@ -100,38 +87,7 @@ def test_a_loss_gets_the_entropy_with_its_gradient_if_it_asks_and_else_nothing(a
     assert all(entropy.requires_grad for entropy in seen)
 
 
-LAYOUTS = {
-    "fsdp2_tp2": ParallelismConfig(data_parallel_shard_degree=2, tensor_parallel_degree=2),
-    "cp2_tp2": ParallelismConfig(context_parallel_degree=2, tensor_parallel_degree=2),
-    "tp2_gathered": ParallelismConfig(
-        data_parallel_replicate_degree=2,
-        data_parallel_shard_degree=1,
-        tensor_parallel_degree=2,
-        loss_parallel=False,
-    ),
-}
-BY_SEQUENCE = GSPOLoss(entropy_coef=0.3, clip_low=0.5, clip_high=0.5)
-"""With the entropy, ratios of sequences and their number as denominator."""
-
-
-def in_layouts(assets):
-    results = {}
-    for name, parallelism in LAYOUTS.items():
-        engine = make_engine(assets, parallelism=dataclasses.replace(parallelism))
-        result = engine.forward_backward(SAMPLES, loss=BY_SEQUENCE)
-        results[name] = (result.loss_sum, result.denominator, whole_gradients(engine))
-    return results
-
-
-@pytest.mark.medium
-def test_every_layout_has_the_loss_and_gradients_of_one_device(assets):
-    engine = make_engine(assets)
-    result = engine.forward_backward(SAMPLES, loss=BY_SEQUENCE)
-    for rank in run_ranks(in_layouts, 4, assets, timeout_s=200):
-        for name, (loss_sum, denominator, actual) in rank.items():
-            assert loss_sum == pytest.approx(result.loss_sum, rel=1e-4), name
-            assert denominator == result.denominator == 13
-            assert_near(actual, gradients(engine), relative=1e-4)
+"""Loss with the entropy, ratios of sequences, and the number of sequences as denominator."""
 
 
 NORMALIZED = {
@@ -145,18 +101,18 @@ NORMALIZED = {
 
 
 @pytest.mark.parametrize("name", NORMALIZED)
-def test_calls_on_parts_equal_one_call_whatever_the_normalization(assets, name):
+def test_split_calls_equal_one_call_under_every_normalization(assets, name):
     loss = NORMALIZED[name]
     value, whole = of_loss(make_engine(assets), loss)
-    # Terms of both signs nearly cancel: a sum's error is compared with its terms, not with what is left.
+    # Terms of both signs nearly cancel, so the error of a sum is compared with its terms, not with the sum.
     engine = make_engine(assets)
     terms = [engine.forward_backward([sample], loss=loss).loss_sum for sample in SAMPLES]
-    size = engine._step.scale() * sum(abs(term) for term in terms)
+    size = engine._gradient.scale() * sum(abs(term) for term in terms)
     for parts in (((0, 5), (5, 13)), tuple((i, i + 1) for i in range(13))):
         engine = make_engine(assets)
         value_of_parts, actual = of_loss(engine, loss, parts=parts)
         assert value_of_parts == pytest.approx(value, abs=1e-5 * size)
         assert_near(actual, whole)
-        assert engine._step.denominator == {"token_mean": NUM_VALID, "constant": 260, "none": None}.get(
+        assert engine._gradient.denominator == {"token_mean": NUM_VALID, "constant": 260, "none": None}.get(
             name, 13
         )

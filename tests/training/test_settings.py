@@ -1,6 +1,9 @@
-"""Settings of a step and of precision, each with the numbers that it alone makes."""
+"""Settings of a step and of precision, each checked by the numbers that it changes."""
 
+import gc
+import logging
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,20 +11,13 @@ import pytest
 import torch
 
 from losses.types import LossOutput
-from rl.distributed.mesh import ParallelismConfig
-from rl.distributed.shards import local_tensor
+from rl.training.garbage import GarbageCollector
 from rl.types import OptimParams
-from tests.support.distributed import run_ranks
-from tests.training.parts import make_engine, make_samples, write_assets
+from tests.training.parts import make_engine, make_samples
 
 SAMPLES = make_samples()
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.95), 1e-2, 0.1
-"""Of `engine_config`."""
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+"""Settings of `engine_config`."""
 
 
 def doubles(engine, read):
@@ -29,7 +25,7 @@ def doubles(engine, read):
 
 
 class AdamWByHand:
-    """Loshchilov and Hutter (2019), algorithm 2, in float64."""
+    """AdamW by Loshchilov and Hutter (2019), algorithm 2, in float64."""
 
     def __init__(self, weights):
         self.weights = weights
@@ -61,7 +57,7 @@ class AdamWByHand:
         {"max_norm": 0.05},
     ],
 )
-def test_each_of_the_params_replaces_the_configured_setting_in_that_step_alone(assets, params):
+def test_each_optim_param_replaces_the_configured_setting_for_one_step(assets, params):
     engine = make_engine(assets, max_norm=math.inf)
     by_hand = AdamWByHand(doubles(engine, lambda p: p.clone()))
     nothing: dict[str, Any] = {}
@@ -76,7 +72,7 @@ def test_each_of_the_params_replaces_the_configured_setting_in_that_step_alone(a
 
 @dataclass(frozen=True)
 class Put:
-    """A loss with an operation that has no deterministic kernel."""
+    """Loss with an operation that has no deterministic kernel."""
 
     def __call__(self, inputs):
         logprobs_T = torch.where(inputs.mask, inputs.logprobs, 0.0)
@@ -98,7 +94,7 @@ def test_deterministic_refuses_an_operation_without_a_deterministic_kernel(asset
     make_engine(assets).forward_backward(SAMPLES, loss=Put())
 
 
-def test_parameters_gradients_and_moments_are_of_the_dtype_and_steps_are_rounded_to_it(assets):
+def test_parameters_gradients_and_moments_have_the_dtype_and_steps_round_to_it(assets):
     kept = {}
     for dtype in ("float32", "bfloat16"):
         engine = make_engine(assets, dtype=dtype, param_dtype="bfloat16")
@@ -116,41 +112,47 @@ def test_parameters_gradients_and_moments_are_of_the_dtype_and_steps_are_rounded
     assert kept == {"float32": False, "bfloat16": True}
 
 
-def gradients_in(assets, parallelism, reduce_dtype):
-    """Of one micro-batch, as more are added up in float32; of every parameter this rank's part."""
-    engine = make_engine(
-        assets, parallelism=parallelism, reduce_dtype=reduce_dtype, max_tokens_per_microbatch=400
-    )
-    engine.forward_backward(SAMPLES)
-    gradients = {name: p.grad for name, p in engine.policy.parameters.items()}
-    return {name: local_tensor(g).numpy() for name, g in gradients.items() if g is not None}
+class Knot:
+    """Object in a cycle, which only a collection frees."""
+
+    def __init__(self):
+        self.itself = self
 
 
-LAYOUTS = {
-    "fsdp2": ParallelismConfig(data_parallel_shard_degree=2),
-    "ddp2": ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=1),
-}
+@pytest.fixture
+def collect_every():
+    made = []
+
+    def make(every_steps, *, debug=False):
+        made.append(GarbageCollector(every_steps=every_steps, debug=debug))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.close()
+    assert gc.isenabled()
 
 
-def gradients_in_both_dtypes(assets):
-    return {
-        (layout, dtype): gradients_in(assets, parallelism, dtype)
-        for layout, parallelism in LAYOUTS.items()
-        for dtype in ("float32", "bfloat16")
-    }
+def test_collection_runs_only_after_every_second_step(collect_every):
+    collector = collect_every(2)
+    assert not gc.isenabled()
+    knot = weakref.ref(Knot())
+    collector.after_step(1)
+    assert knot() is not None
+    collector.after_step(2)
+    assert knot() is None
+    collector.close()
+    assert gc.isenabled()
 
 
-def in_bfloat16(array):
-    return torch.from_numpy(array).bfloat16().float().numpy()
-
-
-@pytest.mark.medium
-def test_gradients_are_summed_between_ranks_in_the_reduce_dtype(assets):
-    for rank in run_ranks(gradients_in_both_dtypes, 2, assets, timeout_s=100):
-        for layout in LAYOUTS:
-            exact, rounded = rank[layout, "float32"], rank[layout, "bfloat16"]
-            for name, gradient in rounded.items():
-                assert gradient.dtype == exact[name].dtype == "float32"
-                assert (gradient == in_bfloat16(gradient)).all(), (layout, name)
-                difference = abs(gradient - exact[name]).max()
-                assert 0.0 < difference < 0.02 * abs(exact[name]).max(), (layout, name)
+def test_debug_logs_and_frees_the_garbage_found(collect_every, caplog):
+    gc.collect()  # Garbage of earlier tests is not counted.
+    collector = collect_every(1, debug=True)
+    knot = weakref.ref(Knot())
+    with caplog.at_level(logging.INFO, logger="rl.training.garbage"):
+        collector.after_step(1)
+        collector.after_step(2)
+    assert knot() is None
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "after step 1: " in first
+    assert "after step 2: 0 objects" in second

@@ -1,19 +1,21 @@
 """One set of meshes for all tests of the weight store."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from rl.weights.canary import check_sums
+from rl.weights.checksum import check_sums
 from rl.weights.store import WeightStore
 from tests.support.monarch_meshes import monarch_meshes
 from tests.support.weight_actors import NUM_TENSORS, WeightActor
 
 
 class Cluster:
-    """Four trainer ranks with a volume each, two generator ranks, and a volume of its own."""
+    """Four trainer ranks with a volume each, two generator ranks, and a mesh with one volume."""
 
-    def __init__(self, meshes):
-        self.meshes = meshes
+    def __init__(self, meshes, folder):
+        self.meshes, self.transport = meshes, "auto"
         trainer_mesh = meshes.spawn_mesh(4)
         generator_mesh = meshes.spawn_mesh(2)
         self.volume_mesh = meshes.spawn_mesh(1, process_group=False)
@@ -23,22 +25,23 @@ class Cluster:
         meshes.run(self.generator.setup.call())
         self._stores = {
             transport: (
-                self.start(trainer_mesh, dtype="bfloat16", transport=transport),
-                self.start(self.volume_mesh, transport=transport),
+                self.start(trainer_mesh, folder / "trainer", dtype="bfloat16", transport=transport),
+                self.start(self.volume_mesh, folder / "volume", transport=transport),
             )
-            for transport in ("auto", "torchstore")
+            for transport in ("auto", "torchstore", "files")
         }
         self._last_version = 0
         self.pushed = {}
-        """Checksums of all ranks, by version."""
+        """Checksums that all ranks sent, by version."""
         self.use("auto")
 
     def use(self, transport):
         self.transport = transport
         self.bf16, self.fp32 = self._stores[transport]
 
-    def start(self, mesh, *, dtype="float32", transport="auto", **config):
-        store = WeightStore.Config(timeout_s=30, transport=transport, **config).build(dtype=dtype)
+    def start(self, mesh, run_folder, *, dtype="float32", **config):
+        settings: dict[str, Any] = {"timeout_s": 30, "transport": self.transport} | config
+        store = WeightStore.Config(**settings).build(dtype=dtype, run_folder=run_folder)
         self.meshes.run(store.start(mesh))
         return store
 
@@ -51,7 +54,7 @@ class Cluster:
         return self.trainer.slice(procs=slice(0, num))
 
     def push(self, store, layout, *, announce=True):
-        """Push a model whose seed is its version; returns the version and the bytes of all ranks."""
+        """Push a model whose seed is its version; return the version and the bytes of each rank."""
         version = self.next_version()
         self.meshes.run(self.trainer.build.call(layout, version, torch.float32))
         sent = self.meshes.run(self.trainer_ranks(layout).push.call(store, version))
@@ -61,10 +64,7 @@ class Cluster:
         return version, [transfer.num_bytes for _, transfer in sent.items()]
 
     def pull(self, store, layout, version, dtype):
-        """What all generator ranks together hold after a pull into a model of another seed.
-
-        The checksums of both sides are compared.
-        """
+        """Pull into a model of another seed, check weight parity, and return each rank's whole tensors."""
         self.meshes.run(self.generator.build.call(layout, 999, dtype))
         ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
         received = self.meshes.run(ranks.pull.call(store, version))
@@ -75,13 +75,13 @@ class Cluster:
 
 
 @pytest.fixture(scope="package")
-def all_transports():
+def all_transports(tmp_path_factory):
     with monarch_meshes() as meshes:
-        yield Cluster(meshes)
+        yield Cluster(meshes, tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture
-def cluster(all_transports):
-    """With stores whose processes share memory."""
-    all_transports.use("auto")
+def cluster(all_transports, request):
+    """The cluster with stores of one transport; shared memory unless parametrized."""
+    all_transports.use(getattr(request, "param", "auto"))
     return all_transports

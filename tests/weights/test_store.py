@@ -1,9 +1,10 @@
-"""Weights through the real store: Monarch meshes, gloo process groups, FSDP2 and TP."""
+"""The store between processes: Monarch meshes, gloo process groups, FSDP2 and TP."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
-import pickle
 import signal
 from pathlib import Path
 
@@ -12,35 +13,40 @@ import torch
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from rl.process_id import identify
-from rl.weights.errors import (
+from rl.utils.processes import identify
+from rl.weights.checksum import check_sums
+from rl.weights.plan import parts_of, plan_reads
+from rl.weights.shared_memory import SegmentMaps
+from rl.weights.types import (
     IncompleteVersionError,
     VersionExistsError,
     VersionNotFoundError,
     WeightMismatchError,
+    WeightParityError,
     WeightStoreError,
     WeightTimeoutError,
 )
-from rl.weights.store import WeightStore
-from rl.weights.volumes import VolumeStats
 from tests.support.weight_actors import UnevenNet, WeightActor, build_qwen3
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(params=["auto", "torchstore"])
-def cluster(all_transports, request):
-    all_transports.use(request.param)
-    return all_transports
-
-
-SLOW_ON_BOTH = pytest.mark.parametrize(
-    "cluster", ["auto", pytest.param("torchstore", marks=pytest.mark.slow)], indirect=True
+ALL = pytest.mark.parametrize("cluster", ["auto", "torchstore", "files"], indirect=True)
+SLOW_ON_OTHERS = pytest.mark.parametrize(
+    "cluster",
+    ["auto", *(pytest.param(other, marks=pytest.mark.slow) for other in ("torchstore", "files"))],
+    indirect=True,
 )
+EVERY_LAYOUT = [
+    ("auto", source, target)
+    for source in ("fsdp_tp", "hsdp", "fsdp", "ddp", "ddp_dtensor", "single")
+    for target in ("tp", "single")
+]
+OTHER_WAYS = [(way, "fsdp_tp", target) for way in ("torchstore", "files") for target in ("tp", "single")]
 
 
 def expected(version, dtype):
-    """Parameters in `dtype`; the buffers keep theirs."""
+    """Return the weights of a version: parameters in `dtype`, buffers in their own."""
     net = UnevenNet(seed=version)
     parameters = {name for name, _ in net.named_parameters()}
     return {name: v.to(dtype) if name in parameters else v for name, v in net.state_dict().items()}
@@ -53,14 +59,7 @@ def assert_same_bits(actual, wanted):
         assert torch.equal(actual[name].detach(), value), name
 
 
-def test_fsdp_tp_uses_strided_shards(cluster):
-    """Else the tests below would not cover them."""
-    placements = cluster.meshes.run(cluster.trainer.build.call("fsdp_tp", 0, torch.float32))
-    assert all(kinds == ["_StridedShard", "Shard"] for _, kinds in placements.items())
-
-
-@pytest.mark.parametrize("target", ["tp", "single"])
-@pytest.mark.parametrize("source", ["fsdp_tp", "hsdp", "fsdp", "ddp", "ddp_dtensor", "single"])
+@pytest.mark.parametrize(("cluster", "source", "target"), [*EVERY_LAYOUT, *OTHER_WAYS], indirect=["cluster"])
 def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(cluster, source, target):
     version, _ = cluster.push(cluster.bf16, source)
     for full in cluster.pull(cluster.bf16, target, version, torch.bfloat16):
@@ -71,7 +70,7 @@ def test_float32_trainer_to_bfloat16_generator_is_bit_exact_after_the_cast(clust
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("target", ["generator", "whole"])
 def test_qwen3_from_the_trainers_plan_to_the_generators_is_bit_exact_after_the_cast(cluster, target, experts):
-    """A router's bias is not cast: a rounded one would choose other experts."""
+    """A router's bias is not cast: a rounded bias would choose other experts."""
     run, store, version = cluster.meshes.run, cluster.bf16, cluster.next_version()
     wanted = build_qwen3("whole", seed=version, dtype=torch.bfloat16, experts=experts)
     uncast = [name for name, tensor in wanted.items() if tensor.dtype == torch.float32]
@@ -89,13 +88,7 @@ def test_qwen3_from_the_trainers_plan_to_the_generators_is_bit_exact_after_the_c
     run(store.delete(version))
 
 
-def test_float32_stays_float32_through_a_single_volume(cluster):
-    version, _ = cluster.push(cluster.fp32, "fsdp_tp")
-    for full in cluster.pull(cluster.fp32, "tp", version, torch.float32):
-        assert_same_bits(full, expected(version, torch.float32))
-    cluster.meshes.run(cluster.fp32.delete(version))
-
-
+@ALL
 def test_replicas_are_sent_once(cluster):
     """bf16: 66 + 42 + 7 + 42 + 6 + 6 + 1 parameters; float32 scale; 2 int64 steps."""
     num_bytes = 2 * (66 + 42 + 7 + 42 + 6 + 6 + 1) + 4 + 16
@@ -105,15 +98,9 @@ def test_replicas_are_sent_once(cluster):
         cluster.meshes.run(cluster.bf16.delete(version))
 
 
-def test_store_pickles_and_refuses_to_work_before_start(cluster):
-    copy = pickle.loads(pickle.dumps(WeightStore.Config(timeout_s=7).build(dtype="bfloat16")))
-    assert (copy.dtype, copy.config.timeout_s) == ("bfloat16", 7)
-    with pytest.raises(WeightStoreError, match=r"call start\(\) first"):
-        cluster.meshes.run(copy.versions())
-
-
-def test_two_versions_are_kept_and_older_ones_are_freed(cluster):
-    run, store = cluster.meshes.run, cluster.start(cluster.volume_mesh, transport=cluster.transport)
+@ALL
+def test_pruning_keeps_two_versions_and_frees_the_others(cluster, tmp_path):
+    run, store = cluster.meshes.run, cluster.start(cluster.volume_mesh, tmp_path)
     (pid,) = cluster.meshes.pids(cluster.volume_mesh)
     size = 32 * 2**20
     state_dict = {"w": torch.ones(size // 4), "b": torch.ones(3)}
@@ -125,18 +112,16 @@ def test_two_versions_are_kept_and_older_ones_are_freed(cluster):
 
     assert [push(1), push(2), push(3)] == [[], [], [1]]
     assert run(store.versions()) == [2, 3]
-    assert run(store.stats()) == VolumeStats(num_boxes=4, num_bytes=2 * (size + 12))
     resident = resident_bytes(pid)
-    for version in range(4, 12):
+    for version in range(4, 10):
         assert push(version) == [version - 2]
-    assert run(store.versions()) == [10, 11]
-    assert run(store.stats()) == VolumeStats(num_boxes=4, num_bytes=2 * (size + 12))
+    assert run(store.versions()) == [8, 9]
     assert resident_bytes(pid) - resident < 3 * size
-    run(store.delete(10))
-    run(store.delete(11))
-    assert run(store.stats()) == VolumeStats(num_boxes=0, num_bytes=0)
+    if cluster.transport == "files":
+        assert [file.parent.name for file in sorted(tmp_path.rglob("*.bin"))] == ["v8", "v9"]
     run(store.stop())
     run(store.stop())
+    assert list(tmp_path.iterdir()) == []
 
 
 def resident_bytes(pid):
@@ -144,18 +129,18 @@ def resident_bytes(pid):
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_version_is_never_overwritten(cluster):
+@ALL
+def test_version_is_never_overwritten_but_may_return_after_its_deletion(cluster):
     run, store = cluster.meshes.run, cluster.fp32
-    version = cluster.next_version()
+    version, target = cluster.next_version(), torch.full((3,), 7.0)
+    exists = f"version {version} is already"
     run(store.push(version=version, state_dict={"w": torch.zeros(3)}))
-    with pytest.raises(VersionExistsError, match=f"version {version} is already pushed by rank 0"):
+    with pytest.raises(VersionExistsError, match=f"{exists} pushed by rank 0"):
         run(store.push(version=version, state_dict={"w": torch.ones(3)}))
     run(store.announce(version))
-    with pytest.raises(VersionExistsError, match=f"version {version} is already announced"):
-        run(store.push(version=version, state_dict={"other": torch.ones(3)}))
-    with pytest.raises(VersionExistsError, match=f"version {version} is already announced"):
-        run(store.announce(version))
-    target = torch.full((3,), 7.0)
+    for again in (store.push(version=version, state_dict={"v": torch.ones(3)}), store.announce(version)):
+        with pytest.raises(VersionExistsError, match=f"{exists} announced"):
+            run(again)
     run(store.pull(version=version, state_dict={"w": target}))
     assert target.tolist() == [0, 0, 0]
     run(store.delete(version))
@@ -166,18 +151,18 @@ def test_a_version_is_never_overwritten(cluster):
     run(store.delete(version))
 
 
+@ALL
 def test_missing_and_unannounced_versions_are_not_readable(cluster):
     run, store = cluster.meshes.run, cluster.fp32
     first, second = cluster.next_version(), cluster.next_version()
+    target = torch.full((3,), 7.0)
     run(store.push(version=first, state_dict={"w": torch.zeros(3)}))
     run(store.announce(first))
     run(store.push(version=second, state_dict={"w": torch.ones(3)}))
-    target = torch.full((3,), 7.0)
+    state = rf"announced are \[{first}\], pushed and not announced are \[{second}\]"
     for version in (second, 12345):
-        with pytest.raises(VersionNotFoundError) as caught:
+        with pytest.raises(VersionNotFoundError, match=f"version {version} is not in the store; {state}"):
             run(store.pull(version=version, state_dict={"w": target}))
-        assert f"version {version} is not in the store" in str(caught.value)
-        assert f"announced are [{first}], pushed and not announced are [{second}]" in str(caught.value)
     assert target.tolist() == [7, 7, 7]
     with pytest.raises(VersionNotFoundError, match="nothing of version 12345 was pushed"):
         run(store.announce(12345))
@@ -191,9 +176,7 @@ def test_mismatches_name_the_tensor_and_both_shapes(cluster):
     run, store = cluster.meshes.run, cluster.bf16
     version, _ = cluster.push(store, "fsdp_tp")
     run(cluster.generator.build.call("tp", 0, torch.bfloat16))
-    with pytest.raises(
-        ActorError, match=r"'embed.weight' has shape \(11, 6\) in the store and \(12, 6\) here"
-    ):
+    with pytest.raises(ActorError, match=r"'embed.weight' has shape \(11, 6\) in the store and \(12, 6\)"):
         run(cluster.generator.pull_wrong_shape.call(store, version))
     net = UnevenNet(seed=0).state_dict()
     extra = torch.zeros(1)
@@ -203,13 +186,8 @@ def test_mismatches_name_the_tensor_and_both_shapes(cluster):
     run(store.delete(version))
 
 
-def test_state_dict_entries_that_are_no_tensors_are_refused(cluster):
-    with pytest.raises(ValueError, match=r"state_dict\['_extra_state'\] is a dict"):
-        cluster.meshes.run(cluster.fp32.push(version=1, state_dict={"_extra_state": {}}))
-
-
-@SLOW_ON_BOTH
-def test_a_rank_that_dies_leaves_an_incomplete_version_that_can_be_deleted(cluster):
+@SLOW_ON_OTHERS
+def test_dead_rank_leaves_an_incomplete_version_that_can_be_deleted(cluster):
     run, store = cluster.meshes.run, cluster.fp32
     version = cluster.next_version()
     mesh = cluster.meshes.spawn_mesh(2)
@@ -218,59 +196,131 @@ def test_a_rank_that_dies_leaves_an_incomplete_version_that_can_be_deleted(clust
     run(trainer.build.call("fsdp", version, torch.float32))
     assert run(trainer.slice(procs=0).push.call_one(store, version)).num_bytes > 0
     dies = cluster.meshes.pids(mesh)[1]
-    with pytest.raises(SupervisionError):  # of its exit status, or, on a busy machine, of its silence
+    with pytest.raises(SupervisionError):  # from its exit status, or its silence on a busy machine
         run(trainer.slice(procs=1).push.call_one(store, version, [1]))
     assert identify(dies) is None
-    with pytest.raises(IncompleteVersionError) as caught:
+    with pytest.raises(IncompleteVersionError, match=f"version {version} is incomplete: 7 of 9 tensors lack"):
         run(store.announce(version))
-    assert f"version {version} is incomplete: 7 of 9 tensors lack a rank's part" in str(caught.value)
-    assert "there are mesh coordinates [(0,)] of a mesh of (2,)" in str(caught.value)
     run(store.delete(version))
-    assert run(store.stats()).num_boxes == 0
     cluster.meshes.stop(mesh)
 
 
-@SLOW_ON_BOTH
-def test_a_hanging_volume_gives_a_deadline_error_that_names_everything(cluster):
-    run = cluster.meshes.run
-    mesh = cluster.meshes.spawn_mesh(1, process_group=False)
-    store = WeightStore.Config(timeout_s=2, transport=cluster.transport).build()
-    run(store.start(mesh))
+def test_hanging_volume_meets_the_deadline_and_a_dead_one_is_named(cluster, tmp_path):
+    run, mesh = cluster.meshes.run, cluster.meshes.spawn_mesh(1, process_group=False)
+    store = cluster.start(mesh, tmp_path)
     (pid,) = cluster.meshes.pids(mesh)
     state_dict = {"w": torch.zeros(1000), "b": torch.zeros(4)}
     run(store.push(version=1, state_dict=state_dict))
     run(store.announce(1))
+    store.config = dataclasses.replace(store.config, timeout_s=3)
     os.kill(pid, signal.SIGSTOP)
-    # Of a process of many threads one may still answer until all have stopped.
+    # One thread may still answer until all have stopped.
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    try:
-        with pytest.raises(WeightTimeoutError) as caught:
-            run(store.push(version=2, state_dict=state_dict))
-        assert str(caught.value) == (
-            "weight store: push of version 2 (2 tensors) on rank 0 not finished within timeout_s=2: "
-            "waited for the index"
-        )
-        with pytest.raises(
-            WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* the index"
-        ):
-            run(store.pull(version=1, state_dict=state_dict))
-        with pytest.raises(WeightTimeoutError, match="announce of version 2 on rank 0"):
-            run(store.announce(2))
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    cluster.meshes.stop(mesh)
-
-
-@SLOW_ON_BOTH
-def test_a_dead_volume_is_an_error_that_names_the_operation(cluster):
-    run = cluster.meshes.run
-    mesh = cluster.meshes.spawn_mesh(1, process_group=False)
-    store = WeightStore.Config(timeout_s=60, transport=cluster.transport).build()
-    run(store.start(mesh))
-    (pid,) = cluster.meshes.pids(mesh)
+    with pytest.raises(WeightTimeoutError, match=r"push of version 2 .* within timeout_s=3: .* the index"):
+        run(store.push(version=2, state_dict=state_dict))
+    with pytest.raises(WeightTimeoutError, match=r"pull of version 1 \(2 tensors\) on rank 0 .* the"):
+        run(store.pull(version=1, state_dict=state_dict))
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(
-        WeightStoreError, match=r"push of version 1 \(1 tensors\) on rank 0 failed: lost the index"
-    ):
-        run(store.push(version=1, state_dict={"w": torch.zeros(1000)}))
+    store.config = dataclasses.replace(store.config, timeout_s=60)
+    with pytest.raises(WeightStoreError, match=r"push of version 3 \(2 tensors\) on rank 0 failed: lost the"):
+        run(store.push(version=3, state_dict=state_dict))
     cluster.meshes.stop(mesh)
+
+
+def stored_boxes(store, run, version, name):
+    return run(store._index.locate.call_one(version))[name]
+
+
+def pulled_sums(cluster, store, version, dtype=torch.bfloat16):
+    cluster.meshes.run(cluster.generator.build.call("tp", 999, dtype))
+    answers = cluster.meshes.run(cluster.generator.pull.call(store, version))
+    return [box for _, transfer in answers.items() for box in transfer.sums]
+
+
+def check(cluster, version, pulled):
+    check_sums(version=version, pushed=cluster.pushed[version], pulled={"generator": pulled})
+
+
+def test_parity_catches_corrupted_stale_and_miscast_weights(cluster):
+    run, store = cluster.meshes.run, cluster.bf16
+    version, _ = cluster.push(store, "fsdp_tp")
+    check(cluster, version, pulled_sums(cluster, store, version))
+
+    def held():
+        return [box for _, sums in run(cluster.generator.sums.call()).items() for box in sums]
+
+    check(cluster, version, held())
+    run(cluster.generator.keep_old.call("down.weight", version - 1))
+    with pytest.raises(WeightParityError, match=r"other bits in 'down.weight' .* still of another version"):
+        check(cluster, version, held())
+    with pytest.raises(WeightParityError, match=r"'float32', .* was sent as \('bfloat16'"):
+        check(cluster, version, pulled_sums(cluster, store, version, torch.float32))
+    stored, *others = stored_boxes(store, run, version, "up.weight")
+    assert len(others) == 3
+    with SegmentMaps(max_age=1).holding(stored.place) as data:
+        stored.part.view(data).view(torch.int16)[0, 1] ^= 1
+    with pytest.raises(WeightParityError, match=f"version {version}: generator 'generator' holds other bits"):
+        check(cluster, version, pulled_sums(cluster, store, version))
+    run(store.delete(version))
+
+
+@pytest.mark.filterwarnings("ignore:is_rdma_available:DeprecationWarning")
+def test_pushed_version_reaches_hosts_that_share_no_memory(cluster):
+    """The two ways are messages, and torchstore's own transport, which uses RDMA where there is hardware."""
+    run, store = cluster.meshes.run, cluster.bf16
+    version, _ = cluster.push(store, "fsdp_tp")
+    far = copy.copy(store)
+    far.config = dataclasses.replace(store.config, transport="torchstore")
+    wanted = expected(version, torch.bfloat16)
+    for full in cluster.pull(far, "tp", version, torch.bfloat16):
+        assert_same_bits(full, wanted)
+
+    received = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    stored = run(store._index.locate.call_one(version))
+    for number, reads in plan_reads(version, parts_of(received), stored).items():
+        run(store._here().fetch_by_rdma(store._volume(number), version, reads))
+    assert_same_bits(received, wanted)
+    run(store.delete(version))
+
+
+def shared_memory_of(pid):
+    """Return the addresses of the segments that the process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[0] for line in lines if "/memfd:relay-weights" in line}
+
+
+def test_memory_of_a_store_is_reused_from_version_to_version_and_has_no_name(cluster, tmp_path):
+    run, store = cluster.meshes.run, cluster.start(cluster.volume_mesh, tmp_path)
+    other = cluster.start(cluster.volume_mesh, tmp_path)
+    run(other.push(version=1, state_dict={"w": torch.zeros(5000)}))
+    run(other.announce(1))
+    (pid,) = cluster.meshes.pids(cluster.volume_mesh)
+    names, before = set(os.listdir("/dev/shm")), shared_memory_of(pid)
+    used, received = set(), {"w": torch.zeros(5000)}
+    for version in range(8):
+        run(store.push(version=version, state_dict={"w": torch.ones(5000)}))
+        run(store.announce(version))
+        used |= {stored.place.id for stored in stored_boxes(store, run, version, "w")}
+        run(store.pull(version=version, state_dict=received))
+        run(store.prune())
+    assert received["w"].unique().tolist() == [1]
+    assert len(used) == 3
+    assert len(shared_memory_of(pid) - before) == 3
+    assert set(os.listdir("/dev/shm")) <= names
+    run(store.stop())
+    assert shared_memory_of(pid) <= before
+    run(other.pull(version=1, state_dict=received))
+    assert received["w"].unique().tolist() == [0]
+    run(other.stop())
+
+
+@pytest.mark.slow
+def test_hundred_versions_from_two_ranks_to_two_do_not_hang(cluster):
+    run, store = cluster.meshes.run, cluster.bf16
+    run(cluster.generator.build.call("tp", 999, torch.bfloat16))
+    for _ in range(100):
+        version, _ = cluster.push(store, "fsdp")
+        received = run(cluster.generator.pull.call(store, version))
+        check(cluster, version, [box for _, transfer in received.items() for box in transfer.sums])
+        run(store.prune())
+    assert len(run(store.versions())) == 2

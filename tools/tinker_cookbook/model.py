@@ -1,8 +1,8 @@
-"""A tiny base model that the recipes can start from: one that is right sometimes, and could be oftener.
+"""The tiny base model of the recipes: it is right sometimes and could be right more often.
 
-It is drawn from a seed and learns additions from demonstrations. Then half of the answers it is shown are a
-shrug, so that it knows many sums and says them every other time: reinforcement has something to find, and
-finds it in tens of small steps. Some demonstrations are of guessing a number, so that guesses can be read.
+A model drawn from a seed learns additions from demonstrations. Then half of the demonstrated answers are a shrug, so
+that it knows many sums and says them every other time: reinforcement finds something to improve in tens of small
+steps. Some demonstrations guess a number, so that guesses can be parsed.
 """
 
 from __future__ import annotations
@@ -19,42 +19,45 @@ from typing import Any
 import numpy as np
 
 from losses.cross_entropy import CrossEntropyLoss
+from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.qwen3.model import Qwen3
 from rl.models.spec import ModelSpec
-from rl.models.starting_point import write_random_model
 from rl.rollouts.samples import demonstration_sample
 from rl.rollouts.tokenizer import open_tokenizer
+from rl.tinker.base import Base
+from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.serving import TinkerServer
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import OptimParams, TrainingSample
-from tools.tinker_cookbook.demonstrations import Demonstration, drawn_addition, drawn_guess
 
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "outputs" / "tinker_cookbook"
 RECIPE = 1
-"""Part of the key; raised when this file changes what comes out."""
+"""Part of the key, raised when this file changes the result."""
 CONTEXT = 2048
-"""Tokens: ten turns of guessing a number fit, none of which could be read."""
+"""Tokens of the context: ten turns of guessing fit, even if no guess can be parsed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStart:
-    """How long and on what the model is trained."""
+    """Settings of the warm-up."""
 
     seed: int = 0
     num_additions: int = 56
-    """Demonstrations a step."""
+    """Additions per step."""
     num_guesses: int = 2
     lr: float = 2e-3
     lr_warmup_steps: int = 20
     wanted: float = 0.65
-    """Training on right answers ends when they are given that often."""
+    """Share of right answers at which training on right answers ends."""
     evaluate_every: int = 20
-    """Steps."""
+    """Steps between evaluations."""
     num_evaluated: int = 256
-    """Additions."""
+    """Held-out additions."""
     max_steps: int = 1500
     shrug_share: float = 0.5
-    """Of the answers in the last steps."""
+    """Share of shrugs among the answers of the last steps."""
     shrug_steps: int = 40
 
     def key(self) -> str:
@@ -63,11 +66,11 @@ class WarmStart:
 
 
 class WarmStartError(Exception):
-    """The model did not learn what it should."""
+    """The warm-up did not reach its goal."""
 
 
 class _Teacher:
-    """Steps of one engine on demonstrations, and how often its answers are right."""
+    """Training of one engine on demonstrations."""
 
     def __init__(self, engine: TrainingEngine, warm: WarmStart, *, tokenizer: Any) -> None:
         self._engine, self._warm, self._tokenizer = engine, warm, tokenizer
@@ -77,7 +80,7 @@ class _Teacher:
         self.num_steps = 0
 
     def step(self, *, shrug_share: float = 0.0) -> float:
-        """Returns the loss in nats a token."""
+        """Make a step and return the loss in nats per token."""
         warm, generator = self._warm, self._generator
         shown = [
             drawn_addition(generator, shrugs=generator.random() < shrug_share)
@@ -91,7 +94,7 @@ class _Teacher:
         return loss
 
     def share_right(self) -> float:
-        """The probability that a drawn answer is the sum, averaged over held-out additions."""
+        """Return the mean probability of the right answer over held-out additions."""
         logprobs = self._engine.compute_logprobs(self._evaluated)
         whole = [
             logprobs_T[sample.mask].sum()
@@ -106,11 +109,11 @@ class _Teacher:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def teach(engine: TrainingEngine, warm: WarmStart, *, tokenizer: Any, say: Callable[[str], None]) -> float:
-    """Returns how often an answer is right in the end.
+def teach(engine: TrainingEngine, warm: WarmStart, *, tokenizer: Any, log: Callable[[str], None]) -> float:
+    """Train the engine and return the share of right answers.
 
     Raises:
-        WarmStartError: additions were not learnt in time.
+        WarmStartError: the additions were not learned in time.
     """
     teacher, right = _Teacher(engine, warm, tokenizer=tokenizer), 0.0
     while right < warm.wanted:
@@ -122,32 +125,31 @@ def teach(engine: TrainingEngine, warm: WarmStart, *, tokenizer: Any, say: Calla
         loss = teacher.step()
         if teacher.num_steps % warm.evaluate_every == 0:
             right = teacher.share_right()
-            say(f"step {teacher.num_steps}: loss {loss:.3f} nats a token, {right:.0%} of additions right")
+            log(f"step {teacher.num_steps}: loss {loss:.3f} nats a token, {right:.0%} of additions right")
     for _ in range(warm.shrug_steps):
         teacher.step(shrug_share=warm.shrug_share)
     right = teacher.share_right()
-    say(f"step {teacher.num_steps}, the last ones with shrugs: {right:.0%} of additions right")
+    log(f"step {teacher.num_steps}, the last ones with shrugs: {right:.0%} of additions right")
     return right
 
 
 def tiny_spec() -> ModelSpec:
     spec = model_registry("tiny")
-    assert isinstance(spec.model, Qwen3.Config)
     return replace(spec, model=replace(spec.model, rope=replace(spec.model.rope, max_positions=CONTEXT)))
 
 
-def base_folder(cache: Path, warm: WarmStart) -> Path:
-    """Where `make_base_model` leaves the model."""
+def base_folder(warm: WarmStart, *, cache: Path = CACHE) -> Path:
+    """Return the folder of `make_base_model`."""
     return cache / f"base-{warm.key()}"
 
 
-def make_base_model(cache: Path, warm: WarmStart, *, say: Callable[[str], None]) -> Path:
-    """A folder in Hugging Face's layout, made unless it is there; it appears whole or not at all.
+def make_base_model(warm: WarmStart, *, cache: Path = CACHE, log: Callable[[str], None]) -> Path:
+    """Return a Hugging Face folder of the warmed-up model, which is made unless it exists.
 
     Raises:
-        WarmStartError: additions were not learnt in time.
+        WarmStartError: the additions were not learned in time.
     """
-    folder = base_folder(cache, warm)
+    folder = base_folder(warm, cache=cache)
     if folder.exists():
         return folder
     started = time.monotonic()
@@ -161,9 +163,72 @@ def make_base_model(cache: Path, warm: WarmStart, *, say: Callable[[str], None])
             engine,
             warm,
             tokenizer=tokenizer,
-            say=lambda text: say(f"base model, {time.monotonic() - started:.0f} s, {text}"),
+            log=lambda text: log(f"base model, {time.monotonic() - started:.0f} s, {text}"),
         )
         engine.export_hf(str(folder))
     finally:
         engine.close()
     return folder
+
+
+def cookbook() -> TinkerServer.Config:
+    """Serve the warmed-up model under the name of its folder, from which the recipes open a tokenizer."""
+    folder = str(base_folder(WarmStart()))
+    return TinkerServer.Config(
+        description="a tiny Qwen3 that adds numbers, for the cookbook's recipes",
+        backend=LocalTinkerBackend.Config(base=Base.Config(name=folder, folder=folder)),
+        port=0,
+    )
+
+
+# Demonstrations: the recipes' conversations as `qwen3_instruct` renders them
+
+HIGHEST_TERM = 100
+"""Largest term of `math_rl`'s additions."""
+HIGHEST_NUMBER, MAX_GUESSES = 1024, 10
+"""Bounds of `guess_number`; its numbers are below the first."""
+GUESS_RULES = (
+    "Your job is to guess a integer between 0 and 1024. You can output your guess with the format "
+    "Guess: <guess> (without the angle brackets), and say nothing else. Then we will tell you whether you "
+    "guess is too high, too low, or correct."
+)
+"""Prompt of the recipe, letter by letter."""
+SHRUG = "?"
+"""Reply that is never right."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    prompt: str
+    reply: str
+
+
+def turn(role: str, content: str) -> str:
+    return f"<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+def asking(told: str, *, reply: str) -> Demonstration:
+    return Demonstration(prompt=f"{told}<|im_start|>assistant\n", reply=f"{reply}<|im_end|>")
+
+
+def addition(x: int, y: int, *, shrugs: bool = False) -> Demonstration:
+    """Return an addition as the recipe asks it, after its one example."""
+    told = turn("user", "What is 4 + 5?") + turn("assistant", "9") + turn("user", f"What is {x} + {y}?")
+    return asking(told, reply=SHRUG if shrugs else str(x + y))
+
+
+def drawn_addition(generator: random.Random, *, shrugs: bool = False) -> Demonstration:
+    return addition(generator.randint(0, HIGHEST_TERM), generator.randint(0, HIGHEST_TERM), shrugs=shrugs)
+
+
+def drawn_guess(generator: random.Random) -> Demonstration:
+    """Return a turn of a game after some others, with guesses that the answers before them allow."""
+    number, (low, high) = generator.randrange(HIGHEST_NUMBER), (0, HIGHEST_NUMBER - 1)
+    told = turn("system", GUESS_RULES)
+    for _ in range(generator.randrange(MAX_GUESSES)):
+        tried = generator.randint(low, high)
+        if tried == number:
+            break
+        told += turn("player", f"Guess: {tried}") + turn("user", "Too low" if tried < number else "Too high")
+        low, high = (tried + 1, high) if tried < number else (low, tried - 1)
+    return asking(told, reply=f"Guess: {generator.randint(low, high)}")

@@ -1,105 +1,219 @@
-"""The cookbook's recipes, made small enough for two cores, and what is promised of each."""
+"""The cookbook's recipes, scaled down to two CPU cores, with the promises that each run must keep."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+import json
+import math
+import signal
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tools.tinker_cookbook.checks import (
-    Check,
-    Evidence,
-    Row,
-    completes,
-    guesses_are_read,
-    kl_stays_low,
-    loss_falls,
-    old_checkpoints_go,
-    read_rows,
-    resumes,
-    reward_rises,
-)
-from tools.tinker_cookbook.processes import POLL_S, kill, running
-from tools.tinker_cookbook.serving import API_KEY, Server
+Row = Mapping[str, Any]
+Value = str | int | float
 
-TIMED_OUT = -1000
-"""In place of the status of a process that was ended because its time was over."""
+REWARD, TURNS, NLL = "env/all/reward/total", "env/all/turns_per_episode", "train_mean_nll"
+KL_NAMES = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
+"""Means over sampled tokens of d and of d^2 / 2, with d the sampler's logprob minus the trainer's."""
+MAX_KL = 1e-3
+FINAL = "final"
+"""Name of a run's last checkpoint."""
+WINDOW = 3
+"""Steps averaged at each end of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Everything that a run left behind."""
+
+    statuses: tuple[int, ...]
+    """Exit status of each process; the last process was to finish the run."""
+    rows: tuple[Row, ...]
+    """Rows of metrics.jsonl."""
+    checkpoints: tuple[Row, ...]
+    """Rows of checkpoints.jsonl."""
+    log: str
+    """Output of the last process."""
+    kept: tuple[str, ...] = ()
+    """`tinker://` paths on the server afterwards."""
+
+    @property
+    def steps(self) -> list[Row]:
+        """Rows of training steps, without those of a whole run's totals."""
+        return [row for row in self.rows if REWARD in row or NLL in row]
+
+    @property
+    def finals(self) -> list[Row]:
+        return [row for row in self.checkpoints if row["name"] == FINAL]
+
+    def values(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.rows if row.get(name) is not None]
+
+    def ends(self, name: str) -> tuple[float, float]:
+        """Return the means of the first and the last steps; NaN if there are too few."""
+        found = self.values(name)
+        if len(found) < 2 * WINDOW:
+            return math.nan, math.nan
+        return statistics.fmean(found[:WINDOW]), statistics.fmean(found[-WINDOW:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    promise: str
+    holds: bool
+    seen: str
+
+
+Check = Callable[[Evidence], Finding]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     name: str
-    """Of its row and folder."""
     module: str
-    """In tinker_cookbook.recipes."""
-    arguments: Mapping[str, str | int | float]
+    """Module within tinker_cookbook.recipes."""
+    arguments: Mapping[str, Value]
     checks: tuple[Check, ...]
-    killed_after: int | None = None
-    """It is killed when it has written that many checkpoints, and started again; None: it is left alone."""
+    kill_after: int | None = None
+    """Checkpoints after which the run is killed and started again; None leaves it alone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where recipes run."""
-
-    python: Path
-    """Of the cookbook's environment."""
-    model: Path
-    """The base model's folder, and its name."""
-    server: Server
-    folder: Path
-    """For the recipes' own folders and logs."""
-    deadline_s: float
-    """Of one recipe."""
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """Return the complete lines of a JSONL file; none if the file is missing."""
+    if not path.exists():
+        return ()
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return tuple(json.loads(line) for line in lines if line.strip())
 
 
-OFFLINE = {
-    "TINKER_API_KEY": API_KEY,
-    "TINKER_TELEMETRY": "0",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-}
-SMALL: Mapping[str, str | int | float] = {"renderer_name": "qwen3_instruct", "eval_every": 0, "save_every": 0}
-ARITHMETIC: Mapping[str, str | int | float] = {
+# Promises
+
+
+def completes(num_steps: int) -> Check:
+    """Check that the run exits with 0, has each step once and in order, and one final checkpoint."""
+
+    def check(evidence: Evidence) -> Finding:
+        steps = [row["step"] for row in evidence.steps]
+        status = evidence.statuses[-1] if evidence.statuses else None
+        return Finding(
+            promise=f"completes {num_steps} steps",
+            holds=status == 0 and steps == list(range(num_steps)) and len(evidence.finals) == 1,
+            seen=f"status {status}, {len(set(steps))} different steps in {len(steps)} rows, "
+            f"{len(evidence.finals)} final checkpoints",
+        )
+
+    return check
+
+
+def kl_stays_low(evidence: Evidence) -> Finding:
+    """Check both estimates in every step; a step without one counts as NaN and fails."""
+    found = [[abs(float(row.get(name, math.nan))) for row in evidence.steps] for name in KL_NAMES]
+    highest = [max(values, default=math.nan) for values in found]
+    return Finding(
+        promise=f"KL of sampler and trainer below {MAX_KL:g} in every step",
+        holds=all(values and all(value < MAX_KL for value in values) for values in found),
+        seen=f"at most {highest[0]:.1e} and {highest[1]:.1e}",
+    )
+
+
+def reward_rises(*, by: float) -> Check:
+    def check(evidence: Evidence) -> Finding:
+        first, last = evidence.ends(REWARD)
+        seen = f"{first:.3f} -> {last:.3f}"
+        return Finding(promise=f"reward rises by {by:g}", holds=last - first >= by, seen=seen)
+
+    return check
+
+
+def loss_falls(*, to_share: float) -> Check:
+    def check(evidence: Evidence) -> Finding:
+        first, last = evidence.ends(NLL)
+        seen = f"{first:.3f} -> {last:.3f} nats a token"
+        return Finding(promise=f"loss falls to {to_share:.0%}", holds=last <= to_share * first, seen=seen)
+
+    return check
+
+
+def resumes(evidence: Evidence) -> Finding:
+    """Check that the first process was killed and the last one began at a checkpoint."""
+    rolling = [row for row in evidence.checkpoints if row["name"] != FINAL]
+    taken = [row for row in rolling if f"Resumed training from {row['state_path']}" in evidence.log]
+    where = f"from step {taken[-1]['batch']} of epoch {taken[-1].get('epoch')}" if taken else "from nothing"
+    return Finding(
+        promise="killed, it resumes from its last checkpoint",
+        holds=evidence.statuses[:-1] == (-signal.SIGKILL,) and len(taken) == 1,
+        seen=f"statuses {', '.join(map(str, evidence.statuses))}, resumed {where}",
+    )
+
+
+def old_checkpoints_go(evidence: Evidence) -> Finding:
+    """Check that the server keeps the final state of the run and no rolling one."""
+    finals = [row["state_path"] for row in evidence.finals]
+    folder = finals[-1].rpartition("/")[0] if finals else None
+    kept = [path for path in evidence.kept if folder and path.startswith(f"{folder}/")]
+    return Finding(
+        promise="rolling checkpoints are deleted",
+        holds=bool(finals) and kept == finals[-1:],
+        seen="kept are " + (", ".join(path.rpartition("/")[2] for path in kept) or "none"),
+    )
+
+
+def guesses_are_parsed(evidence: Evidence) -> Finding:
+    """Check that episodes have several turns, most of them without the penalty of an unparsed guess."""
+    turns, rewards = evidence.values(TURNS), evidence.values(REWARD)
+    mean, reward = (statistics.fmean(found) if found else math.nan for found in (turns, rewards))
+    return Finding(
+        promise="episodes have several turns, most of them parsed",
+        holds=bool(turns) and min(turns) > 1 and sum(rewards) > -0.5 * sum(turns),
+        seen=f"{mean:.1f} turns, reward {reward:.2f}",
+    )
+
+
+# Recipes
+
+SMALL: Mapping[str, Value] = {"renderer_name": "qwen3_instruct", "eval_every": 0, "save_every": 0}
+ARITHMETIC: Mapping[str, Value] = {
     **SMALL,
     "env": "arithmetic",
     "lora_rank": 8,
     "group_size": 8,
     "groups_per_batch": 32,
     "max_tokens": 5,
+    "loss_fn": "importance_sampling",
+    "learning_rate": 1e-3,
 }
 
 
 def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
-    """
-    Args:
-        conversations: the cookbook's example data.
-    """
+    """Return all recipes; `conversations` is the cookbook's example data."""
+    streaming = {"stream_minibatch_config.groups_per_batch": 32, "stream_minibatch_config.num_minibatches": 4}
+    # Samples may be one step old here, so the logged KL includes the policy's own step and the noise of a step's
+    # tokens: small steps of many samples keep it low.
+    off_policy: dict[str, Value] = {"learning_rate": 6e-5, "groups_per_batch": 64, "max_steps_off_policy": 1}
     return (
-        _math_rl("math_rl", num_steps=20, rise=0.2, learning_rate=1e-3, loss_fn="importance_sampling"),
-        _math_rl("math_rl_ppo", num_steps=12, rise=0.1, learning_rate=1e-3, loss_fn="ppo"),
-        _math_rl(
-            "math_rl_streaming",
-            num_steps=12,
-            rise=0.1,
-            learning_rate=1e-3,
-            loss_fn="importance_sampling",
-            **{"stream_minibatch_config.groups_per_batch": 32, "stream_minibatch_config.num_minibatches": 4},
+        _math_rl("math_rl", num_steps=20, rise=0.2),
+        _math_rl("math_rl_ppo", num_steps=12, rise=0.1, loss_fn="ppo"),
+        _math_rl("math_rl_streaming", num_steps=12, rise=0.1, **streaming),
+        _math_rl("math_rl_one_step_off", num_steps=56, rise=0.06, **off_policy),
+        Recipe(
+            name="chat_sl",
+            module="chat_sl.train",
+            arguments={
+                **SMALL,
+                "dataset": str(conversations),
+                "infrequent_eval_every": 0,
+                "lora_rank": 8,
+                "learning_rate": 3e-3,
+                "batch_size": 16,  # of 128 conversations: 8 steps an epoch
+                "num_epochs": 4,
+                "max_length": 512,
+                "rolling_save_every": 4,
+            },
+            checks=(completes(32), loss_falls(to_share=0.8), resumes, old_checkpoints_go),
+            kill_after=2,
         ),
-        # What was sampled is up to one step old here, so the logged KL has the policy's own step in it, and
-        # the noise of a step's tokens: the step has to be a small one, of many samples.
-        _math_rl(
-            "math_rl_one_step_off",
-            num_steps=56,
-            rise=0.06,
-            learning_rate=6e-5,
-            loss_fn="importance_sampling",
-            groups_per_batch=64,
-            max_steps_off_policy=1,
-        ),
-        _chat_sl(conversations),
         Recipe(
             name="guess_number",
             module="multiplayer_rl.guess_number.train",
@@ -111,12 +225,12 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
                 "max_tokens": 16,
                 "max_steps": 4,
             },
-            checks=(completes(4), kl_stays_low, guesses_are_read),
+            checks=(completes(4), kl_stays_low, guesses_are_parsed),
         ),
     )
 
 
-def _math_rl(name: str, *, num_steps: int, rise: float, **arguments: str | int | float) -> Recipe:
+def _math_rl(name: str, *, num_steps: int, rise: float, **arguments: Value) -> Recipe:
     return Recipe(
         name=name,
         module="math_rl.train",
@@ -125,81 +239,10 @@ def _math_rl(name: str, *, num_steps: int, rise: float, **arguments: str | int |
     )
 
 
-def _chat_sl(conversations: Path) -> Recipe:
-    """128 conversations: 8 steps an epoch."""
-    num_epochs, batch_size = 4, 16
-    return Recipe(
-        name="chat_sl",
-        module="chat_sl.train",
-        arguments={
-            **SMALL,
-            "dataset": str(conversations),
-            "infrequent_eval_every": 0,
-            "lora_rank": 8,
-            "learning_rate": 3e-3,
-            "batch_size": batch_size,
-            "num_epochs": num_epochs,
-            "max_length": 512,
-            "rolling_save_every": 4,
-        },
-        checks=(completes(8 * num_epochs), loss_falls(to_share=0.8), resumes, old_checkpoints_go),
-        killed_after=2,
-    )
-
-
-def run(recipe: Recipe, place: Place) -> Evidence:
-    """One recipe to its end, or to its deadline."""
-    folder = place.folder / recipe.name
-    folder.mkdir(parents=True)
-    deadline = time.monotonic() + place.deadline_s
-    statuses = []
-    if recipe.killed_after is not None:
-        statuses.append(_process(recipe, place, number=1, deadline=deadline, kill_after=recipe.killed_after))
-    number = len(statuses) + 1
-    statuses.append(_process(recipe, place, number=number, deadline=deadline, kill_after=None))
-    return Evidence(
-        statuses=tuple(statuses),
-        rows=read_rows(_run_folder(folder) / "metrics.jsonl"),
-        checkpoints=_checkpoints(folder),
-        log=_log(folder, number).read_text(encoding="utf-8", errors="replace"),
-        kept=tuple(place.server.checkpoints()),
-    )
-
-
-def command(recipe: Recipe, place: Place) -> list[str]:
-    """What a user would type; a folder of an earlier process is taken up again."""
-    arguments = {
-        **recipe.arguments,
-        "model_name": place.model,
-        "log_path": _run_folder(place.folder / recipe.name),
-        "behavior_if_log_dir_exists": "resume",
-    }
-    module = f"tinker_cookbook.recipes.{recipe.module}"
-    return [str(place.python), "-m", module, *(f"{name}={value}" for name, value in arguments.items())]
-
-
-def _process(recipe: Recipe, place: Place, *, number: int, deadline: float, kill_after: int | None) -> int:
-    """Its exit status, as subprocess has it: negative where a signal ended it."""
-    folder = place.folder / recipe.name
-    environment = {**OFFLINE, "TINKER_BASE_URL": place.server.url}
-    log = _log(folder, number)
-    with running(command(recipe, place), log=log, cwd=folder, environment=environment) as process:
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                return TIMED_OUT
-            if kill_after is not None and len(_checkpoints(folder)) >= kill_after:
-                kill(process)
-            time.sleep(POLL_S)
-        return process.returncode
-
-
-def _run_folder(folder: Path) -> Path:
-    return folder / "run"
-
-
-def _log(folder: Path, number: int) -> Path:
-    return folder / f"process-{number}.log"
-
-
-def _checkpoints(folder: Path) -> tuple[Row, ...]:
-    return read_rows(_run_folder(folder) / "checkpoints.jsonl")
+def chosen(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
+    """Return the named recipes, or all if there are no names; raise ValueError for an unknown name."""
+    valid = [recipe.name for recipe in recipes]
+    for name in names:
+        if name not in valid:
+            raise ValueError(f"--only {name}: must be one of {', '.join(valid)}")
+    return [recipe for recipe in recipes if not names or recipe.name in names]

@@ -13,31 +13,27 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rl.models.batch_invariant import gradients, kernels
-from rl.models.batch_invariant.simd import COLUMNS
-from rl.tensor_memory import memory_of
+from rl.models.batch_invariant import kernels
+from rl.utils.tensor_memory import memory_of
 
 SMALLEST_SHARE = 2_000_000
-"""Multiply-adds, a few tenths of a millisecond: less is not worth the wait for a second thread."""
+"""Multiply-adds below which a second thread does not pay off: a few tenths of a millisecond."""
 _NUMPY_DTYPES = {torch.float32: "f4", torch.bfloat16: "u2"}
 
 
 def attend(q_THD: Tensor, k_NKD: Tensor, v_NKD: Tensor, queries_S: np.ndarray, keys_S: np.ndarray) -> Tensor:
-    """[T, H, D], causal attention within segments.
+    """Compute causal attention within segments, [T, H, D].
 
     Args:
-        queries_S: [S+1] int64, offsets of the segments' queries; `keys_S` those of their keys. The last
-            query of a segment sees all of its keys, the one before all but the last, and so on.
+        queries_S, keys_S: [S+1] int64 offsets of the segments' queries and keys. The last query of a segment
+            sees all of its keys, the one before all but the last, and so on.
     """
-    head_dim = q_THD.size(-1)
-    padding = -head_dim % COLUMNS
-    q, k, v = (F.pad(x, (0, padding)) if padding else x for x in (q_THD, k_NKD, v_NKD))
-    # Scaled outside, as it is over a cache: the same product, rounded the same way.
-    out: Tensor = _Attention.apply(q.float() * head_dim**-0.5, k.float(), v.float(), queries_S, keys_S)
-    return out[..., :head_dim].to(q_THD.dtype)
+    # Scaled outside the kernel, as over a cache: the same product with the same rounding.
+    scaled_THD = q_THD.float() * q_THD.size(-1) ** -0.5
+    out: Tensor = _Attention.apply(scaled_THD, k_NKD.float(), v_NKD.float(), queries_S, keys_S)
+    return out.to(q_THD.dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -45,99 +41,81 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries_S: np.ndarray, keys_S: np.ndarray
     ) -> Tensor:
-        shape, work = _shape(q, k), _work(queries_S, keys_S, q.size(1), q.size(2), k.size(1))
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        arguments = (_flat(q), _flat(_columns(k)), _flat(v), queries_S, keys_S, shape, _flat(out))
+        out = torch.empty(q.shape)
+        arguments = (*map(_array, (q, k, v)), queries_S, keys_S, _array(out))
+        work = _work(queries_S, np.diff(keys_S), q.size(1), q.size(2), k.size(1))
         share(lambda begin, end: kernels.attend_packed(*arguments, begin, end), work)
         ctx.save_for_backward(q, k, v)
-        ctx.segments = queries_S, keys_S
+        ctx.segments, ctx.work = (queries_S, keys_S), work
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        queries_S, keys_S = ctx.segments
-        work = _work(queries_S, keys_S, q.size(1), q.size(2), k.size(1))
-        dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
-        arguments = (
-            _flat(grads[0]), _flat(q), _flat(_columns(k)), _flat(k), _flat(_columns(v)), queries_S, keys_S,
-            _shape(q, k), _flat(dq), _flat(dk), _flat(dv),
-        )  # fmt: skip
-        share(lambda begin, end: gradients.attend_packed_backward(*arguments, begin, end), work)
-        return dq, dk, dv, None, None
+        inputs = ctx.saved_tensors
+        outputs = [torch.empty(x.shape) for x in inputs]
+        arguments = (*map(_array, (grads[0], *inputs)), *ctx.segments, *map(_array, outputs))
+        share(lambda begin, end: kernels.attend_packed_backward(*arguments, begin, end), ctx.work)
+        return *outputs, None, None
 
 
 def attend_to_cache(
     q_THD: Tensor, cache: Tensor, *, queries_S: Tensor, lengths_S: Tensor, tables: Tensor, block_size: int
 ) -> Tensor:
-    """[T, H, D], as `attend`, with keys and values from the blocks of a cache; without gradient.
+    """Compute `attend` with keys and values from the blocks of a cache, [T, H, D], without gradient.
 
     Args:
-        cache: of `store_in_cache`.
+        cache: written by `store_in_cache`.
         queries_S: [S+1] offsets of the segments' queries.
-        lengths_S: [S] keys of each segment.
-        tables: [S, most blocks], the blocks that hold them in order.
+        lengths_S: [S] number of keys of each segment.
+        tables: [S, largest number of blocks], the blocks of each segment in order.
     """
-    head_dim = q_THD.size(-1)
-    padding = -head_dim % COLUMNS
-    q = (F.pad(q_THD, (0, padding)) if padding else q_THD).float() * head_dim**-0.5
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    num_kv_heads = cache.size(1)
+    q = q_THD.float() * q_THD.size(-1) ** -0.5
+    out = torch.zeros(q.shape)
     queries, lengths = (x.numpy().astype(np.int64) for x in (queries_S, lengths_S))
-    work = _work(queries, np.concatenate(([0], lengths.cumsum())), q.size(1), q.size(2), num_kv_heads)
-    shape = (q.size(1), num_kv_heads, q.size(2), block_size)
-    arguments = (_flat(q), _flat(cache), queries, lengths, tables.numpy(), shape, _flat(out))
+    arguments = (_array(q), _blocks(cache), queries, lengths, tables.numpy(), block_size, _array(out))
+    work = _work(queries, lengths, q.size(1), q.size(2), cache.size(1))
     share(lambda begin, end: kernels.attend_paged(*arguments, begin, end), work)
-    return out[..., :head_dim].to(q_THD.dtype)
+    return out.to(q_THD.dtype)
 
 
 def store_in_cache(k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, *, slots_T: Tensor, block_size: int) -> None:
-    """Put each token's key and value at its slot (block x block size + place), where that is not below 0.
+    """Write each token's key and value to its slot (block x block size + position) unless it is negative.
 
     Args:
-        cache: [blocks, K, ...] of 2 x block size x D numbers each, D a multiple of COLUMNS, contiguous, in
-            the dtype of keys and values.
+        cache: [blocks, K, ...] with room for 2 x block size x D numbers each, contiguous, in the dtype of keys
+            and values.
     """
-    padding = -k_TKD.size(-1) % COLUMNS
-    k, v = (F.pad(x, (0, padding)) if padding else x for x in (k_TKD, v_TKD))
-    shape = (0, k.size(1), k.size(2), block_size)
-    kernels.store_paged(_flat(k), _flat(v), slots_T.numpy(), shape, _flat(cache))
+    kernels.store_paged(_array(k_TKD), _array(v_TKD), slots_T.numpy(), block_size, _blocks(cache))
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        width = x.size(-1)
-        out = torch.empty((*x.shape[:-2], width))
-        arguments = (_flat(x).reshape(-1, 2, width), _flat(out).reshape(-1, width))
-        share(lambda begin, end: gradients.swiglu(*arguments, begin, end), _even(x, width))
+        out = torch.empty(x.size(0), x.size(-1))
+        arguments = _array(x), _array(out)
+        share(lambda begin, end: kernels.swiglu(*arguments, begin, end), _even(out))
         ctx.save_for_backward(x)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        width = x.size(-1)
         dx = torch.empty(x.shape)
-        arguments = (
-            _flat(grads[0]).reshape(-1, width),
-            _flat(x).reshape(-1, 2, width),
-            _flat(dx).reshape(-1, 2, width),
-        )
-        share(lambda begin, end: gradients.swiglu_backward(*arguments, begin, end), _even(x, width))
-        return (dx,)
+        arguments = _array(grads[0]), _array(x), _array(dx)
+        share(lambda begin, end: kernels.swiglu_backward(*arguments, begin, end), _even(grads[0]))
+        return dx
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[T, K * W] of [T, K, 2, W]: silu of the gates times the ups."""
-    out: Tensor = _SwiGLU.apply(gate_up.float())
-    return out.flatten(1).to(gate_up.dtype)
+    """Return silu(gate) * up, [T, K * W], from gates and ups [T, K, 2, W]."""
+    out: Tensor = _SwiGLU.apply(gate_up.float().flatten(0, 1))
+    return out.view(gate_up.size(0), -1).to(gate_up.dtype)
 
 
 def share(run: Callable[[int, int], None], work: np.ndarray) -> None:
-    """`run(begin, end)` for parts of the tasks on the calling thread's number of threads.
+    """Call `run(begin, end)` for parts of the tasks on as many threads as PyTorch uses for the caller.
 
-    Not on PyTorch's own: kernels there are not ours to start. What a task computes depends on no other.
+    The threads are our own, because PyTorch's cannot run numba kernels. Tasks do not depend on each other.
 
     Args:
         work: [tasks + 1] int64, multiply-adds up to each task.
@@ -162,31 +140,30 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 
 def _work(
-    queries_S: np.ndarray, keys_S: np.ndarray, num_heads: int, head_dim: int, num_kv_heads: int
+    queries_S: np.ndarray, lengths_S: np.ndarray, num_heads: int, head_dim: int, num_kv_heads: int
 ) -> np.ndarray:
-    per_segment = np.diff(queries_S) * np.diff(keys_S) * (num_heads // num_kv_heads * 2 * head_dim)
+    per_segment = np.diff(queries_S) * lengths_S * (num_heads // num_kv_heads * 2 * head_dim)
     return np.concatenate(([0], np.repeat(per_segment, num_kv_heads).cumsum()))
 
 
-def _even(x: Tensor, width: int) -> np.ndarray:
-    """Of groups of `width` in [..., 2, width]; an exponential and its surroundings are about ten."""
-    return np.arange(x.numel() // (2 * width) + 1) * (10 * width)
+def _even(rows: Tensor) -> np.ndarray:
+    """Return the work of each row; an exponential counts as about ten multiply-adds."""
+    return np.arange(rows.size(0) + 1) * (10 * rows.size(1))
 
 
-def _shape(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    return q.size(1), k.size(1), q.size(2), k.size(0) + COLUMNS
+def _array(x: Tensor) -> np.ndarray:
+    """Return the tensor, or a contiguous copy, as an array; bfloat16 as its bits."""
+    x = x.detach().contiguous()
+    array: np.ndarray = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    return array
 
 
-def _columns(x_NKD: Tensor) -> Tensor:
-    """[K, D, N + COLUMNS], so that a tile of columns may reach beyond the last."""
-    return F.pad(x_NKD.permute(1, 2, 0), (0, COLUMNS))
-
-
-def _flat(x: Tensor) -> np.ndarray:
-    """[elements] the memory of a tensor, or of a copy where it is not contiguous; bfloat16 as its bits."""
-    return memory_of(x.detach().contiguous(), dtype=_NUMPY_DTYPES[x.dtype])
+def _blocks(cache: Tensor) -> np.ndarray:
+    """Return [blocks, K, numbers of a block]; the tensor's memory can still be freed."""
+    array = memory_of(cache, dtype=_NUMPY_DTYPES[cache.dtype])
+    return array.reshape(cache.size(0), cache.size(1), -1)
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """[S+1] int64."""
+    """Return the offsets of runs of these lengths, [S+1] int64."""
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

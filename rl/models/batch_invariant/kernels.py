@@ -1,14 +1,13 @@
-"""Attention and SwiGLU whose bits depend on no batch, compiled by numba.
+"""Attention and an exponential with results that do not depend on the batch, compiled by numba.
 
-A query's scores are chains over the head's dims, its softmax sums sixteen partial sums in
-one fixed tree, its output is a chain over its keys in order of position. Keys that a tile has beyond
-a query's own get weight 0. So a query's result is the same whether it comes with its whole
-sequence, with a part of it, or alone over a cache.
+Every number is a chain of fused multiply-adds in one fixed order, so its bits depend only on its operands, not on
+the rest of the batch, on threads, or on the width of the machine's vectors. No fast-math flag is set, so the
+compiler may vectorize over independent numbers but not change an order. A score is a chain over the head's
+dimensions, a softmax adds sixteen partial sums in one fixed tree, and an output is a chain over its keys in order
+of position. A query's result is therefore the same with its whole sequence, with a part of it, or over a cache.
 
-Queries come in rows: row (i, g) of key-value head h is query head h G + g of token i.
-
-Shape legend: T tokens, N keys, S segments, H query heads, K key-value heads, G = H / K, D head size,
-M blocks of a cache, B keys of a block, L keys of one segment, rounded up to whole tiles.
+Shape legend: T tokens, N keys of all segments, n keys of one segment, S segments, H query heads, K key-value
+heads, G = H / K, D head size, M blocks of a cache, B keys of a block.
 """
 
 from __future__ import annotations
@@ -16,35 +15,224 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from rl.models.batch_invariant.simd import COLUMNS, LANES, ROWS, add_products, exponential
+ROWS = 4
+"""Rows of one tile of a product."""
+LANES = 16
+"""Numbers of one vector, and partial sums of a softmax."""
+COLUMNS = 2 * LANES
+"""Columns of one tile: eight sums in flight hide the latency of a multiply-add."""
+BLOCK_TOKENS = 64
+"""Tokens whose shares of a key's gradient are added head by head."""
 
-_ZERO = np.float32(0.0)
-_LANES, _COLUMNS, _ROWS = LANES, COLUMNS, ROWS
+_FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+_compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@intrinsic
+def _fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a b + c, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fma(*values)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def _number(typingctx: Any, x: Any) -> Any:
+    """Return a float32, or the float32 of a bfloat16's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return values[0]
+        wide = builder.zext(values[0], _INT32)
+        return builder.bitcast(builder.shl(wide, ir.Constant(_INT32, 16)), _FLOAT)
+
+    return types.float32(x), generate
+
+
+@intrinsic
+def _add_tile(
+    typingctx: Any, a: Any, a_start: Any, a_row: Any, a_step: Any,
+    b: Any, b_start: Any, b_step: Any, count: Any, out: Any, out_start: Any, out_row: Any,
+) -> Any:  # fmt: skip
+    """Add the sum over i < count of a[r, i] b[i, c] to out[r, c], for ROWS rows r and COLUMNS columns c.
+
+    The sums run in the order of i, starting from the values in `out`. Positions and steps count numbers from the
+    first one of an array of float32; nothing is checked.
+    """
+    arguments = (a, a_start, a_row, a_step, b, b_start, b_step, count, out, out_start, out_row)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _, a_start, a_row, a_step, _, b_start, b_step, count, _, out_start, out_row = values
+        a_data, b_data, out_data = (
+            context.make_array(signature.args[i])(context, builder, values[i]).data for i in (0, 4, 8)
+        )
+
+        def pointer(data: Any, start: Any, *, row: Any = None, times: int = 0, half: int = 0) -> Any:
+            if row is not None:
+                start = builder.add(start, builder.mul(row, row.type(times)))
+            return builder.gep(data, [builder.add(start, start.type(half * LANES))], inbounds=True)
+
+        def vector(at: Any) -> Any:
+            return builder.bitcast(at, _VECTOR.as_pointer())
+
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+        )
+        undefined, first_lane = (
+            ir.Constant(_VECTOR, ir.Undefined),
+            ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES),
+        )
+        tiles = [(r, half) for r in range(ROWS) for half in range(2)]
+        places = [pointer(out_data, out_start, row=out_row, times=r, half=half) for r, half in tiles]
+        sums = [cgutils.alloca_once(builder, _VECTOR) for _ in tiles]
+        for total, place in zip(sums, places, strict=True):
+            builder.store(builder.load(vector(place), align=4), total)
+        with cgutils.for_range(builder, count, intp=count.type) as loop:
+            start = builder.add(b_start, builder.mul(loop.index, b_step))
+            columns = [builder.load(vector(pointer(b_data, start, half=half)), align=4) for half in range(2)]
+            start = builder.add(a_start, builder.mul(loop.index, a_step))
+            factors = []
+            for r in range(ROWS):
+                factor = builder.load(pointer(a_data, start, row=a_row, times=r))
+                one = builder.insert_element(undefined, factor, ir.Constant(_INT32, 0))
+                factors.append(builder.shuffle_vector(one, undefined, first_lane))
+            for total, (r, half) in zip(sums, tiles, strict=True):
+                builder.store(builder.call(fma, [factors[r], columns[half], builder.load(total)]), total)
+        for total, place in zip(sums, places, strict=True):
+            builder.store(builder.load(total), vector(place), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*arguments), generate
+
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LOG2_E = np.float32(1.4426950408889634)
+_ROUND = np.float32(1.5 * 2**23)
+"""Addend that leaves the nearest integer in the low bits of the sum."""
+_ROUND_BITS = np.int32(0x4B400000)
+# ln 2 in two parts; the product of the first part and an exponent is exact.
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+# Cephes' polynomial for exp on [-ln 2 / 2, ln 2 / 2].
+_C0, _C1, _C2, _C3, _C4, _C5 = (
+    np.float32(c)
+    for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 1.66666655e-1, 5.00000012e-1)
+)  # fmt: skip
+_LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 
 @njit(inline="always")
-def _softmax(s: Any, count: int, width: int, lanes: Any) -> Any:
-    """exp(s - max) in place of s[start : count], 0 from there to `width`; their sum."""
+def _exponential(x: Any) -> Any:
+    """Return exp of a float32 with a relative error of 1e-7, the argument clamped to -87 .. 88."""
+    x = min(max(x, _LOWEST), _HIGHEST)
+    shifted = _fused(x, _LOG2_E, _ROUND)
+    exponent = shifted - _ROUND
+    rest = _fused(exponent, -_LN2_LOW, _fused(exponent, -_LN2_HIGH, x))
+    y = _fused(_C0, rest, _C1)
+    y = _fused(y, rest, _C2)
+    y = _fused(y, rest, _C3)
+    y = _fused(y, rest, _C4)
+    y = _fused(y, rest, _C5)
+    y = _fused(y, rest * rest, rest) + _ONE
+    power = (np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)) << np.int32(23)
+    return y * np.int32(power).view(np.float32)
+
+
+@_compiled
+def swiglu(x: Any, out: Any, begin: int, end: int) -> None:
+    """Compute silu(gate) * up of groups begin to end; x is [groups, 2, W], out [groups, W]."""
+    for group in range(begin, end):
+        for j in range(out.shape[1]):
+            gate = x[group, 0, j]
+            out[group, j] = gate / (_ONE + _exponential(-gate)) * x[group, 1, j]
+
+
+@_compiled
+def swiglu_backward(dout: Any, x: Any, dx: Any, begin: int, end: int) -> None:
+    for group in range(begin, end):
+        for j in range(dout.shape[1]):
+            gate, up, d = x[group, 0, j], x[group, 1, j], dout[group, j]
+            sigmoid = _ONE / (_ONE + _exponential(-gate))
+            dx[group, 0, j] = d * up * sigmoid * (_ONE + gate * (_ONE - sigmoid))
+            dx[group, 1, j] = d * gate * sigmoid
+
+
+@njit(inline="always")
+def _whole_lanes(count: int) -> int:
+    return (count + LANES - 1) // LANES * LANES
+
+
+@_compiled
+def _whole(count: int, tile: int) -> int:
+    return (count + tile - 1) // tile * tile
+
+
+@_compiled
+def _padded(x: Any) -> Any:
+    """Return a copy of [n, D] with zeros up to whole tiles in both directions."""
+    copy = np.zeros((_whole(x.shape[0], COLUMNS), _whole(x.shape[1], COLUMNS)), np.float32)
+    copy[: x.shape[0], : x.shape[1]] = x
+    return copy
+
+
+@_compiled
+def _rows(x: Any) -> Any:
+    """Return [t, G, D] as rows [t G, D], with zeros up to whole tiles."""
+    G = x.shape[1]
+    num_rows = x.shape[0] * G
+    rows = np.zeros((_whole(num_rows, ROWS), _whole(x.shape[2], COLUMNS)), np.float32)
+    for row in range(num_rows):
+        rows[row, : x.shape[2]] = x[row // G, row % G]
+    return rows
+
+
+@_compiled
+def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
+    """Add a[:, :count] b[:count] to `out` in whole tiles; the rows of b and `out` are contiguous."""
+    a_row, a_step, b_step, out_row = (
+        a.strides[0] // 4,
+        a.strides[1] // 4,
+        b.strides[0] // 4,
+        out.strides[0] // 4,
+    )
+    for row in range(0, out.shape[0], ROWS):
+        for column in range(0, out.shape[1], COLUMNS):
+            _add_tile(
+                a, row * a_row, a_row, a_step, b, column, b_step, count, out, row * out_row + column, out_row
+            )
+
+
+@_compiled
+def _softmax(s: Any, count: int, lanes: Any) -> Any:
+    """Replace s[:count] by exp(s - max), and the rest of the last lanes by 0; return the sum."""
+    width = _whole(count, LANES)
     for j in range(count, width):
         s[j] = s[0]
-    for lane in range(_LANES):
+    for lane in range(LANES):
         lanes[lane] = s[lane]
-    for first in range(_LANES, width, _LANES):
-        for lane in range(_LANES):
+    for first in range(LANES, width, LANES):
+        for lane in range(LANES):
             lanes[lane] = max(lanes[lane], s[first + lane])
     largest = lanes[0]
-    for lane in range(1, _LANES):
+    for lane in range(1, LANES):
         largest = max(largest, lanes[lane])
     for j in range(width):
-        s[j] = exponential(s[j] - largest)
+        s[j] = _exponential(s[j] - largest)
     for j in range(count, width):
         s[j] = _ZERO
-    for lane in range(_LANES):
+    for lane in range(LANES):
         lanes[lane] = s[lane]
-    for first in range(_LANES, width, _LANES):
-        for lane in range(_LANES):
+    for first in range(LANES, width, LANES):
+        for lane in range(LANES):
             lanes[lane] += s[first + lane]
     for lane in range(8):
         lanes[lane] += lanes[lane + 8]
@@ -53,166 +241,173 @@ def _softmax(s: Any, count: int, width: int, lanes: Any) -> Any:
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
-@njit(inline="always")
-def _tiles(count: int) -> int:
-    return (count + _COLUMNS - 1) // _COLUMNS * _COLUMNS
-
-
-@njit(inline="always")
-def _row(row: int, last: int, first: int, h: int, H: int, G: int, D: int) -> int:
-    """Offset in [T, H, D] of a row of head h of the tokens from `first` on; after the last, of the last."""
-    row = min(row, last)
-    return ((first + row // G) * H + h * G + row % G) * D
-
-
-@njit(inline="always")
-def _clear(x: Any, start: int, count: int) -> None:
-    # Places within a slice start at 0, or the compiler, which cannot know that they are not negative,
-    # makes no vectors.
-    part = x[start : start + count]
-    for j in range(count):
-        part[j] = _ZERO
-
-
-@njit(inline="always")
-def _rows(row: int, last: int, first: int, h: int, H: int, G: int, D: int) -> Any:
-    """`_row` of the four rows of a tile."""
-    return (
-        _row(row, last, first, h, H, G, D),
-        _row(row + 1, last, first, h, H, G, D),
-        _row(row + 2, last, first, h, H, G, D),
-        _row(row + 3, last, first, h, H, G, D),
-    )
-
-
-@njit(inline="always")
-def _score(q: Any, rows: Any, columns: Any, start: int, step: int, D: int, s: Any, c: int, L: int) -> None:
-    """Products of four queries and the tile of keys from c on, into the rows of s, L apart."""
-    for r in range(_ROWS):
-        _clear(s, r * L + c, _COLUMNS)
-    add_products(q, rows, 1, columns, start, step, D, s, (c, L + c, 2 * L + c, 3 * L + c))
-
-
-@njit(inline="always")
-def _softmax_rows(s: Any, L: int, row: int, last: int, hidden: int, G: int, lanes: Any) -> Any:
-    """`_softmax` of four rows, each of as many keys as it sees; their sums."""
-    width = _tiles(hidden + min(row + 3, last) // G + 1)
-    return (
-        _softmax(s[:L], hidden + row // G + 1, width, lanes),
-        _softmax(s[L:], hidden + min(row + 1, last) // G + 1, width, lanes),
-        _softmax(s[2 * L :], hidden + min(row + 2, last) // G + 1, width, lanes),
-        _softmax(s[3 * L :], hidden + min(row + 3, last) // G + 1, width, lanes),
-    )
-
-
-@njit(inline="always")
-def _divide_rows(out: Any, rows: Any, totals: Any, row: int, last: int, D: int) -> None:
-    """Each row once: in the last tile of a segment rows may be the same."""
-    for r in range(min(_ROWS, last - row + 1)):
-        part = out[rows[r] : rows[r] + D]
-        for d in range(D):
-            part[d] /= totals[r]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def attend_packed(
-    q: Any, k: Any, v: Any, queries: Any, keys: Any, shape: Any, out: Any, begin: int, end: int
-) -> None:
-    """Tasks begin to end, of S x K: task a K + h is head h of segment a.
+@_compiled
+def _attend(q: Any, columns: Any, rows: Any, hidden: int, out: Any) -> None:
+    """Attend from a segment's queries [t, G, D] of one group to its keys' columns and its values' rows.
 
     Args:
-        q: [T, H, D] float32, flat, scaled.
-        k: [K, D, N + COLUMNS] float32, flat; the last columns are of no key.
-        v: [N, K, D] float32, flat.
-        queries: [S+1] offsets of the segments' queries, and `keys` of their keys; the last query of a
-            segment sees all its keys, the one before all but the last, and so on.
-        shape: H, K, D, and the columns of k.
-        out: [T, H, D] float32, flat, is set.
+        columns, rows: [D, n] and [n, D] in whole tiles.
+        hidden: number of keys before the first query's own.
+        out: as `q`; overwritten.
     """
-    H, K, D, width = shape
-    G = H // K
-    longest = 0
-    for a in range(begin // K, (end + K - 1) // K):
-        longest = max(longest, keys[a + 1] - keys[a])
-    L = _tiles(longest)
-    s, lanes = np.empty(_ROWS * L, np.float32), np.empty(_LANES, np.float32)
+    G, D, x = q.shape[1], q.shape[2], _rows(q)
+    s = np.empty((ROWS, columns.shape[1]), np.float32)
+    lanes, totals = np.empty(LANES, np.float32), np.empty(ROWS, np.float32)
+    for top in range(0, q.shape[0] * G, ROWS):
+        last, tile = min(top + ROWS, q.shape[0] * G) - 1, x[top : top + ROWS]
+        seen = hidden + last // G + 1
+        s[:] = _ZERO
+        _add_product(tile, columns, D, s[:, : _whole(seen, COLUMNS)])
+        for row in range(ROWS):
+            count = hidden + min(top + row, last) // G + 1
+            totals[row] = _softmax(s[row], count, lanes)
+            s[row, count:seen] = _ZERO
+        tile[:] = _ZERO
+        _add_product(s, rows, seen, tile)
+        for row in range(top, last + 1):
+            to = out[row // G, row % G]
+            for d in range(D):
+                to[d] = tile[row - top, d] / totals[row - top]
+
+
+@_compiled
+def attend_packed(q: Any, k: Any, v: Any, queries: Any, keys: Any, out: Any, begin: int, end: int) -> None:
+    """Compute tasks begin to end of S x K; task a K + h is group h of heads of segment a.
+
+    Args:
+        q: [T, H, D] float32, scaled.
+        k, v: [N, K, D] float32.
+        queries, keys: [S+1] offsets of the segments' queries and keys; the last query of a segment sees all its
+            keys, the one before all but the last, and so on.
+        out: [T, H, D] float32.
+    """
+    K, G = k.shape[1], q.shape[1] // k.shape[1]
     for task in range(begin, end):
         a, h = task // K, task % K
-        first, first_key = queries[a], keys[a]
-        hidden = (keys[a + 1] - first_key) - (queries[a + 1] - first)
-        last = (queries[a + 1] - first) * G - 1
-        for row in range(0, last + 1, _ROWS):
-            rows = _rows(row, last, first, h, H, G, D)
-            most = hidden + min(row + 3, last) // G + 1
-            for c in range(0, most, _COLUMNS):
-                _score(q, rows, k, h * D * width + first_key + c, width, D, s, c, L)
-            totals = _softmax_rows(s, L, row, last, hidden, G, lanes)
-            for r in range(_ROWS):
-                _clear(out, rows[r], D)
-            for d in range(0, D, _COLUMNS):
-                to = (rows[0] + d, rows[1] + d, rows[2] + d, rows[3] + d)
-                start = (first_key * K + h) * D + d
-                add_products(s, (0, L, 2 * L, 3 * L), 1, v, start, K * D, most, out, to)
-            _divide_rows(out, rows, totals, row, last, D)
+        columns = np.ascontiguousarray(_padded(k[keys[a] : keys[a + 1], h]).T)
+        rows = _padded(v[keys[a] : keys[a + 1], h])
+        tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
+        hidden = (keys[a + 1] - keys[a]) - (queries[a + 1] - queries[a])
+        _attend(q[tokens, heads], columns, rows, hidden, out[tokens, heads])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@_compiled
 def attend_paged(
-    q: Any, cache: Any, queries: Any, lengths: Any, tables: Any, shape: Any, out: Any, begin: int, end: int
+    q: Any, cache: Any, queries: Any, lengths: Any, tables: Any, B: int, out: Any, begin: int, end: int
 ) -> None:
-    """As `attend_packed`, with the keys and values of a segment in blocks of a cache.
+    """Compute `attend_packed` with the keys and values of a segment in blocks of a cache.
 
     Args:
-        cache: [M, K, 2, B D] float32, or uint16 of bfloat16's bits, flat: keys [D, B], values [B, D].
-        queries: [S+1] offsets; `lengths` [S] are the segments' keys.
-        tables: [S, most blocks], the block of each B keys.
-        shape: H, K, D, B.
+        cache: [M, K, at least 2 B D] float32, or uint16 of bfloat16's bits: keys [D, B], values [B, D].
+        lengths: [S] number of keys of each segment.
+        tables: [S, largest number of blocks], the block of each B keys.
     """
-    H, K, D, B = shape
-    G = H // K
-    longest = 0
-    for a in range(begin // K, (end + K - 1) // K):
-        longest = max(longest, lengths[a])
-    L = _tiles(longest)
-    s, lanes = np.empty(_ROWS * L, np.float32), np.empty(_LANES, np.float32)
+    K, D = cache.shape[1], q.shape[2]
+    G, width = q.shape[1] // K, _whole(_whole(lengths.max(), B), COLUMNS)
+    columns = np.zeros((_whole(D, COLUMNS), width), np.float32)
+    rows = np.zeros((width, _whole(D, COLUMNS)), np.float32)
     for task in range(begin, end):
         a, h = task // K, task % K
-        first = queries[a]
-        hidden = lengths[a] - (queries[a + 1] - first)
-        last = (queries[a + 1] - first) * G - 1
-        for row in range(0, last + 1, _ROWS):
-            rows = _rows(row, last, first, h, H, G, D)
-            most = hidden + min(row + 3, last) // G + 1
-            for c in range(0, most, _COLUMNS):
-                block = (tables[a, c // B] * K + h) * 2 * B * D
-                _score(q, rows, cache, block + c % B, B, D, s, c, L)
-            totals = _softmax_rows(s, L, row, last, hidden, G, lanes)
-            for r in range(_ROWS):
-                _clear(out, rows[r], D)
-            for c in range(0, most, B):
-                values = ((tables[a, c // B] * K + h) * 2 + 1) * B * D
-                weights = (c, L + c, 2 * L + c, 3 * L + c)
-                for d in range(0, D, _COLUMNS):
-                    to = (rows[0] + d, rows[1] + d, rows[2] + d, rows[3] + d)
-                    add_products(s, weights, 1, cache, values + d, D, min(B, most - c), out, to)
-            _divide_rows(out, rows, totals, row, last, D)
+        for first in range(0, lengths[a], B):
+            block, count = cache[tables[a, first // B], h], min(B, lengths[a] - first)
+            for d in range(D):
+                part, column = block[d * B : (d + 1) * B], columns[d, first : first + B]
+                for j in range(B):
+                    column[j] = _number(part[j])
+            for j in range(count):
+                part, row = block[(B + j) * D : (B + j + 1) * D], rows[first + j]
+                for d in range(D):
+                    row[d] = _number(part[d])
+        tokens, heads = slice(queries[a], queries[a + 1]), slice(h * G, h * G + G)
+        hidden = lengths[a] - (queries[a + 1] - queries[a])
+        _attend(q[tokens, heads], columns, rows, hidden, out[tokens, heads])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def store_paged(k: Any, v: Any, slots: Any, shape: Any, cache: Any) -> None:
-    """Write keys and values [T, K, D] into the cache of `attend_paged`, a token's at its slot.
+@_compiled
+def store_paged(k: Any, v: Any, slots: Any, B: int, cache: Any) -> None:
+    """Write keys and values [T, K, D] into the cache of `attend_paged`, each token at its slot.
 
-    A slot is block B + place; below 0 there is none.
+    A slot is block * B + position; a negative slot writes nothing.
     """
-    _, K, D, B = shape
+    D = k.shape[2]
     for t in range(slots.shape[0]):
         if slots[t] < 0:
             continue
-        block, place = slots[t] // B, slots[t] % B
-        for h in range(K):
-            start = (block * K + h) * 2 * B * D
+        place = slots[t] % B
+        for h in range(k.shape[1]):
+            block = cache[slots[t] // B, h]
             for d in range(D):
-                cache[start + d * B + place] = k[(t * K + h) * D + d]
-            start += B * D + place * D
-            for d in range(D):
-                cache[start + d] = v[(t * K + h) * D + d]
+                block[d * B + place] = k[t, h, d]
+                block[(B + place) * D + d] = v[t, h, d]
+
+
+@_compiled
+def _softmax_gradient(p: Any, s: Any, count: int, total: Any, lanes: Any) -> None:
+    """Turn exponentials p into weights, and gradients s of the weights into gradients of the scores."""
+    for j in range(count):
+        p[j] /= total
+    for lane in range(LANES):
+        lanes[lane] = _ZERO
+    for first in range(0, count, LANES):
+        for lane in range(min(LANES, count - first)):
+            lanes[lane] += p[first + lane] * s[first + lane]
+    mean = _ZERO
+    for lane in range(LANES):
+        mean += lanes[lane]
+    for j in range(count):
+        s[j] = p[j] * (s[j] - mean)
+    p[count:], s[count:] = _ZERO, _ZERO
+
+
+@_compiled
+def attend_packed_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    queries: Any,
+    keys: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    begin: int,
+    end: int,
+) -> None:
+    """Compute the gradients of `attend_packed`'s inputs, in their shapes."""
+    K, D = k.shape[1:]
+    G = q.shape[1] // K
+    lanes = np.empty(LANES, np.float32)
+    for task in range(begin, end):
+        a, h = task // K, task % K
+        num_tokens, num_keys = queries[a + 1] - queries[a], keys[a + 1] - keys[a]
+        k_rows, v_rows = _padded(k[keys[a] : keys[a + 1], h]), _padded(v[keys[a] : keys[a + 1], h])
+        k_columns, v_columns = np.ascontiguousarray(k_rows.T), np.ascontiguousarray(v_rows.T)
+        dk_rows, dv_rows = np.zeros((2, *k_rows.shape), np.float32)
+        for top in range(queries[a], queries[a + 1], BLOCK_TOKENS):
+            tokens = slice(top, min(top + BLOCK_TOKENS, queries[a + 1]))
+            heads, size = slice(h * G, h * G + G), tokens.stop - top
+            x, dx = _rows(q[tokens, heads]), _rows(dout[tokens, heads])
+            y = np.zeros(x.shape, np.float32)
+            p, s = np.zeros((2, len(x), len(k_rows)), np.float32)
+            first = num_keys - num_tokens + top - queries[a] + 1
+            for row in range(0, size * G, ROWS):
+                four, last = slice(row, row + ROWS), min(row + ROWS, size * G) - 1
+                seen = first + last // G
+                width = _whole(seen, COLUMNS)
+                _add_product(x[four], k_columns, D, p[four, :width])
+                _add_product(dx[four], v_columns, D, s[four, :width])
+                for i in range(row, row + ROWS):
+                    count = first + min(i, last) // G
+                    total = _softmax(p[i], count, lanes)
+                    _softmax_gradient(p[i], s[i], count, total, lanes)
+                _add_product(s[four], k_rows, seen, y[four])
+            for row in range(size * G):
+                dq[top + row // G, h * G + row % G] = y[row, :D]
+            seen = _whole(first + size - 1, ROWS)
+            for g in range(G):
+                _add_product(s[g : size * G : G].T, x[g::G], size, dk_rows[:seen])
+                _add_product(p[g : size * G : G].T, dx[g::G], size, dv_rows[:seen])
+        dk[keys[a] : keys[a + 1], h], dv[keys[a] : keys[a + 1], h] = (
+            dk_rows[:num_keys, :D],
+            dv_rows[:num_keys, :D],
+        )

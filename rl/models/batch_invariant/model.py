@@ -1,9 +1,11 @@
-"""A model whose every token has the same bits whatever is computed beside it.
+"""Batch-invariant mode: a token's bits do not depend on the rest of the batch.
 
-What depends on the batch is replaced: attention, and the activation between the feed-forward
-layers' products, whose exponentials PyTorch rounds differently at the ends of its vectors. Linear
-layers stay what they are and get whole tiles of rows (`rows.py`); all else computes each row, or
-each number, for itself. On a GPU only PyTorch's own kernels are told not to split sums.
+Operations that depend on the batch are replaced: attention, and the activation between the feed-forward layers'
+products, whose exponentials PyTorch rounds differently at the ends of its vectors. Linear layers stay and get
+whole tiles of rows: products of a few rows use other kernels than large ones, which sum in another order, but at
+a multiple of `ROW_MULTIPLE` rows each row has the same bits whatever the number; `probe.py` verifies this on the
+machine. All other operations compute each row, or each number, independently. On a GPU PyTorch's kernels are only
+configured not to split sums.
 """
 
 from __future__ import annotations
@@ -11,18 +13,27 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl.models.attention import PackedAttention, Segments, SequenceLayout, gather_keys_and_values
-from rl.models.batch_invariant.rows import ROW_MULTIPLE
-from rl.models.qwen3.model import Attention, FeedForward, Qwen3
+from rl.models.decoder import Attention, Decoder, FeedForward
 from rl.models.spec import ModelSpec
+
+ROW_MULTIPLE = 32
+"""Row count of a tile; token counts of forwards are multiples of it in trainer and generator."""
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """Pad [T, ...] with zeros to a multiple of ROW_MULTIPLE rows."""
+    padding = -x.size(0) % ROW_MULTIPLE
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, padding)) if padding else x
 
 
 def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.device) -> None:
-    """Exchange kernels in place, if `spec` says so; parameters stay what they are.
+    """Replace kernels in place if the spec asks for it; parameters stay.
 
-    Of core attentions only the trainer's is exchanged.
+    Only the trainer's core attention is replaced.
     """
     if not spec.batch_invariant:
         return
@@ -33,19 +44,19 @@ def make_batch_invariant(model: nn.Module, *, spec: ModelSpec, device: torch.dev
         if isinstance(module, Attention) and isinstance(module.core, PackedAttention):
             module.core = InvariantAttention() if on_cpu else PackedAttention(num_splits=1)
         if isinstance(module, FeedForward) and on_cpu:
-            # numba is needed in this mode alone.
+            # Imported here, because only this mode needs numba.
             from rl.models.batch_invariant.functions import swiglu
 
             module.activation = swiglu
 
 
 def row_multiple(spec: ModelSpec) -> int:
-    """Tokens go through a model of `spec` in multiples of it."""
+    """Return the number whose multiples are valid token counts for the spec's model."""
     return ROW_MULTIPLE if spec.batch_invariant else 1
 
 
 def _split_no_sums() -> None:
-    """Of this process's matrix products on a GPU, as vLLM does on Hopper; before the first of them."""
+    """Configure this process's matrix products on a GPU as vLLM does on Hopper, before the first product."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -54,9 +65,9 @@ def _split_no_sums() -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def check_batch_invariant_model(config: Qwen3.Config) -> None:
-    """Raise ValueError for a model that has layers without such kernels."""
-    if not isinstance(config.block.feed_forward, FeedForward.Config):
+def check_batch_invariant_model(config: Decoder.Config) -> None:
+    """Raise ValueError for a model with layers that have no batch-invariant kernels."""
+    if config.has_experts:
         raise ValueError(
             "batch_invariant=True: must be False for a mixture of experts, whose products have as many rows "
             "as tokens chose the expert"
@@ -64,12 +75,12 @@ def check_batch_invariant_model(config: Qwen3.Config) -> None:
 
 
 class InvariantAttention(nn.Module):
-    """Core attention on a CPU, with the kernel that the generator has over its cache."""
+    """Core attention on a CPU, with the kernel that the generator applies to its cache."""
 
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | Segments
     ) -> Tensor:
-        """Returns [T, H, D]; with a `SequenceShare` all are of this rank's tokens alone."""
+        """Return [T, H, D]; with a `SequenceShare` the tokens are this rank's."""
         from rl.models.batch_invariant.functions import attend
 
         if isinstance(sequences, Segments):

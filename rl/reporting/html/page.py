@@ -1,22 +1,47 @@
-"""One HTML file that holds all it needs: styles, scripts, data. It asks nothing of any network.
+"""Report of one run, or of two to compare, as a single HTML file without network access.
 
-The page's own policy (`Content-Security-Policy`) lets no script run but those put here, and lets nothing be
-fetched; what a run wrote is data, in blocks that no parser looks into, and becomes text nodes.
+    write_report([ReportedRun(data=read_run(folder), ...)], Path("report.html"), written_s=...)
+
+The page's `Content-Security-Policy` allows only the scripts in it and no fetching. Data of a run stands in
+blocks that no HTML parser looks into, and becomes text nodes. A block that is not needed at once is compressed
+and unpacked by the browser on demand, so that a page with a million tokens opens fast.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rl.reporting.html.blocks import inline_json
+from rl.observability.bottleneck import Bottleneck
+from rl.reporting.data import RunData
+from rl.reporting.evidence import Finding
+from rl.reporting.html.blocks import inline_json, pack
+from rl.reporting.html.overview import (
+    breakdown,
+    config_differences,
+    config_rows,
+    curves,
+    facts,
+    finding_json,
+    referenced_lines,
+)
+from rl.reporting.html.rollouts import pack_rollouts
+from rl.reporting.html.timeline import MAX_BLOCKS, pack_timeline
+from rl.reporting.html.token_texts import open_token_texts
+from rl.utils.files import atomic_write
 
+MAX_RUNS = 2
+ROLLOUT_BYTES = 14_000_000
+"""Size of the rollouts of a page, so that the page stays below 20 MB."""
+MAX_EVENTS = 1000
+"""Latest events of a run that are shown."""
 _HERE = Path(__file__).parent
 _STYLES = ("vendor/uPlot.min.css", "static/report.css")
 _SCRIPTS = (
@@ -24,7 +49,7 @@ _SCRIPTS = (
     "static/curves.js", "static/timeline.js", "static/time.js", "static/tokens.js", "static/rollouts.js",
     "static/tables.js", "static/main.js",
 )  # fmt: skip
-"""In the order in which they run: uPlot, then what others use, then the page."""
+"""Scripts in the order in which they run."""
 SECTIONS = (
     ("overview", "Overview"),
     ("findings", "Findings"),
@@ -38,12 +63,97 @@ SECTIONS = (
 )
 
 
-def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str, str]]) -> str:
-    """The page.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportedRun:
+    """One run and what was found out about it."""
+
+    name: str
+    data: RunData
+    findings: Sequence[Finding]
+    environment: Mapping[str, Any]
+    """Contents of environment.json, or empty."""
+    processes: Sequence[Mapping[str, Any]]
+    """Role, rank, host and pid of each process."""
+    is_alive: bool | None
+    """Liveness of the controller, if known."""
+    bottleneck: Bottleneck | None = None
+
+
+def write_report(
+    runs: Sequence[ReportedRun], file: Path, *, written_s: float, looked_for: Sequence[str] = ()
+) -> None:
+    """Write the page atomically.
 
     Args:
-        report: what is shown at once, as static/*.js reads it.
-        blocks: identifier and text of each of `rl.reporting.html.blocks.packed`.
+        written_s: time of writing, in seconds since 1970.
+        looked_for: kinds of findings, listed if there is no finding.
+
+    Raises:
+        ValueError: there are no runs, or more than two.
+        OSError: the file cannot be written.
+    """
+    if not 1 <= len(runs) <= MAX_RUNS:
+        raise ValueError(f"{len(runs)} runs: a report is of one, or compares {MAX_RUNS}")
+    blocks: list[tuple[str, str]] = []
+    shown = [_run_json(run, number, blocks, share=1 / len(runs)) for number, run in enumerate(runs)]
+    report = {
+        "written": written_s,
+        "looked_for": list(looked_for),
+        "runs": shown,
+        "differences": config_differences([run["config"] for run in shown]),
+    }
+    page = render(title=" and ".join(run.name for run in runs), report=report, blocks=blocks)
+    with atomic_write(file) as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _run_json(
+    run: ReportedRun, number: int, blocks: list[tuple[str, str]], *, share: float
+) -> dict[str, Any]:
+    """Return what is shown at once, and append the rest to the blocks, within a share of the page's size."""
+    data = run.data
+    texts, no_texts = open_token_texts(data.folder, data.config.get("values") or {})
+    options, config_note = config_rows(data.config) if data.config else ([], None)
+    rollouts = pack_rollouts(
+        data.rollouts,
+        texts,
+        max_bytes=int(share * ROLLOUT_BYTES),
+        keep=referenced_lines(run.findings, data.rollouts),
+    )
+    timeline = pack_timeline(data.spans, data.events[-MAX_EVENTS:], max_blocks=int(share * MAX_BLOCKS))
+    names = {part: f"{part}-{number}" for part in ("curves", "timeline", "rollouts")}
+    chunk = f"chunk-{number}-"
+    blocks += [
+        (names["curves"], pack(curves(data.steps, data.evaluations))),
+        (names["timeline"], pack(timeline)),
+        (names["rollouts"], pack(rollouts.index)),
+        *((f"{chunk}{i}", block) for i, block in enumerate(rollouts.chunks)),
+    ]
+    has_tokens = any("token_ids" in turn for rollout in data.rollouts for turn in rollout["turns"])
+    return {
+        "name": run.name,
+        "folder": str(data.folder),
+        "facts": facts(data, is_alive=run.is_alive),
+        "breakdown": breakdown(data),
+        "bottleneck": None if run.bottleneck is None else asdict(run.bottleneck),
+        "findings": [finding_json(finding) for finding in run.findings],
+        "problems": [*data.problems, *([no_texts] if no_texts and has_tokens else [])],
+        "events": data.events[-MAX_EVENTS:],
+        "num_events": len(data.events),
+        "config": options,
+        "config_note": config_note,
+        "environment": dict(run.environment),
+        "processes": [dict(process) for process in run.processes],
+        "blocks": names | {"chunk": chunk, "chunks": len(rollouts.chunks)},
+    }
+
+
+def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str, str]]) -> str:
+    """Return the page.
+
+    Args:
+        report: what static/*.js shows at once.
+        blocks: identifier and packed data of each block.
     """
     scripts = [_read(name) for name in _SCRIPTS]
     environment = Environment(
@@ -54,7 +164,7 @@ def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str,
         sections=SECTIONS,
         styles=[Markup(_read(name)) for name in _STYLES],
         scripts=[Markup(script) for script in scripts],
-        # Known text, so nothing of a run can pass for a script.
+        # Only these scripts run, so data of a run cannot pass for one.
         script_hashes=Markup(" ".join(_hash(script) for script in scripts)),
         report=Markup(inline_json(report)),
         blocks=[(id_, Markup(block)) for id_, block in blocks],

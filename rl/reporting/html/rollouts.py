@@ -1,8 +1,7 @@
-"""What the model wrote, for a page's browser of rollouts: an index, and chunks that are unpacked when needed.
+"""Rollouts of a report: an index, and chunks that the browser unpacks on demand.
 
-The index has a column a property, so that a page lists and filters a hundred thousand rollouts without their
-tokens. A chunk has the turns of some rollouts; texts that they share, as the prompt of a group's samples, are
-in it once.
+The index has one column for each property, so that a page lists and filters a hundred thousand rollouts without
+their tokens. A chunk has the turns of some rollouts, and stores texts that they share once.
 """
 
 from __future__ import annotations
@@ -13,98 +12,68 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from rl.reporting.html.blocks import packed
+from rl.reporting.html.blocks import pack
 from rl.reporting.html.token_texts import TokenTexts
 
 CHUNK_TOKENS = 60_000
-"""About so many in one chunk: what is unpacked to show one rollout."""
+"""Approximate tokens of a chunk, which is unpacked to show one rollout."""
 EXCERPT = 90
-"""Characters of a reply in the list."""
+"""Characters of a reply in the index."""
 _COST_OF_A_ROLLOUT = 30
-"""In tokens: what its line in the index takes."""
+"""Cost of a rollout's line in the index, in tokens."""
 _CHARACTERS_A_TOKEN = 4
 
 Line = Mapping[str, Any]
-"""As rollouts.jsonl has it, see rl/observability/recorder.py."""
+"""Line of rollouts.jsonl, see rl/observability/recorder.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRollouts:
-    """Of one run."""
+    """Rollouts of one run, packed."""
 
     index: dict[str, Any]
-    """`columns` by name, `first_of_chunk`, `num_recorded`, and whether texts of tokens are known."""
+    """`columns` by name, `first_of_chunk`, `num_recorded`, and whether the texts of tokens are known."""
     chunks: list[str]
-    """Blocks, each a list of rollouts under `rollouts`, and the `texts` and `pieces` that they count in."""
+    """Blocks with `rollouts`, and the `texts` and `pieces` that these index."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self.chunks)) + len(packed(self.index))
+        return sum(map(len, self.chunks)) + len(pack(self.index))
 
 
 def pack_rollouts(
-    lines: Sequence[Line], texts: TokenTexts, *, most_bytes: int, keep: frozenset[int] = frozenset()
+    lines: Sequence[Line], texts: TokenTexts, *, max_bytes: int, keep: frozenset[int] = frozenset()
 ) -> PackedRollouts:
-    """All of them, or whole groups at even distances as far as they have room.
+    """Pack all rollouts, or as many evenly spaced groups as fit.
 
     Args:
-        most_bytes: of the packed result; fewer groups are taken until it has that size.
-        keep: numbers of lines whose groups are taken before others.
+        max_bytes: largest size of the result.
+        keep: numbers of lines whose groups are always packed.
     """
-    groups = _groups(lines)
-    costs = [sum(_cost(lines[n]) for n in group) for group in groups]
-    kept = [any(n in keep for n in group) for group in groups]
-    budget = float(sum(costs))
-    while True:
-        chosen = [n for i in _evenly(costs, kept, budget) for n in groups[i]]
-        result = _pack([lines[n] for n in chosen], chosen, texts, num_recorded=len(lines))
-        if result.num_bytes <= most_bytes or not chosen:
-            return result
-        budget = min(budget, sum(_cost(lines[n]) for n in chosen)) * min(
-            0.9, 0.95 * most_bytes / result.num_bytes
-        )
 
-
-def _groups(lines: Sequence[Line]) -> list[list[int]]:
-    """Numbers of lines that stand together and are of one prompt."""
-
-    def of(n: int) -> tuple[Any, ...]:
+    def prompt_of(n: int) -> tuple[Any, ...]:
         return tuple(lines[n].get(name) for name in ("step", "kind", "set", "problem"))
 
-    return [list(group) for _, group in groupby(range(len(lines)), key=of)]
+    groups = [list(group) for _, group in groupby(range(len(lines)), key=prompt_of)]
+    every = 1
+    while True:
+        chosen = [
+            n for i, group in enumerate(groups) if i % every == 0 or not keep.isdisjoint(group) for n in group
+        ]
+        result = _pack([lines[n] for n in chosen], chosen, texts, num_recorded=len(lines))
+        if result.num_bytes <= max_bytes or every >= len(groups):
+            return result
+        every = max(every + 1, math.ceil(every * result.num_bytes / max_bytes))
 
 
 def _cost(line: Line) -> int:
-    """In tokens, about: of what has none recorded, by its characters."""
+    """Return the approximate size of a rollout in tokens."""
     cost = _COST_OF_A_ROLLOUT
     for turn in line.get("turns", ()):
         texts = [str(m.get("content") or "") for m in turn.get("messages", ())]
         texts += [] if "token_ids" in turn else [turn.get("reply") or ""]
         cost += len(turn.get("token_ids") or ()) + sum(map(len, texts)) // _CHARACTERS_A_TOKEN
     return cost
-
-
-def _evenly(costs: Sequence[int], kept: Sequence[bool], budget: float) -> list[int]:
-    """Numbers of groups whose costs are together about the budget: those that are kept as far as they fit,
-    and of the others as many at even distances."""
-    total = sum(costs)
-    if budget >= total:
-        return list(range(len(costs)))
-    chosen, left = set(), budget
-    for i, cost in enumerate(costs):
-        if kept[i] and cost <= left:
-            chosen.add(i)
-            left -= cost
-    share = left / max(1, sum(cost for i, cost in enumerate(costs) if i not in chosen))
-    owed = 0.0
-    for i, cost in enumerate(costs):
-        if i in chosen:
-            continue
-        owed += share * cost
-        if cost <= owed:
-            chosen.add(i)
-            owed -= cost
-    return sorted(chosen)
 
 
 def _pack(
@@ -134,7 +103,7 @@ def _pack(
 
 
 def _row(line: Line) -> dict[str, Any]:
-    """Of one rollout in the index; `diff` is the largest |trainer - generator| of its tokens, nats."""
+    """Return a rollout's row of the index; `diff` is the largest |trainer - generator| of its tokens, in nats."""
     turns = line.get("turns", ())
     reply = " ".join(" ".join(str(turn.get("reply") or "") for turn in turns).split())
     diffs = [abs(d) for turn in turns for d in _differences(turn) if d is not None]
@@ -176,13 +145,15 @@ class _Chunk:
         self.num_tokens += _cost(line)
 
     def pack(self) -> str:
-        return packed({"rollouts": self.rollouts, "texts": list(self._texts), "pieces": list(self._pieces)})
+        return pack({"rollouts": self.rollouts, "texts": list(self._texts), "pieces": list(self._pieces)})
 
     def _turn(self, turn: Line, advantage: Any) -> dict[str, Any]:
-        """`messages`, `reply` and `prompt` count in texts, `tokens` in pieces; what is not recorded is
-        missing. What is one number is that of all tokens."""
+        """Return a turn: `messages`, `reply` and `prompt` index the texts, `tokens` the pieces.
+
+        A single number instead of a list holds for all tokens; what is not recorded is missing.
+        """
         ids = turn.get("token_ids")
-        said: dict[str, Any] = {
+        values: dict[str, Any] = {
             "messages": [[m.get("role"), self._text(m.get("content"))] for m in turn.get("messages", ())],
             "reply": self._text(turn.get("reply")),
             "finish": turn.get("finish_reason"),
@@ -190,7 +161,7 @@ class _Chunk:
             "metrics": turn.get("metrics"),
         }
         if ids is not None:
-            said |= {
+            values |= {
                 "prompt": self._prompt(turn.get("prompt_ids")),
                 "num_prompt": len(turn.get("prompt_ids") or ()),
                 "tokens": [self._piece(pair) for pair in zip(ids, self.token_texts.pieces(ids), strict=True)],
@@ -200,7 +171,7 @@ class _Chunk:
                 "mask": _numbers(turn.get("mask")),
                 "versions": _numbers(turn.get("policy_versions")),
             }
-        return {name: value for name, value in said.items() if value not in (None, [])}
+        return {name: value for name, value in values.items() if value not in (None, [])}
 
     def _prompt(self, ids: Sequence[int] | None) -> int | None:
         return self._text("".join(self.token_texts.pieces(ids))) if ids else None
@@ -213,8 +184,7 @@ class _Chunk:
 
 
 def _differences(turn: Line) -> list[float | None]:
-    """[T] nats, trainer - generator, None where one of them is no finite number; empty where one of them was
-    not recorded."""
+    """Return trainer - generator for each token in nats, or nothing if either was not recorded."""
     trainer, generator = turn.get("trainer_logprobs"), turn.get("logprobs")
     if not isinstance(trainer, list) or not isinstance(generator, list) or len(trainer) != len(generator):
         return []
@@ -223,7 +193,7 @@ def _differences(turn: Line) -> list[float | None]:
 
 
 def _finite(value: Any) -> float | None:
-    """None also of what is no number at all."""
+    """Return the value as a finite number, or None."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -232,7 +202,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _short(value: Any) -> float | None:
-    """Four digits: a logprob is shown, not computed with."""
+    """Return the number with four digits, which is enough to show."""
     number = _finite(value)
     return None if number is None else float(f"{number:.4g}")
 
@@ -242,11 +212,11 @@ def _numbers(value: Any) -> Any:
 
 
 def _mean(value: Any) -> float | None:
-    """Of numbers, one or several."""
+    """Return the mean of one number or a list of numbers."""
     numbers = [n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None]
     return _short(sum(numbers) / len(numbers)) if numbers else None
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: what is not finite as the text that the recorder wrote of it."""
+    """Return the value for JSON, as a string if it is not finite."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

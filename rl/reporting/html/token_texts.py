@@ -1,4 +1,4 @@
-"""The text of each token of a reply, with the tokenizer that the run had."""
+"""Text of each token of a reply, by the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl.models.tokenizer import build_byte_tokenizer, read_tokenizer_json
 TOKENIZER = "tokenizer.json"
 _PART_OF_A_CHARACTER = "\ufffd"
 _MOST_BYTES = 4
-"""Of a character in UTF-8, so of tokens that have one together."""
+"""Bytes of a character in UTF-8, and so the most tokens that share one."""
 _WORD_START = "▁"
-"""Stands for a space in SentencePiece's vocabularies, and is lost when a token is decoded alone."""
+"""Space in SentencePiece's vocabularies, which is lost when a token is decoded alone."""
 
 
 class TokenTexts:
-    """Texts of tokens; None in place of a tokenizer: they are not known."""
+    """Texts of tokens; without a tokenizer, their numbers."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -26,16 +26,15 @@ class TokenTexts:
 
     @property
     def known(self) -> bool:
-        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """[T] The text that each token adds; together the text of all.
+        """Return the text that each token adds.
 
-        A character of several tokens is the last one's, and the others are empty.
+        A character of several tokens belongs to the last of them, and the others are empty.
         """
         pieces: list[str] = []
-        waiting: list[int] = []  # the last tokens, of which a character is not whole
+        waiting: list[int] = []  # tokens of an incomplete character
         for token_id in token_ids:
             alone = self._text(token_id)
             if _PART_OF_A_CHARACTER not in alone:
@@ -54,7 +53,7 @@ class TokenTexts:
         return pieces
 
     def _give_up(self, waiting: list[int], pieces: list[str]) -> None:
-        """What is no character stays as each token has it."""
+        """Decode incomplete characters token by token."""
         if waiting:
             pieces[-len(waiting) :] = [self._text(token_id) for token_id in waiting]
             waiting.clear()
@@ -73,12 +72,11 @@ class TokenTexts:
 
 
 def open_token_texts(folder: Path, values: Mapping[str, Any]) -> tuple[TokenTexts, str | None]:
-    """Of a run's tokenizer, and why there is none.
+    """Return the texts of a run's tokens, and a sentence if the tokenizer is missing.
 
     Args:
-        folder: the run's; its exported model is looked into first.
-        values: of its config.json: `hf_assets_path`, or null for a model made from a seed, whose tokens are
-            bytes.
+        folder: the run's folder; its exported model is tried first.
+        values: values of config.json with `hf_assets_path`, null for a random model, whose tokens are bytes.
     """
     given = values.get("hf_assets_path")
     folders = [folder / "checkpoints" / "hf", *([Path(given).expanduser()] if given else [])]

@@ -1,285 +1,287 @@
-"""What is said of a run before it starts, and what is not done for it."""
+"""Explanations of a run that has not started."""
 
-import dataclasses
-import importlib
 import json
-import pkgutil
-from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-import configs
-from actors.explain.explanation import Range, Unknown
-from actors.explain.machine import Machine
-from actors.explain.text import as_text
-from configs.sum_digits import tiny
-from rl.config.entry import main
-from rl.config.registry import ResolvedRun, registry_functions
-from rl.config.serialize import write_json
-from rl.config.tree import walk
-from tests.actors.explain.golden import FILE, LAPTOP, explained, text
-from tests.training.test_own_checkpoint import save
-
-GPU_MACHINE = Machine(num_gpus=8, gpu_bytes=141 * 10**9, num_cores=64, memory_bytes=10**12)
+from actors.checks import Machine
+from actors.explain.explain import as_text, explain, size
+from actors.explain.known import find_out
+from actors.explain.numbers import memory, step_arithmetic
+from actors.explain.options import idle_beside_others
+from configs.alphabet_sort import tiny as alphabet_sort
+from configs.sum_digits import qwen3_32b, tiny
+from rl.config.cli import main
+from rl.config.json import write_json
+from rl.config.registry import ResolvedRun
+from rl.config.tree import rebuild
+from rl.distributed.mesh import Degrees
+from tests.support.checkpoints import save, truncate
+from tests.support.explained import LAPTOP, explained
 
 
 def start(*options, module="sum_digits", config="tiny"):
     return main(list(options), default_module=module, default_config=config, prog="test")
 
 
-def test_the_tiny_config_is_explained_as_it_was():
-    assert text() == FILE.read_text(), "if it is meant to differ: python -m tests.actors.explain.golden"
+def changed(base: Any, **edits: object) -> Any:
+    """Edit a config; `__` in a keyword stands for a dot."""
+    return rebuild(base, {path.replace("__", "."): value for path, value in edits.items()})
 
 
-def children():
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {child for task in tasks for child in task.read_text().split()}
-
-
-def test_nothing_is_started_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+def test_explaining_neither_starts_nor_writes_anything(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = children()
-    assert start("--explain") == 0
-    assert "One step" in capsys.readouterr().out
-    assert children() == before
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_form_for_machines_holds_the_same(capsys):
+    children = set(psutil.Process().children())
     assert start("--explain", "json", "--loop.num_steps", "7") == 0
+    assert set(psutil.Process().children()) == children
+    assert list(tmp_path.iterdir()) == []
     found = json.loads(capsys.readouterr().out)
-    assert found["run"]["num_steps"] == 7
-    assert found["step"]["samples"] == 256
-    assert found["config"]["changes"] == [
-        {"path": "loop.num_steps", "value": 7, "registry": 80, "source": "command line"}
-    ]
-    assert found["memory"]["trainer"]["parts"]["parameters"] == 4 * 779_328
+    assert (found["run"]["num_steps"], found["step"]["samples"]) == (7, 256)
+    assert found["changes"] == {"loop.num_steps": {"value": 7, "registry": 80, "source": "command line"}}
+    assert found["values"]["trainer.optimizer.betas"] == [0.9, 0.95]
+    assert found["memory"]["trainer"]["parameters_bytes"] == 4 * 779_328
 
 
-def test_a_config_that_is_no_run_has_no_explanation(capsys):
+def test_server_config_is_rejected(capsys):
     assert start("--explain", module="tinker") == 2
-    assert capsys.readouterr().err == (
-        "error: --explain: tinker.tiny is no training run: start it to see it\n"
-    )
+    assert "--explain: tinker.tiny is not a training run" in capsys.readouterr().err
 
 
-# Where values come from
-
-
-def test_a_value_of_a_file_and_one_of_the_command_line_are_told_apart(tmp_path):
-    config = tiny()
-    config.loop.num_steps, config.trainer.optimizer.lr, config.warmup = 5, 1e-3, None
-    file = tmp_path / "config.json"
-    write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), file)
-    changes = explained("--from_json", str(file), "--loop.num_steps", "6").config.changes
-    assert {(c.path, c.value, c.registry, c.source) for c in changes if not c.path.startswith("warmup.")} == {
-        ("loop.num_steps", 6, 80, "command line"),
-        ("trainer.optimizer.lr", 1e-3, 4e-5, str(file)),
-        ("warmup", None, None, str(file)),
-    }
-    assert {c.source for c in changes if c.path.startswith("warmup.")} == {str(file)}
-
-
-def test_a_component_that_the_command_line_turns_off_is_its_doing():
-    changes = explained("--warmup", "None").config.changes
-    assert {change.source for change in changes} == {"command line"}
-
-
-def test_a_run_that_goes_on_says_after_which_step(tmp_path):
+def test_resumed_run_names_its_last_step_and_the_source_of_its_changes(tmp_path):
     folder = tmp_path / "mine"
     for step in (20, 40):
         save(folder / "checkpoints", step)
     (folder / "status.json").write_text('{"status": "running"}')
-    config = tiny()
-    config.name = "elsewhere"
-    write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), folder / "config.json")
+    config = changed(tiny(), name="elsewhere", trainer__optimizer__lr=1e-3, warmup=None)
+    file = folder / "config.json"
+    write_json(ResolvedRun(module="sum_digits", function="tiny", config=config), file)
     found = explained("--resume", str(folder), "--loop.num_steps", "100")
-    assert (found.run.done_steps, found.run.num_steps) == (40, 100)
-    assert {(c.path, c.source) for c in found.config.changes} == {
-        ("name", str(folder / "config.json")),
-        ("dump_folder", str(folder / "config.json")),
-        ("loop.num_steps", "command line"),
-    }
+    assert (found["run"]["done_steps"], found["run"]["num_steps"]) == (40, 100)
+    sources = {path: change["source"] for path, change in found["changes"].items()}
+    assert sources.pop("loop.num_steps") == "command line"
+    assert {"name", "dump_folder", "trainer.optimizer.lr", "warmup.num_steps"} < set(sources)
+    assert set(sources.values()) == {str(file)}
     assert {path.name for path in folder.iterdir()} == {"checkpoints", "config.json", "status.json"}
 
 
-# GPU configs on a laptop
-
-
-def test_the_32b_config_is_laid_out_on_gpus_that_a_laptop_has_not():
+def test_32b_config_on_a_laptop_is_laid_out_on_assumed_gpus():
     found = explained("--config", "qwen3_32b")
-    assert (found.devices.on_gpu, found.devices.num_gpus, found.devices.gpu_bytes) == (True, 20, 80 * 10**9)
-    assert found.devices.assumed.startswith("20 GPUs of 80 GB, as this machine has none, and 16 GB of memory")
-    trainer, generator, _ = found.layout
-    assert [(rank.gpu, rank.group) for rank in trainer.ranks] == [
-        (gpu, f"shard {gpu // 4}") for gpu in range(16)
-    ]
-    assert [rank.gpu for rank in generator.ranks] == [16, 17, 18, 19]
+    assert found["devices"].startswith("20 GPUs of 80 GB, as this machine has none, and 16 GB of memory")
+    trainer, generator = found["layout"]["trainer"], found["layout"]["generator"]
+    assert (trainer["gpus_of_host"], trainer["shape"]) == ([*range(16)], "shards 4, tensor parallel 4")
+    assert generator["gpus_of_host"] == [16, 17, 18, 19]
     # 32,762,123,264 parameters: in float32 over 16 ranks, and in bfloat16 over 4.
-    assert found.memory.trainer.parts["parameters"] == 4 * 32_762_123_264 // 16
-    assert found.memory.trainer.parts["optimizer"] == 2 * found.memory.trainer.parts["gradients"]
-    assert found.memory.trainer.fits
-    assert found.sync.pushed == 2 * 32_762_123_264
-    assert found.sync.pulled_by_rank == pytest.approx(found.sync.pushed / 4, rel=1e-4)
-    assert found.options.refused == ()
-    missing, large = found.options.refused_here
-    assert missing == (
-        "hf_assets_path='assets/Qwen3-32B': Hugging Face folder assets/Qwen3-32B does not exist"
-    )
-    assert large.startswith("qwen3 32B needs ")
+    ranks = found["memory"]["trainer"]
+    assert ranks["parameters_bytes"] == 4 * 32_762_123_264 // 16
+    assert ranks["optimizer_bytes"] == 2 * ranks["gradients_bytes"]
+    assert ranks["fits"]
+    assert found["publish"]["pushed_bytes"] == 2 * 32_762_123_264
+    assert found["publish"]["pulled_by_rank_bytes"] == pytest.approx(2 * 32_762_123_264 / 4, rel=1e-4)
+    assert found["options"]["refused"] == []
+    (missing,) = found["options"]["refused_here"]
+    assert missing.startswith("hf_assets_path='assets/Qwen3-32B'")
+    # Without a tokenizer there are bounds for any prompts.
+    step = found["step"]
+    assert (step["prompt_tokens"], step["for"]) == ("not known here", "bounds for any prompts")
+    assert (step["trained_tokens_fewest"], step["trained_tokens_most"]) == (256, 256 * 1023)
+    assert (step["micro_batches_of_rank_fewest"], step["micro_batches_of_rank_most"]) == (1, 16)
+    assert "the lengths of prompts, for which there is no tokenizer" in found["not_checked"]
+    assert found["run"]["eval_problems"] == {"held_out": 256}
 
 
-def test_the_30b_a3b_config_says_where_its_experts_are():
+def test_30b_a3b_config_shows_its_expert_groups():
     found = explained("--config", "qwen3_30b_a3b")
-    trainer = found.layout[0]
-    assert trainer.shape == "16 shards, experts over groups of 8"
-    assert found.devices.num_gpus == 18
-    # 30,532,122,624 parameters, and a float32 bias for each of 128 experts of 48 layers.
-    assert found.sync.pushed == 2 * 30_532_122_624 + 4 * 48 * 128
-    assert found.memory.trainer.fits
-    assert found.memory.generator.fits
-    (note,) = [note for note in found.options.idle if note.path == "trainer.training.share_prompts"]
-    assert note.why == "a mixture of experts counts each sample's prompt"
+    assert found["layout"]["trainer"]["shape"] == "shards 16, experts over groups of 8"
+    assert found["devices"].startswith("18 GPUs")
+    assert "trainer.training.share_prompts" in found["options"]["without_effect"]
 
 
-def test_prompts_of_a_model_that_is_not_there_are_bounds_and_said_to_be():
-    found = explained("--config", "qwen3_32b")
-    assert isinstance(found.step.prompt_tokens, Unknown)
-    assert not found.step.exact_prompts
-    assert found.step.trained_tokens == Range(fewest=256, most=256 * 1023)
-    assert found.step.micro_batches == Range(fewest=1, most=16)
-    assert any(said.startswith("the lengths of prompts: there is no tokenizer") for said in found.unknown)
-    assert found.run.eval_problems == {"held_out": 256}
-
-
-def test_a_machine_with_gpus_is_taken_as_it_is_if_it_has_enough():
-    found = explained("--config", "qwen3_8b", here=GPU_MACHINE)
-    assert (found.devices.assumed, found.devices.num_gpus) == ("", 8)
-    assert found.memory.trainer.available == 141 * 10**9
-    found = explained("--config", "qwen3_32b", here=GPU_MACHINE)
-    assert found.devices.assumed == "20 GPUs of this machine's kind, which has 8"
-    assert "need 20 GPUs, this machine has 8" in " ".join(found.options.refused_here)
-
-
-def test_a_gpu_that_is_too_small_is_named_with_both_sizes():
-    small = dataclasses.replace(GPU_MACHINE, gpu_bytes=24 * 10**9)
-    found = explained("--config", "qwen3_8b", here=small)
-    assert not found.memory.trainer.fits
-    assert any("its device has 24 GB" in reason for reason in found.options.refused_here)
-
-
-def test_hosts_of_a_cluster_bring_their_gpus():
+def test_cluster_hosts_bring_their_gpus():
     hosts = ["--launch.hosts", "slurm", "--launch.trainer_hosts", "2"]
     found = explained("--config", "qwen3_32b", *hosts)
-    assert found.devices.assumed == "GPUs of 80 GB on the hosts of slurm"
-    trainer, generator, reward = found.layout
-    assert [(rank.host, rank.gpu) for rank in trainer.ranks] == [
-        (host, gpu) for host in range(2) for gpu in range(8)
-    ]
-    assert (trainer.hosts, generator.hosts, reward.hosts) == ("trainer", "generator0", None)
-
-
-def names_of_runs():
-    modules = [m.name for m in pkgutil.iter_modules(configs.__path__) if m.name != "tinker"]
-    for module in sorted(modules):
-        for function in registry_functions(importlib.import_module(f"configs.{module}")):
-            yield pytest.param(module, function, id=f"{module}.{function}")
+    assert found["devices"] == "GPUs of 80 GB on the hosts of slurm"
+    trainer = found["layout"]["trainer"]
+    assert (trainer["num_hosts"], trainer["gpus_of_host"]) == (2, [*range(8)])
+    places = {role: place["hosts"] for role, place in found["layout"].items()}
+    assert places == {"trainer": "trainer", "generator": "generator0", "reward": "this machine"}
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("module", "function"), list(names_of_runs()))
-def test_every_shipped_config_is_explained_on_a_laptop_and_could_run_somewhere(module, function):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "algorithms.tiny_dapo", "alphabet_sort.qwen3_0_6b", "countdown.tiny", "gsm8k.math_qwen3_1_7b", "gsm8k.tiny",
+        "reasoning.qwen3_0_6b", "reverse_text.tiny_noise", "sum_digits.qwen3_14b", "sum_digits.tiny_fsdp2_tp2",
+        "sum_digits.tiny_moe", "verifiers_env.qwen3_1_7b",
+    ],
+)  # fmt: skip
+def test_shipped_config_is_explained_on_a_laptop_and_can_run_somewhere(name):
+    module, function = name.split(".")
     found = explained("--module", module, "--config", function)
-    assert found.options.refused == ()
-    # What is made here needs no files.
-    assert found.options.refused_here == () or not function.startswith("tiny")
-    assert found.memory.trainer.fits
-    assert found.memory.generator.fits
-    assert found.devices.on_gpu == bool(found.devices.assumed)
-    assert found.devices.on_gpu or found.memory.trainer.available == LAPTOP.memory_bytes
-    assert f"{module}.{function}: " in as_text(found)
+    assert found["options"]["refused"] == []
+    # Tiny configs need no files.
+    assert found["options"]["refused_here"] == [] or not function.startswith("tiny")
+    assert found["memory"]["trainer"]["fits"]
+    assert found["memory"]["generator"]["fits"]
+    assert ("GPU" in found["devices"]) == (found["memory"]["available_bytes"] != LAPTOP.memory_bytes)
+    assert f"{name}\n" in as_text(found)
 
 
-# What is refused
-
-
-def test_all_that_is_refused_is_said_and_the_exit_status_is_that_of_a_refused_run(capsys):
+def test_all_refusals_are_printed_and_a_run_stops_at_the_first(capsys):
     options = [
         "--trainer.num_procs", "3", "--trainer.parallelism.tensor_parallel_degree", "3",
         "--generator.max_model_len", "4096", "--loop.kl_reward.coef", "0.5",
-        "--weights.timeout_s", "900",
     ]  # fmt: skip
     assert start("--explain", *options) == 2
     captured = capsys.readouterr()
     faults = [line.removeprefix("error: ") for line in captured.err.splitlines()]
-    for said in (
-        "trainer.parallelism.tensor_parallel_degree=3 does not divide the 4 key-value heads of qwen3 tiny",
+    for message in (
+        "trainer.parallelism.tensor_parallel_degree=3 does not divide num_kv_heads=4",
         "generator.max_model_len=4096 is more than the model's max_positions=1024",
         "trainer.training.max_tokens_per_microbatch=2048 is less than generator.max_model_len=4096",
         "loop.kl_reward.coef=0.5 needs the reference policy",
-        "weights.timeout_s=900 is more than timeouts.sync_s=600",
     ):
-        assert sum(fault.startswith(said) for fault in faults) == 1, said
-    # A run says the first of them.
+        assert sum(fault.startswith(message) for fault in faults) == 1, message
     assert start(*options) == 2
     assert capsys.readouterr().err == f"error: {faults[0]}\n"
-    # What does not depend on them is there.
-    assert "32 prompts x 8 = 256" in captured.out
+    # Values that do not depend on the refused options are still shown.
+    assert "20,480" in captured.out
 
 
-def test_degrees_that_do_not_multiply_leave_the_rest_to_be_seen(capsys):
-    assert start("--explain", "--trainer.num_procs", "2", "--trainer.parallelism.data_parallel_shard_degree",
-                 "3") == 2  # fmt: skip
-    captured = capsys.readouterr()
-    assert captured.err.count("does not multiply to the world size of 2 processes") == 1
-    assert captured.out.count("not known: parallelism.data_parallel_replicate_degree=1 x") == 3
-    assert "publishes    81 of the weights" in captured.out
+def test_damaged_checkpoint_and_load_errors_are_named_and_left_in_place(tmp_path):
+    folder = tmp_path / "mine"
+    truncate(save(folder / "checkpoints", 20) / "__0_0.distcp")
+    save(folder / "checkpoints", 10, position=False)
+    (folder / "status.json").write_text('{"status": "running"}')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run = ResolvedRun(module="sum_digits", function="tiny", config=tiny(), resumes=folder)
+    found = explain(run, here=LAPTOP)
+    assert found["not_checked"][0].startswith("step-20 would be set aside")
+    assert any("was not saved by a loop" in fault for fault in found["options"]["refused_here"])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_bad_value_is_the_error_of_a_run(capsys):
-    for options in (["--loop.num_prompts", "0"], ["--loop.num_steps", "many"], ["--loop.nonsense", "1"]):
-        said = []
-        for argv in (options, ["--explain", *options]):
-            with pytest.raises(SystemExit) as stopped:
-                start(*argv)
-            assert stopped.value.code == 2
-            said.append(capsys.readouterr().err)
-        assert said[0] == said[1]
-        assert said[0].startswith("error: ")
+def test_fixed_unused_and_ineffective_options_are_told_apart():
+    found = explained("--parity.enable", "false", "--parity.num_tokens", "5")["options"]
+    assert found["set_without_effect"] == ["parity.num_tokens"]
+    idle = {"parity.max_logprob_diff", "launch.slurm.*", "generator.on_update", "trainer.comm.*"}
+    assert idle < set(found["without_effect"])
+    fixed = {"trainer.lr_scheduler.min_ratio", "trainer.parallelism.pipeline_parallel_degree"}
+    assert fixed < set(found["other_values_refused"])
+    assert "loop.num_steps" not in found["other_values_refused"]
+    off_policy = idle_beside_others(find_out(changed(tiny(), loop__max_off_policy_steps=1)), on_gpu=False)
+    assert "generator.on_update" not in off_policy
+    logged = find_out(changed(tiny(), sinks__tensorboard__enable=True))
+    assert "sinks.write_s" in off_policy - idle_beside_others(logged, on_gpu=False)
 
 
-def test_files_that_are_missing_are_refused_here_and_nowhere_else(capsys):
-    assert start("--explain", "--config", "qwen3_0_6b", module="gsm8k") == 0
-    out = capsys.readouterr().out
-    assert "task: 'data/gsm8k/" in out
-    assert "refused on any machine: none" in out
-    assert "of how many problems is not known: the task is not loaded here" in out
+def test_multi_turn_replies_are_bounded_by_turns_and_context():
+    def step(**edits: object) -> dict[str, Any]:
+        known = find_out(changed(alphabet_sort(), **edits))
+        return step_arithmetic(known, degrees=Degrees(dp_replicate=1, dp_shard=1, tp=1))
+
+    found = step(loop__max_sample_tokens=100)
+    # Longer prompts are drawn too: up to generator.max_model_len=160, minus one token of the first prompt.
+    assert (found["sample_tokens_most"], found["reply_tokens_most"]) == (100, 256 * 159)
+    found = step(loop__episode__max_turns=2, loop__sampling__max_tokens=20)
+    assert found["reply_tokens_most"] == 256 * 2 * 20
 
 
-def test_an_option_that_is_set_in_vain_is_set_apart_from_others_without_effect():
-    found = explained("--canary.enable", "false", "--canary.num_tokens", "5", "--loop.max_policy_age", "1")
-    in_vain = {note.path: note.why for note in found.options.set_in_vain}
-    assert in_vain["canary.num_tokens"] == "with canary.enable=False"
-    idle = {note.path: note.why for note in found.options.idle}
-    assert idle["canary.max_logprob_diff"] == "with canary.enable=False"
-    assert idle["launch.slurm.*"] == "with launch.hosts='this'"
-    assert "generator.on_update" not in idle
-    assert "generator.on_update" in {note.path for note in explained().options.idle}
+def test_generator_without_room_for_its_longest_request_does_not_fit():
+    known = find_out(changed(qwen3_32b(), generator__gpu_memory_utilization=1.0))
+
+    def generator(gpu_gb: float) -> dict[str, Any]:
+        machine = Machine(num_gpus=20, gpu_bytes=int(gpu_gb * 1e9), num_cores=64, memory_bytes=10**12)
+        found: dict[str, Any] = memory(known, degrees=None, machine=machine, on_gpu=True)["generator"]
+        return found
+
+    # 16.4 GB of weights on each of 4 ranks, and 65,536 bytes of cache a token.
+    small, large = generator(16.42), generator(16.6)
+    assert 0 < small["cache_tokens"] < 1024 <= large["cache_tokens"]
+    assert not small["fits"]
+    assert large["fits"]
 
 
-def test_every_option_whose_docstring_says_that_it_is_refused_is_among_those_that_are():
-    says_so = {entry.path for entry in walk(tiny()) if "refused" in entry.doc.lower()}
-    found = explained().options
-    named = {note.path for note in (*found.fixed, *found.idle, *found.set_in_vain)}
-    # Of these numbers one alone is refused.
-    assert says_so - named == {"trainer.checkpoint.keep_latest_k"}
-    assert len(says_so) >= 9
+TINY = """\
+step
+  groups                        32
+  group_size                    8
+  samples                       256
+  optimizer_steps               1
+  samples_of_optimizer_step     256
+  data_ranks                    1
+  sample_tokens_most            128
+  reply_tokens_most             8,192
+  prompt_tokens                 24
+  trained_tokens_fewest         6,144
+  trained_tokens_most           14,080
+  micro_batches_of_rank_fewest  4
+  micro_batches_of_rank_most    7
+  for                           prompts of step 1
+
+run
+  num_steps                      80
+  done_steps                     0
+  optimizer_steps                80
+  samples                        20,480
+  reply_tokens_most              655,360
+  publishes                      81
+  evaluations_after              0, 20, 40, 60, 80
+  eval_problems
+    held_out  512
+  eval_replies_of_problem        1
+  checkpoints_after              80
+  warmup_steps                   300
+  warmup_demonstrations_of_step  64
+"""
+MEMORY = """\
+memory
+  available_bytes  16.0 GB
+  trainer
+    num_ranks                 1
+    parameters_bytes          3.12 MB
+    gradients_bytes           3.12 MB
+    optimizer_bytes           6.23 MB
+    activations_bytes         124 MB
+    logits_bytes              10.5 MB
+    held_between_steps_bytes  12.5 MB
+    peak_bytes                147 MB
+    fits                      true
+  generator
+    num_ranks                 1
+    weights_bytes             3.12 MB
+    cache_bytes               1.07 GB
+    cache_tokens              349,472
+    longest_requests_at_once  2,730
+    fits                      true
+  controller
+    rollouts_bytes        393 kB
+    shared_weights_bytes  9.35 MB
+
+staleness
+  steps_most            0
+  policy_versions_most  0
+  groups_ahead          32
+  publish_every         1
+  generation            takes turns with training
+
+publish
+  num_tensors           26
+  dtype                 float32
+  transport             auto
+  pushed_bytes          3.12 MB
+  pulled_by_rank_bytes  3.12 MB
+  pulled_bytes          3.12 MB
+  pushed_in_run_bytes   253 MB
+"""
 
 
-def test_options_that_have_no_effect_or_are_refused_beside_others_are_told_from_those_that_can_be_set():
-    fixed = {note.path for note in explained().options.fixed}
-    assert fixed >= {
-        "trainer.lr_scheduler.min_ratio", "trainer.loss.kl_estimator", "trainer.experts.load_balance_rate",
-        "trainer.optimizer.muon.momentum", "loop.sampling.top_p", "weights.folder",
-    }  # fmt: skip
-    assert not {"loop.num_steps", "trainer.optimizer.lr", "generator.dtype", "batch_invariant"} & fixed
+def test_numbers_of_the_tiny_config_match_the_recorded_ones():
+    text = as_text(explained())
+    assert TINY in text
+    assert MEMORY in text
+    assert "\n  refused: none\n" in text
+    sizes = {0: "0 bytes", 999: "999 bytes", 1000: "1.00 kB", 12_345: "12.3 kB", 123_456_789_012: "123 GB"}
+    assert {number: size(number) for number in sizes} == sizes

@@ -1,4 +1,4 @@
-"""What a run asks Kubernetes for: the resources shown beforehand, and those that Monarch then creates."""
+"""Kubernetes resources of a run: the printed ones equal those that Monarch creates."""
 
 import asyncio
 import dataclasses
@@ -10,11 +10,11 @@ import yaml
 from monarch.config import configured
 
 from actors.calls import ActorCallError
-from actors.hosts import describe, end_hosts, make_job, start_hosts
-from actors.launch_config import KubernetesConfig, LaunchConfig
-from actors.placement import Processes, place
+from actors.config import KubernetesConfig, LaunchConfig
+from actors.hosts import Hosts, describe, make_job
 from rl.weights.monarch_env import SETTINGS
 from tests.support.fake_kubernetes import cluster
+from tests.support.placed import placed
 
 POD = KubernetesConfig(
     namespace="rl",
@@ -25,24 +25,22 @@ POD = KubernetesConfig(
     volume_path="/runs",
 )
 LAUNCH = LaunchConfig(hosts="kubernetes", trainer_hosts=2, reward_hosts=1, job_name="mine", kubernetes=POD)
-ROLES = Processes(
-    trainer=8, trainer_threads=1, num_replicas=2, tensor_parallel_degree=2, generator_threads=1, reward=4
-)
+ROLES = {"trainer": 8, "replicas": 2, "degree": 2, "reward": 4}
 IDENTITIES = "MONARCH_SERVICE_PROC_IDS"
 
 
 def shown(launch):
-    return list(yaml.safe_load_all(describe(launch, place(launch, ROLES, num_gpus=0))))
+    return list(yaml.safe_load_all(describe(launch, placed(launch, **ROLES))))
 
 
-def test_every_group_of_hosts_is_a_resource_with_its_pods_and_devices():
+def test_each_host_group_is_a_resource_with_its_pods_and_devices():
     resources = shown(LAUNCH)
     assert {(r["kind"], r["apiVersion"]) for r in resources} == {
         ("MonarchMesh", "monarch.pytorch.org/v1alpha1")
     }
     assert {r["metadata"]["namespace"] for r in resources} == {"rl"}
     names = [r["metadata"]["name"] for r in resources]
-    # The run's own part lets several runs share a namespace.
+    # The run's part of the name lets several runs share a namespace.
     assert [name[:4] for name in names] == ["mine"] * 4
     assert [name[12:] for name in names] == ["trainer", "generator0", "generator1", "reward"]
     assert [r["spec"]["replicas"] for r in resources] == [2, 1, 1, 1]
@@ -59,7 +57,7 @@ def container(resource):
     return only
 
 
-def test_pods_have_the_image_shared_memory_and_the_runs_folder():
+def test_pods_have_the_image_the_shared_memory_and_the_run_folder():
     resource = shown(LAUNCH)[0]
     assert container(resource)["image"] == "registry/relay:1"
     assert container(resource)["volumeMounts"] == [
@@ -77,20 +75,20 @@ def test_pods_have_the_image_shared_memory_and_the_runs_folder():
     assert "volumes" in shown(LAUNCH)[0]["spec"]["podTemplate"]["spec"]
 
 
-def test_without_gpus_and_limits_nothing_is_asked_for():
+def test_pods_without_gpus_and_limits_request_no_resources():
     bare = KubernetesConfig(image="relay")
     resource = shown(dataclasses.replace(LAUNCH, gpus_per_host=0, kubernetes=bare))[0]
     assert "resources" not in container(resource)
     assert [mount["name"] for mount in container(resource)["volumeMounts"]] == ["dev-shm"]
 
 
-def test_monarch_creates_what_was_shown_and_deletes_it(tmp_path):
+def test_monarch_creates_the_printed_resources_and_deletes_them(tmp_path):
     with cluster() as server, configured():
         launch = dataclasses.replace(
             LAUNCH, kubernetes=dataclasses.replace(POD, kubeconfig=str(server.kubeconfig(tmp_path)))
         )
-        placement = place(launch, ROLES, num_gpus=0)
-        job = make_job(launch, placement)
+        placement = placed(launch, **ROLES)
+        job = make_job(launch, placement, placement.host_groups())
         job.apply()
         path = "/apis/monarch.pytorch.org/v1alpha1/namespaces/rl/monarchmeshes"
         created = list(server.resources.values())
@@ -109,7 +107,7 @@ def without_identities(resources):
     return resources
 
 
-def test_a_cluster_that_does_not_answer_is_an_error_that_says_so(tmp_path):
+def test_unreachable_cluster_is_an_error(tmp_path):
     with cluster() as gone:
         kubeconfig = str(gone.kubeconfig(tmp_path))
     launch = dataclasses.replace(
@@ -117,10 +115,11 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_says_so(tmp_path):
     )
 
     async def start():
+        hosts = Hosts()
         try:
-            await start_hosts(launch, place(launch, ROLES, num_gpus=0))
+            await hosts.start(launch, placed(launch, **ROLES))
         finally:
-            await end_hosts()
+            await hosts.end()
 
     with configured(), pytest.raises(ActorCallError, match=r"no hosts from kubernetes job 'mine': .*refused"):
         asyncio.run(start())
@@ -132,10 +131,10 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_says_so(tmp_path):
         ({"namespace": "My_Space"}, "namespace='My_Space': must be a name of lowercase letters"),
         ({"memory": "64 GB"}, "memory='64 GB': must be a quantity such as 16, 500m or 64Gi"),
         ({"shared_memory": "all"}, "shared_memory='all': must be a quantity"),
-        ({"port": 80}, "port=80: must be between 1024 and 65535"),
+        ({"port": 80}, "port=80: must be at least 1024 and at most 65535"),
         ({"volume_path": "runs"}, "volume_path='runs': must be an absolute path"),
     ],
 )
-def test_values_that_kubernetes_would_refuse_are_refused_by_field(fields, says):
+def test_values_that_kubernetes_rejects_are_refused_by_field(fields, says):
     with pytest.raises(ValueError, match=says):
         KubernetesConfig(**fields)

@@ -1,4 +1,4 @@
-"""What a run asks SLURM for, and a run whose hosts come from SLURM's commands, which are played here."""
+"""SLURM jobs of a run; fake commands stand for SLURM's."""
 
 import asyncio
 import json
@@ -14,22 +14,20 @@ import pytest
 from monarch.config import configured, get_global_config
 
 from actors.calls import ActorCallError
-from actors.hosts import check_reachable, describe, end_hosts, start_hosts
-from actors.launch_config import LaunchConfig, SlurmConfig
-from actors.placement import Processes, place
+from actors.config import LaunchConfig, SlurmConfig
+from actors.hosts import Hosts, check_reachable, describe
 from tests.actors.test_hosts import check_environments
 from tests.actors.test_launch import ROOT, wait_until_gone
 from tests.support.fake_slurm import write_commands
-from tests.support.runs import hear_ctrl_c
+from tests.support.placed import placed
+from tests.support.runs import restore_ctrl_c
 
-ROLES = Processes(
-    trainer=8, trainer_threads=1, num_replicas=2, tensor_parallel_degree=2, generator_threads=1, reward=1
-)
+ROLES = {"trainer": 8, "replicas": 2, "degree": 2}
 
 
 def shown(**fields):
     launch = LaunchConfig(hosts="slurm", **fields)
-    return describe(launch, place(launch, ROLES, num_gpus=0))
+    return describe(launch, placed(launch, **ROLES))
 
 
 def directives(script):
@@ -67,14 +65,14 @@ def test_each_node_gets_an_identity_and_starts_a_host():
     assert "{socket.gethostname()}:23456" in code
 
 
-def test_devices_are_counted_by_the_largest_role_or_said():
+def test_device_count_is_that_of_the_largest_role_or_configured():
     assert directives(shown())["gpus-per-node"] == "8"
     assert directives(shown(gpus_per_host=16))["gpus-per-node"] == "16"
     assert "gpus-per-node" not in directives(shown(gpus_per_host=0))
     assert "exclusive" not in directives(shown(gpus_per_host=0, slurm=SlurmConfig(exclusive=False)))
 
 
-def test_a_look_at_the_script_leaves_path_and_transport_as_they_were():
+def test_printing_the_script_changes_neither_path_nor_transport():
     path, transport = os.environ["PATH"], str(get_global_config()["default_transport"])
     shown()
     assert (os.environ["PATH"], str(get_global_config()["default_transport"])) == (path, transport)
@@ -87,24 +85,25 @@ def test_a_look_at_the_script_leaves_path_and_transport_as_they_were():
         ({"memory_per_host": "512GB"}, "memory_per_host='512GB': must be such as 512G or 64000M"),
         ({"partition": "a b"}, "partition='a b': must be a name without spaces, or None"),
         ({"account": ""}, "account='': must be a name without spaces, or None"),
-        ({"cpus_per_host": 0}, "cpus_per_host=0: must be at least 1, or None"),
+        ({"cpus_per_host": 0}, "cpus_per_host=0: must be at least 1"),
         ({"sbatch_args": ("constraint=x",)}, "sbatch_args has 'constraint=x': each must be one option"),
-        ({"port": 70000}, "port=70000: must be between 1024 and 65535"),
+        ({"port": 70000}, "port=70000: must be at least 1024 and at most 65535"),
     ],
 )
-def test_values_that_sbatch_would_refuse_are_refused_by_field(fields, says):
+def test_values_that_sbatch_rejects_are_refused_by_field(fields, says):
     with pytest.raises(ValueError, match=says):
         SlurmConfig(**fields)
 
 
 async def start_and_end(launch):
+    hosts = Hosts()
     try:
-        await start_hosts(launch, place(launch, ROLES, num_gpus=0))
+        await hosts.start(launch, placed(launch, **ROLES))
     finally:
-        await end_hosts()
+        await hosts.end()
 
 
-def test_a_machine_without_slurm_is_an_error_that_says_so(tmp_path, monkeypatch):
+def test_missing_slurm_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     slurm = SlurmConfig(log_folder=str(tmp_path))
     launch = LaunchConfig(hosts="slurm", controller_address="127.0.0.1", slurm=slurm)
@@ -112,17 +111,16 @@ def test_a_machine_without_slurm_is_an_error_that_says_so(tmp_path, monkeypatch)
         asyncio.run(start_and_end(launch))
 
 
-@pytest.mark.parametrize(("address", "to"), [("127.0.1.1", r"127\.0\.1\.1"), (None, "nothing")])
-def test_a_controller_that_no_node_reaches_is_refused(address, to):
+def test_controller_address_that_nodes_cannot_reach_is_refused(monkeypatch):
     launch = LaunchConfig(hosts="slurm")
-    with pytest.raises(
-        ValueError, match=rf"controller_address=None: .* 'login' resolves to {to}, where hosts"
-    ):
-        check_reachable(launch, hostname="login", address=address)
-    check_reachable(launch, hostname="login", address="10.0.0.7")
-    check_reachable(LaunchConfig(), hostname="login", address=address)
-    given = LaunchConfig(hosts="slurm", controller_address="10.0.0.7")
-    check_reachable(given, hostname="login", address=address)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    says = r"controller_address=None: .* 'login' resolves to 127\.0\.1\.1, where hosts of slurm cannot reach"
+    with pytest.raises(ValueError, match=says):
+        check_reachable(launch, hostname="login")
+    check_reachable(LaunchConfig(), hostname="login")
+    check_reachable(LaunchConfig(hosts="slurm", controller_address="10.0.0.7"), hostname="login")
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "10.0.0.7")
+    check_reachable(launch, hostname="login")
 
 
 def start_controller(tmp_path, **env):
@@ -136,14 +134,14 @@ def start_controller(tmp_path, **env):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
     return controller, commands
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
-def test_a_run_that_is_ended_while_it_waits_in_the_queue_leaves_no_job(tmp_path):
+def test_run_stopped_while_queued_leaves_no_job(tmp_path):
     controller, commands = start_controller(tmp_path, FAKE_SLURM_STATE="PENDING")
     deadline = time.monotonic() + 60
     while not (commands / "asked").exists():
@@ -158,8 +156,8 @@ def test_a_run_that_is_ended_while_it_waits_in_the_queue_leaves_no_job(tmp_path)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
-def test_roles_run_on_slurms_nodes_and_the_job_is_cancelled_in_the_end(tmp_path, signal_number):
-    """By the controller, and where that was killed by its guard."""
+def test_roles_run_on_slurm_nodes_and_the_job_is_cancelled_at_the_end(tmp_path, signal_number):
+    """The controller cancels the job, or its guard does after the controller was killed."""
     controller, commands = start_controller(tmp_path)
     assert controller.stdout is not None
     run = json.loads(controller.stdout.readline())

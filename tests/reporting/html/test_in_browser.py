@@ -1,4 +1,4 @@
-"""The report in a real browser: what is drawn and how much of it, what is asked of the network, how fast."""
+"""The report in a real browser: drawn elements, network requests and speed."""
 
 import json
 
@@ -25,7 +25,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folders of made-up runs, by name."""
+    """Write made-up runs and return their folders by name."""
     folder = tmp_path_factory.mktemp("runs")
     return {
         "whole": make_run(folder / "whole", MadeRun(events=LOSS)),
@@ -58,32 +58,16 @@ def test_every_step_and_evaluation_is_on_the_curves(whole):
     assert whole.texts("#overview .tile-value")[0] == "40 of 40"
 
 
-def test_a_group_of_metrics_is_drawn_when_it_is_opened(whole):
-    group = whole.page.locator("#curves details.group", has_text="completion")
-    assert group.locator("[data-drawn]").count() == 0
-    group.locator("summary").click()
-    whole.until(
-        "[...document.querySelectorAll('#curves details.group[open] .chart')].every(c => c.dataset.drawn)"
-    )
-    assert group.locator("h3").all_inner_texts() == ["completion/tokens_mean", "completion/cut_off"]
-
-
-def test_a_metric_is_found_by_its_name(whole):
-    whole.page.get_by_label("find a metric").fill("grad")
-    shown = whole.page.locator("#curves details.group .card:visible h3")
-    assert shown.all_inner_texts() == ["loss/grad_norm"]
-
-
 def test_each_process_has_a_lane_and_every_activity_is_drawn(whole):
     whole.go("timeline", "canvas[data-drawn]")
     whole.page.get_by_role("button", name="whole run").click()
-    # Of a step: three of the trainer, a pull and the requests as one, a score, two waits.
+    # In each step: three spans of the trainer, a pull and the merged requests, a score, two waits.
     assert whole.numbers("#timeline canvas", "data-drawn") == [40 * 8]
     whole.page.get_by_role("button", name="last step").click()
     assert whole.numbers("#timeline canvas", "data-drawn")[0] in (8, 9)
 
 
-def test_a_step_of_the_timeline_is_shown_by_its_number(whole):
+def test_step_of_the_timeline_is_shown_by_its_number(whole):
     whole.go("timeline", "canvas[data-drawn]")
     whole.page.locator("#timeline input").fill("7")
     whole.page.locator("#timeline input").press("Enter")
@@ -96,7 +80,7 @@ def test_a_step_of_the_timeline_is_shown_by_its_number(whole):
     assert "version" in tip
 
 
-def test_the_time_of_a_step_is_told_by_its_parts(whole):
+def test_time_of_a_step_is_split_into_its_parts(whole):
     whole.go("time", ".stack")
     rows = whole.texts("#time .columns .card:first-child tr td:first-child")
     assert rows == [
@@ -112,7 +96,7 @@ def test_the_time_of_a_step_is_told_by_its_parts(whole):
     whole.page.wait_for_selector("#time .chart[data-drawn='40']")
 
 
-def test_a_rollout_is_shown_down_to_the_token(whole):
+def test_rollout_is_shown_token_by_token(whole):
     whole.go("rollouts", ".tokens")
     assert whole.texts("#rollouts [data-count]")[0] == "160 of 160 rollouts"
     tokens = whole.page.locator("#rollouts .tokens .token")
@@ -133,7 +117,7 @@ def test_a_rollout_is_shown_down_to_the_token(whole):
     assert "0, not trained on" in whole.page.locator(".tip").inner_text()
 
 
-def test_a_long_reply_is_made_as_far_as_it_is_looked_at(chromium, tmp_path):
+def test_long_reply_is_rendered_while_scrolling(chromium, tmp_path):
     folder = make_run(tmp_path / "verbose", MadeRun(num_steps=1, samples=1, tokens=10_000))
     with opened(chromium, reported(folder)) as seen:
         seen.go("rollouts", ".tokens")
@@ -146,33 +130,6 @@ def test_a_long_reply_is_made_as_far_as_it_is_looked_at(chromium, tmp_path):
             })(document.querySelector('#rollouts .detail'))"""
         )
         assert seen.count("#rollouts .rest") == 0
-
-
-def test_tokens_are_coloured_by_what_is_chosen(whole):
-    whole.go("rollouts", ".tokens")
-    colors = "() => [...document.querySelectorAll('#rollouts .tokens .token')].map(t => t.style.background)"
-    by_advantage = whole.page.evaluate(colors)
-    assert len(set(by_advantage)) == 1  # one advantage for all of the reply
-    whole.page.get_by_label("colour of tokens").select_option("diff")
-    whole.until(f"new Set(({colors})()).size > 10")
-    whole.page.get_by_label("colour of tokens").select_option("none")
-    whole.until(f"({colors})().every(color => color === '')")
-
-
-def test_what_is_not_recorded_is_no_colour_and_another_one_is_taken(chromium, tmp_path):
-    folder = make_run(tmp_path / "plain", MadeRun(num_steps=2, is_new=False))
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["advantage"]
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with opened(chromium, reported(folder)) as seen:
-        seen.go("rollouts", ".tokens")
-        choice = seen.page.get_by_label("colour of tokens")
-        assert choice.input_value() == "logprob"
-        assert choice.locator("option[disabled]").all_inner_texts() == [
-            "advantage (not recorded)",
-            "trainer − generator (not recorded)",  # noqa: RUF001 - a minus sign
-        ]
 
 
 def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
@@ -194,7 +151,7 @@ def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
     whole.page.wait_for_selector("#rollouts [data-count='0']")
 
 
-def test_losses_and_recoveries_are_told_in_order(whole):
+def test_losses_and_recoveries_are_listed_in_order(whole):
     whole.go("events", "li")
     assert whole.texts("#events li span") == [
         "the run started",
@@ -202,18 +159,6 @@ def test_losses_and_recoveries_are_told_in_order(whole):
         "generator_0 is back after 6.5 s",
         "the run finished",
     ]
-
-
-def test_of_very_many_events_the_latest_are_shown(chromium, tmp_path):
-    lost = {"event": "lost", "role": "reward", "reason": "again"}
-    events = tuple(lost | {"time": START_S + 0.01 * i} for i in range(3000))
-    with opened(
-        chromium, reported(make_run(tmp_path / "lossy", MadeRun(num_steps=30, events=events)))
-    ) as seen:
-        seen.go("events", "li")
-        assert seen.count("#events li") == 1000
-        assert seen.texts("#events .card-note") == ["the latest 1,000 of 3,002"]
-        assert seen.texts("#events li span")[-1] == "the run finished"
 
 
 def test_options_and_environment_are_shown(whole):
@@ -244,7 +189,7 @@ def test_two_runs_are_compared_in_one_report(chromium, runs):
         assert seen.errors == []
 
 
-def test_a_finding_is_on_top_marked_on_the_curves_and_opens_the_reply_that_shows_it(chromium, tmp_path):
+def test_finding_is_on_top_marked_on_the_curves_and_links_to_its_reply(chromium, tmp_path):
     folder = make_run(tmp_path / "hacked", MadeRun(hacked_from=20))
     with opened(chromium, reported(folder)) as seen:
         card = seen.page.locator("#findings .finding[data-kind='reward_hacking']")
@@ -255,7 +200,7 @@ def test_a_finding_is_on_top_marked_on_the_curves_and_opens_the_reply_that_shows
         said = quote.locator("figcaption span").first.inner_text()
         assert quote.locator("blockquote").inner_text() == HACK
         seen.go("rollouts", ".tokens")
-        seen.page.get_by_label("to step").fill("3")  # none of the steps that the finding shows
+        seen.page.get_by_label("to step").fill("3")  # none of the finding's own steps
         seen.page.get_by_label("to step").press("Enter")
         quote.click()
         seen.page.wait_for_selector("#rollouts .row.here")
@@ -268,26 +213,14 @@ def test_a_finding_is_on_top_marked_on_the_curves_and_opens_the_reply_that_shows
         assert seen.errors == []
 
 
-def test_a_healthy_run_says_that_nothing_looks_wrong_and_what_was_looked_for(whole):
+def test_healthy_run_reports_no_findings_and_lists_the_checks(whole):
     said = whole.texts("#findings .healthy")[0]
     assert said.startswith("Nothing looks wrong. Looked for: ")
     assert "reward hacking" in said
     assert whole.count("nav .count") == 0
 
 
-def test_without_its_tokenizer_a_reply_is_its_text_beside_its_tokens_numbers(chromium, tmp_path):
-    folder = make_run(tmp_path / "far", MadeRun(num_steps=2))
-    config = json.loads((folder / "config.json").read_text())
-    config["values"]["hf_assets_path"] = str(tmp_path / "gone")
-    (folder / "config.json").write_text(json.dumps(config))
-    with opened(chromium, reported(folder)) as seen:
-        assert "tokens are shown by their numbers" in " ".join(seen.texts("#overview .problems li"))
-        seen.go("rollouts", ".tokens")
-        assert seen.texts("#rollouts .reply pre")[0] == TEXT
-        assert seen.texts("#rollouts .tokens .token")[:2] == ["<52>", "<43>"]
-
-
-def test_what_a_model_wrote_is_text_and_never_runs(chromium, runs):
+def test_text_of_a_model_is_never_executed(chromium, runs):
     with opened(chromium, reported(runs["evil"])) as seen:
         seen.go("rollouts", ".tokens")
         assert "".join(seen.texts("#rollouts .tokens .token")) == f"{EVIL}<|im_end|>"
@@ -296,17 +229,7 @@ def test_what_a_model_wrote_is_text_and_never_runs(chromium, runs):
         assert [url for url in seen.requests if "evil" in url.rpartition("/")[2]] == [seen.requests[0]]
 
 
-def test_a_page_may_neither_fetch_nor_run_what_is_not_its_own(chromium, runs):
-    with opened(chromium, reported(runs["old"])) as seen:
-        refused = seen.page.evaluate("fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')")
-        assert refused == "refused"
-        seen.page.evaluate(
-            "document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))"
-        )
-        assert seen.page.evaluate("window.ran === undefined")
-
-
-def test_an_older_run_and_a_metrics_file_cut_in_a_line_are_shown_as_far_as_they_go(chromium, runs):
+def test_older_run_and_truncated_metrics_file_are_shown(chromium, runs):
     metrics = runs["old"] / "metrics.jsonl"
     text = metrics.read_text()
     metrics.write_text(text[: text.rindex('"loss/mean"')])
@@ -322,7 +245,7 @@ def test_an_older_run_and_a_metrics_file_cut_in_a_line_are_shown_as_far_as_they_
         assert seen.errors == []
 
 
-def test_a_run_that_has_just_begun_is_a_page_too(chromium, tmp_path):
+def test_run_without_steps_has_a_page(chromium, tmp_path):
     folder = tmp_path / "new"
     folder.mkdir()
     (folder / "status.json").write_text('{"status": "running"}')
@@ -333,9 +256,8 @@ def test_a_run_that_has_just_begun_is_a_page_too(chromium, tmp_path):
         assert seen.errors == []
 
 
-@pytest.mark.parametrize("width", [1360, 820, 390])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_nothing_overlaps_or_sticks_out_at_any_width(width, theme, chromium, runs):
+@pytest.mark.parametrize(("width", "theme"), [(1360, "light"), (820, "dark"), (390, "light")])
+def test_layout_has_no_overlap_or_overflow_at_any_width(width, theme, chromium, runs):
     with opened(
         chromium, reported(runs["whole"], runs["other"]), width=width, color_scheme=theme, drawn=False
     ) as seen:
@@ -361,7 +283,7 @@ def test_nothing_overlaps_or_sticks_out_at_any_width(width, theme, chromium, run
         assert seen.errors == []
 
 
-def test_ten_thousand_steps_and_a_million_tokens_are_under_20_mb_and_open_within_3_s(chromium, tmp_path):
+def test_large_report_is_under_20_mb_and_opens_within_3_s(chromium, tmp_path):
     made = MadeRun(num_steps=10_000, samples=2, tokens=50, spans_a_step=40)
     file = reported(make_run(tmp_path / "long", made))
     assert file.stat().st_size < 20_000_000

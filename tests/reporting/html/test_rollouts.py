@@ -1,11 +1,11 @@
-"""Rollouts as a page has them: all, or evenly chosen ones, and each number where it belongs."""
+"""Rollouts in a page: all or evenly chosen ones, with each number in its place."""
 
 import math
 from typing import Any
 
 import pytest
 
-from rl.reporting.html.blocks import unpacked
+from rl.reporting.html.blocks import unpack
 from rl.reporting.html.rollouts import CHUNK_TOKENS, pack_rollouts
 from rl.reporting.html.token_texts import open_token_texts
 
@@ -37,10 +37,10 @@ def line(reply="ab", *, step=1, sample=0, problem="p", **others):
 
 
 def shown(packed):
-    """Of each rollout, in order, its turns with texts and pieces in their places."""
+    """Return the turns of each rollout with their texts and pieces."""
     rollouts: list[list[dict[str, Any]]] = []
     for block in packed.chunks:
-        chunk = unpacked(block)
+        chunk = unpack(block)
         texts, pieces = chunk["texts"], chunk["pieces"]
         for turns in chunk["rollouts"]:
             for turn in turns:
@@ -51,9 +51,9 @@ def shown(packed):
     return rollouts
 
 
-def test_each_token_has_its_text_and_both_logprobs_as_their_difference(texts):
+def test_each_token_has_its_text_and_logprob_difference(texts):
     packed = pack_rollouts(
-        [line(trainer_logprobs=[-0.5, -0.25], advantages=[0.5, -0.5], mask=[1, 0])], texts, most_bytes=ROOM
+        [line(trainer_logprobs=[-0.5, -0.25], advantages=[0.5, -0.5], mask=[1, 0])], texts, max_bytes=ROOM
     )
     ((turn,),) = shown(packed)
     assert turn["tokens"] == [[97, "a"], [98, "b"]]
@@ -65,26 +65,18 @@ def test_each_token_has_its_text_and_both_logprobs_as_their_difference(texts):
     assert packed.index["columns"]["diff"] == [0.25]
 
 
-def test_of_an_older_run_the_rollouts_advantage_is_each_tokens_and_nothing_is_made_up(texts):
-    packed = pack_rollouts([line()], texts, most_bytes=ROOM)
-    ((turn,),) = shown(packed)
-    assert turn["advantages"] == 0.25
-    assert not {"diffs", "mask"} & set(turn)
-    assert packed.index["columns"]["diff"] == [None]
-
-
-def test_a_rollout_without_tokens_is_its_text(texts):
+def test_rollout_without_tokens_has_its_text(texts):
     bare = line("hello")
     bare["turns"] = [{"messages": [], "reply": "hello", "finish_reason": "stop"}]
-    packed = pack_rollouts([bare], texts, most_bytes=ROOM)
+    packed = pack_rollouts([bare], texts, max_bytes=ROOM)
     assert shown(packed) == [[{"reply": "hello", "finish": "stop"}]]
     assert packed.index["columns"]["excerpt"] == ["hello"]
 
 
-def test_the_index_says_what_is_listed_and_in_which_chunk_it_is(texts):
+def test_index_has_columns_and_chunks(texts):
     long = "x" * (CHUNK_TOKENS // 2 + 10)
     lines = [line(long, sample=0), line(long, sample=1), line("end", sample=2)]
-    packed = pack_rollouts(lines, texts, most_bytes=ROOM)
+    packed = pack_rollouts(lines, texts, max_bytes=ROOM)
     assert packed.index["first_of_chunk"] == [0, 2]
     assert packed.index["num_recorded"] == 3
     columns = packed.index["columns"]
@@ -96,22 +88,22 @@ def test_the_index_says_what_is_listed_and_in_which_chunk_it_is(texts):
     assert [turns[0]["reply"] for turns in shown(packed)] == [long, long, "end"]
 
 
-def test_a_prompt_that_samples_share_is_in_the_page_once(texts):
+def test_shared_prompt_is_stored_once(texts):
     lines = [line(sample=i) for i in range(8)]
     lines[0]["turns"][0]["messages"] = lines[1]["turns"][0]["messages"] = [{"role": "user", "content": "Q"}]
-    chunk = unpacked(pack_rollouts(lines, texts, most_bytes=ROOM).chunks[0])
+    chunk = unpack(pack_rollouts(lines, texts, max_bytes=ROOM).chunks[0])
     assert sorted(chunk["texts"]) == ["47 82", "Q", "ab"]
 
 
-def test_too_many_rollouts_are_thinned_out_evenly_by_whole_groups(texts):
-    # Each reply is another, or it would be packed to nothing.
+def test_too_many_rollouts_are_thinned_by_whole_groups(texts):
+    # Replies differ, since equal ones would compress to nothing.
     lines = [
         line("".join(chr(33 + (7 * i * step + i * i) % 90) for i in range(300)), step=step, sample=sample)
         for step in range(1, 101)
         for sample in range(2)
     ]
-    whole = pack_rollouts(lines, texts, most_bytes=ROOM)
-    thin = pack_rollouts(lines, texts, most_bytes=whole.num_bytes // 4)
+    whole = pack_rollouts(lines, texts, max_bytes=ROOM)
+    thin = pack_rollouts(lines, texts, max_bytes=whole.num_bytes // 4)
     assert thin.num_bytes <= whole.num_bytes // 4
     steps = thin.index["columns"]["step"]
     assert 30 <= len(steps) <= 50
@@ -121,35 +113,18 @@ def test_too_many_rollouts_are_thinned_out_evenly_by_whole_groups(texts):
     assert thin.index["num_recorded"] == 200
 
 
-def test_what_a_finding_refers_to_stays_when_others_are_left_out(texts):
+def test_rollouts_of_findings_are_kept(texts):
     lines = [line(f"{step:03d}" * 100, step=step) for step in range(1, 101)]
-    most = pack_rollouts(lines, texts, most_bytes=ROOM).num_bytes // 5
+    most = pack_rollouts(lines, texts, max_bytes=ROOM).num_bytes // 5
     kept = frozenset({3, 61})
-    assert {4, 62} <= set(pack_rollouts(lines, texts, most_bytes=most, keep=kept).index["columns"]["step"])
-    assert not {4, 62} <= set(pack_rollouts(lines, texts, most_bytes=most).index["columns"]["step"])
+    assert {4, 62} <= set(pack_rollouts(lines, texts, max_bytes=most, keep=kept).index["columns"]["step"])
+    assert not {4, 62} <= set(pack_rollouts(lines, texts, max_bytes=most).index["columns"]["step"])
 
 
-def test_numbers_that_are_not_finite_are_shown_as_not_known(texts):
+def test_numbers_that_are_not_finite_are_unknown(texts):
     odd = line(trainer_logprobs=["nan", -0.5], logprobs=["-inf", -0.5]) | {"reward": math.nan}
-    packed = pack_rollouts([odd], texts, most_bytes=ROOM)
+    packed = pack_rollouts([odd], texts, max_bytes=ROOM)
     ((turn,),) = shown(packed)
     assert turn["logprobs"] == [None, -0.5]
     assert turn["diffs"] == [None, 0]
     assert packed.index["columns"]["reward"] == ["nan"]
-
-
-def test_what_is_no_number_where_one_should_be_does_not_stop_the_page(texts):
-    odd = line(trainer_logprobs=[None, -0.5], logprobs=["?", -0.25], policy_versions=None)
-    odd |= {"advantage": "?", "parts": None}
-    none = line(sample=1, token_ids=None)
-    packed = pack_rollouts([odd, none], texts, most_bytes=ROOM)
-    (turn,), (bare,) = shown(packed)
-    assert (turn["logprobs"], turn["diffs"]) == ([None, -0.25], [None, -0.25])
-    assert "tokens" not in bare
-    assert packed.index["columns"]["advantage"] == [None, 0.25]
-
-
-def test_no_rollouts_are_an_empty_index(texts):
-    packed = pack_rollouts([], texts, most_bytes=10)
-    assert packed.chunks == []
-    assert packed.index["columns"]["step"] == []

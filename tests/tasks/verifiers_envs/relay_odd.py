@@ -76,7 +76,7 @@ class StuckConfig(vf.TasksetConfig):
 
 
 class Stuck(vf.Taskset[StuckTask, StuckConfig]):
-    """Whose reward never comes, with or without a time limit of its own."""
+    """Environment whose reward never comes, with or without a time limit."""
 
     def load(self) -> Iterable[StuckTask]:
         timeout = vf.TaskTimeout(scoring=self.config.scoring_s)

@@ -1,0 +1,351 @@
+"""All actors of a run: their start, their replacement after a loss, and their end.
+
+    cluster = Cluster(config, model_spec=spec, hf_assets_path=folder, store=store, logs=logs)
+    await cluster.start()
+    await cluster.trainer.call("forward_backward", ...)
+    ...
+    await cluster.close()
+
+`launch.supervised` ends the processes that are left after an error or after `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from monarch.actor import HostMesh
+
+from actors.calls import (
+    ActorCallError,
+    ActorGroup,
+    ActorLostError,
+    ActorTimeoutError,
+    Group,
+    all_or_cancel,
+    first_line,
+)
+from actors.config import ClusterConfig, LaunchConfig
+from actors.device_lock import DeviceLock
+from actors.generator import generator_env
+from actors.launch import Launcher, deadline, setup_process_group_env
+from actors.members import LogSettings, RoleProcesses
+from actors.parity import ParityCheck
+from actors.placement import Placement, place_actors
+from actors.recovery import AddEvent, GeneratorPool, Role, Supervisor, no_event
+from rl.models.spec import ModelSpec
+from rl.observability.logs import QUIET_ENVIRONMENT
+from rl.rollouts.rubric import Rubric
+from rl.utils.errors import RunError
+from rl.utils.threads import run_aside
+from rl.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TRAINER_GRACE_S = 10.0
+"""Time for a call to a dead trainer to end with its own, more exact error."""
+DEATH_GRACE_S = 3.0
+"""Time until the trainer's processes are seen dead; a caller without an answer may notice first."""
+ANSWER_S = 10.0
+"""Time for trainer processes on other hosts to show that they are alive."""
+
+
+class Cluster:
+    """The trainer, the generators and the reward processes of a run.
+
+    `trainer`, `generators` and `reward` stay valid when the actors behind them are replaced. `reward` is None
+    if `config.reward.num_procs` is 0, `pool` if a lost generator ends the run.
+    """
+
+    trainer: Group
+    generators: Sequence[Group]
+    reward: Role[ActorGroup] | None = None
+    pool: GeneratorPool | None = None
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        model_spec: ModelSpec,
+        hf_assets_path: str,
+        store: WeightStore,
+        logs: LogSettings,
+        check: ParityCheck | None = None,
+        rubric: Rubric | None = None,
+        trainer_arguments: Mapping[str, Any] | None = None,
+        events: AddEvent = no_event,
+    ) -> None:
+        """
+        Args:
+            hf_assets_path: folder that trainer and generators are set up from.
+            check: check of every pull; None compares checksums only.
+            rubric: needed if there are reward processes.
+            trainer_arguments: arguments of the trainer actor besides its config and the store.
+            events: records losses and replacements of actors.
+        """
+        assert rubric is not None or not config.reward.num_procs, "reward processes need a rubric"
+        self.config = config
+        self.store = store
+        self.check = check or ParityCheck(None)
+        self.placements = place_actors(config, num_gpus=num_gpus())
+        self._model_spec = model_spec
+        self._hf_assets_path = hf_assets_path
+        self._logs = logs
+        self._rubric = rubric
+        self._trainer_arguments = dict(trainer_arguments or {})
+        self.launcher = Launcher()
+        self._supervisor = Supervisor(
+            config.recovery, in_background=self.launcher.in_background, events=events
+        )
+        self._hosts: dict[str, HostMesh] = {}
+        self._store_started = asyncio.Event()
+        self._renewing_hosts = asyncio.Lock()
+        self._failed_hosts: set[str] = set()
+        """Groups of hosts on which a start has failed: on other machines nothing else shows their death."""
+        self._trainer: Role[ActorGroup] | None = None
+        """The trainer's role if a lost trainer is restarted."""
+
+    async def start(self) -> None:
+        """Start all roles at the same time and set their actors up."""
+        config = self.config
+        self._hosts = await self.launcher.start_hosts(config.launch, self.placements)
+        # No role waits for another's set-up: the start takes as long as the slowest role.
+        numbers = range(len(self.placements.generators))
+        starts = [self._start_trainer(), *map(self._start_generator, numbers)]
+        if self.placements.reward is not None:
+            starts.append(self._start_reward())
+        trainer, *started = await all_or_cancel(starts)
+        if self.placements.reward is not None:
+            reward = started.pop()
+            self.reward = Role(reward, start=self._restart_reward, supervisor=self._supervisor)
+        self.trainer, self.generators = trainer, started
+        if config.launch.share_gpus:
+            await self._set_up_in_turns(trainer, started)
+        elif config.recovery.max_restarts:
+            self.trainer = self._trainer = Role(trainer)
+            self.pool = GeneratorPool(
+                started,
+                start=self._restart_generator,
+                supervisor=self._supervisor,
+                trainer=self._trainer,
+                store=self.store,
+                check=self.check,
+            )
+            self.generators = self.pool.members
+            self.pool.watch()
+
+    async def close(self) -> None:
+        """End the actors and the store in order; errors are logged, as the run's results are complete."""
+        # A generator that is being restarted needs no clean end.
+        generators = self.generators if self.pool is None else self.pool.close()
+        groups: list[Group] = [self.trainer, *generators]
+        if self.reward is not None:
+            groups.append(self.reward)
+        limit_s = self.config.timeouts.close_s
+        ends = [*(group.call("close", limit_s=limit_s) for group in groups), self.store.stop()]
+        for problem in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(problem, Exception):
+                logger.warning("not a clean end, its processes are killed: %s", problem)
+
+    async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
+        """Run `training`, and end it also if the trainer dies while no call to it is made.
+
+        Raises:
+            ActorLostError: the trainer is dead.
+        """
+        if self._trainer is None:
+            return await training
+        running = asyncio.ensure_future(training)
+        try:
+            await self._trainer.group.while_alive(running, "training", grace_s=TRAINER_GRACE_S)
+        finally:
+            # The training must have ended before anything is restarted.
+            running.cancel()
+            await asyncio.wait({running})
+
+    async def restart_trainer(self, error: RunError, *, at_least: int = 1) -> None:
+        """Replace a lost trainer by a new one with the starting weights; the caller loads a checkpoint.
+
+        All pushed versions are gone, and the generators drop their requests; they stay, and serve nothing
+        until the next version. The training that `error` ended must have ended.
+
+        Args:
+            at_least: number of times the trainer was lost without any progress.
+
+        Raises:
+            RunError: `error`, if the trainer is not lost or nothing is restarted.
+            RestartsUsedUpError: the trainer was lost too often.
+        """
+        if self._trainer is None or self.pool is None:
+            raise error
+        role = self._trainer
+        reason = await _reason_of_loss(role.group, error)
+        if reason is None:
+            raise error
+        async with self.pool.without_weights():
+            try:
+                role.group = await self._supervisor.restart(
+                    role.name,
+                    reason=reason,
+                    start=self._replace_trainer,
+                    done="is set up again",
+                    at_least=at_least,
+                )
+            except RunError as used_up:
+                raise used_up from error
+
+    async def _replace_trainer(self) -> ActorGroup:
+        assert self._trainer is not None
+        assert self.pool is not None
+        await self._end_lost(self.placements.trainer)
+        # The store's actors are dead; its files may take a while to remove.
+        self.store.forget()
+        try:
+            await run_aside(self.store.discard, name="weight store", limit_s=self.store.config.timeout_s)
+        except TimeoutError as slow:
+            raise RunError(
+                f"the versions that the lost trainer has pushed cannot be removed: {slow}"
+            ) from slow
+        self.check.forget()
+        trainer = await self._start_trainer()
+        self._trainer.group = trainer
+        await self.pool.use_store()
+        return trainer
+
+    async def _restart_generator(self, number: int) -> ActorGroup:
+        await self._end_lost(self.placements.generators[number])
+        return await self._start_generator(number)
+
+    async def _restart_reward(self) -> ActorGroup:
+        assert self.placements.reward is not None
+        await self._end_lost(self.placements.reward)
+        return await self._start_reward()
+
+    async def _start_trainer(self) -> ActorGroup:
+        """Start the trainer with the weight store on its mesh."""
+        at, config = self.placements.trainer, self.config.trainer
+        role = await self._spawn(at, imports=(config.owner.__module__,))
+        await setup_process_group_env(role)
+        await self.store.start(role.mesh)
+        self._store_started.set()
+        group = self._group(at, role, config=config, store=self.store, **self._trainer_arguments)
+        return await self._set_up(group)
+
+    async def _start_generator(self, number: int) -> ActorGroup:
+        """Start a generator without weights, once the store has started."""
+        at, config = self.placements.generators[number], self.config.generator
+        role = await self._spawn(at, imports=self._engine_imports(), env=generator_env(config))
+        await setup_process_group_env(role)
+        # An actor gets a copy of the store as it is when the actor is spawned. If the trainer fails, so does
+        # the whole start, which ends this wait.
+        await self._store_started.wait()
+        group = self._group(at, role, config=config, model_spec=self._model_spec, store=self.store)
+        return await self._set_up(group)
+
+    async def _start_reward(self) -> ActorGroup:
+        at, config = self.placements.reward, self.config.reward
+        assert at is not None
+        role = await self._spawn(at, imports=("actors.reward",))
+        group = self._group(at, role, config=config, rubric=self._rubric)
+        await group.call("setup", limit_s=self.config.timeouts.setup_s)
+        return group
+
+    async def _set_up(self, group: ActorGroup) -> ActorGroup:
+        # Groups that share devices are set up one after another, when all processes are there.
+        if not self.config.launch.share_gpus:
+            await group.call("setup", self._hf_assets_path, limit_s=self.config.timeouts.setup_s)
+        return group
+
+    async def _set_up_in_turns(self, trainer: ActorGroup, generators: Sequence[ActorGroup]) -> None:
+        """Set up trainer and generators that share devices, each while the others hold no memory."""
+        setup_s = self.config.timeouts.setup_s
+        await trainer.call("check_sharing", self.config.generator.gpu_memory_utilization, limit_s=setup_s)
+        await trainer.call("setup", self._hf_assets_path, limit_s=setup_s)
+        await trainer.call("sleep", limit_s=setup_s)
+        await asyncio.gather(*(g.call("setup", self._hf_assets_path, limit_s=setup_s) for g in generators))
+        await asyncio.gather(*(g.call("sleep", limit_s=setup_s) for g in generators))
+        await trainer.call("wake", limit_s=setup_s)
+        lock = DeviceLock(trainer=trainer, generators=generators, check=self.check)
+        self.trainer, self.generators = lock.trainer, lock.generators
+
+    async def _spawn(
+        self, at: Placement, *, imports: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> RoleProcesses:
+        """Start the processes of one role; importing modules is faster before there are actors."""
+        try:
+            role = await self.launcher.spawn_role(
+                at.role,
+                num_procs=at.procs_per_host,
+                threads=at.threads,
+                gpus=at.gpus,
+                env=QUIET_ENVIRONMENT | dict(env or {}),
+                host=None if at.hosts is None else self._hosts[at.hosts],
+                python=None if at.hosts is None else self.config.launch.python,
+                logs=self._logs,
+            )
+        except (ActorCallError, ActorTimeoutError):
+            if at.hosts is not None:
+                self._failed_hosts.add(at.hosts)
+            raise
+        async with deadline(self.config.timeouts.setup_s, f"importing modules in role {at.role!r}"):
+            await role.members.import_modules.call(imports)
+        return role
+
+    def _group(self, at: Placement, role: RoleProcesses, *, config: Any, **arguments: Any) -> ActorGroup:
+        """Spawn the actors of a role in its processes."""
+        actors = role.mesh.spawn(at.role, config.owner, config=config, **arguments)
+        return ActorGroup(
+            name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local, role=role
+        )
+
+    def _engine_imports(self) -> tuple[str, ...]:
+        """Return the modules that generators import first, which takes most of the time of a start."""
+        if self._model_spec.batch_invariant and trains_on_gpu(self.config.launch, num_gpus=num_gpus()):
+            # The engine makes a setting of its own before it imports vllm.
+            return ("actors.generator",)
+        return ("actors.generator", "actors.vllm.core")
+
+    async def _end_lost(self, at: Placement) -> None:
+        """End what is left of a lost role, and replace its hosts if they are lost too."""
+        await self.launcher.stop_lost(at.role)
+        if at.hosts is None:
+            return
+        async with self._renewing_hosts:  # another generator on the same host may be lost as well
+            if at.hosts in self._failed_hosts or self.launcher.hosts.are_lost(at.hosts):
+                self._failed_hosts.discard(at.hosts)
+                renewed = await self.launcher.hosts.renew(self.config.launch, self.placements, at.hosts)
+                self._hosts[at.hosts] = renewed
+
+
+async def _reason_of_loss(trainer: ActorGroup, error: RunError) -> str | None:
+    """Return the reason of the trainer's loss, or None if it is alive."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ActorLostError) and cause.role == trainer.name:
+            return first_line(cause)
+        cause = cause.__cause__
+    if dead := await trainer.seen_dead(DEATH_GRACE_S):
+        return f"rank {', '.join(map(str, dead))} of {trainer.mesh.size()} is dead: its process ended"
+    if trainer.role is not None and len(trainer.processes) < trainer.mesh.size():
+        try:
+            async with deadline(ANSWER_S, f"asking role {trainer.name!r} whether it is alive"):
+                await trainer.role.members.check.call()
+        except (ActorCallError, ActorTimeoutError) as lost:
+            return first_line(lost)
+    return None
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def trains_on_gpu(launch_config: LaunchConfig, *, num_gpus: int) -> bool:
+    """Return whether the trainer's hosts have GPUs; `num_gpus` is the number on this machine."""
+    return launch_config.gpus_per_host != 0 if launch_config.on_cluster else num_gpus > 0

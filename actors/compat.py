@@ -1,0 +1,71 @@
+"""Uses of Monarch 0.7 beyond its documented interface, each with its reason."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import MeshFailure
+
+__all__ = [
+    "SupervisionError",
+    "quiet_client_start",
+    "quiet_jobs",
+    "run_actor_process",
+    "settle_monarch",
+    "simulated_host_pids",
+]
+# SupervisionError is what a call to a dead process raises; no public module exports it.
+
+
+def settle_monarch(on_fault: Callable[[MeshFailure], None]) -> None:
+    """Keep Monarch from interrupting the controller when an actor dies, and from editing log records.
+
+    Monarch's default hook ends the main thread by KeyboardInterrupt. The caller that waits for the dead actor
+    gets an error anyway, and every wait has a deadline, so the controller can decide.
+    """
+    monarch.actor.unhandled_fault_hook = on_fault
+    monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
+
+
+def run_actor_process() -> None:
+    """Run this process's actors until they end, by SystemExit; there is no public entry but Monarch's command."""
+    from monarch._src.actor.bootstrap_main import invoke_main
+
+    monarch.actor.config.prefix_python_logs_with_actor = False  # our lines name role and rank
+    invoke_main()
+
+
+def quiet_jobs() -> None:
+    """Drop log records of Monarch's jobs below a warning; their modules set a level when imported."""
+    for name in ("job", "slurm", "kubernetes"):
+        logging.getLogger(f"monarch._src.job.{name}").setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def quiet_client_start() -> Iterator[None]:
+    """Drop the line that Monarch's client writes to stderr when it starts."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(sink)
+
+
+def simulated_host_pids(job: Any, group: str, num_hosts: int) -> list[int]:
+    """Return the pids of the processes by which a ProcessJob simulates a group's hosts.
+
+    Monarch reports the death of such a host after 30 s at the earliest; its pid shows it at once.
+    """
+    return [job._host_to_pid[f"{group}_{number}"].pid for number in range(num_hosts)]

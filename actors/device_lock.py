@@ -1,0 +1,97 @@
+"""Lock for devices that trainer and generators share: one side computes while the other sleeps.
+
+    lock = DeviceLock(trainer=trainer, generators=generators, check=check)
+    trainer = TrainerClient(lock.trainer)
+    generator = Router([GeneratorClient(generator) for generator in lock.generators])
+
+Calls of one side overlap; a call of the other side waits until they have ended, and then takes the devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from actors.calls import Group
+from actors.parity import ParityCheck
+
+if TYPE_CHECKING:
+    from actors.config import Timeouts
+
+Side = Literal["trainer", "generators"]
+
+_NEEDS_NO_DEVICE = frozenset({"abort", "close", "finish_saving", "random_states", "restore_random_states"})
+_NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
+
+
+class DeviceLock:
+    """Owner of the shared devices; at first the trainer holds them and the generators sleep."""
+
+    def __init__(self, *, trainer: Group, generators: Sequence[Group], check: ParityCheck) -> None:
+        self._groups: dict[Side, Sequence[Group]] = {"trainer": [trainer], "generators": generators}
+        self._check = check
+        self._holder: Side = "trainer"
+        self._num_calls = 0
+        self._changed = asyncio.Condition()
+        self._served: int | None = None
+        """Version that generators pull when they wake: they sleep without weights."""
+        self._have_weights = False
+        self.trainer = LockedGroup(trainer, lock=self, side="trainer")
+        self.generators = [LockedGroup(g, lock=self, side="generators") for g in generators]
+
+    @asynccontextmanager
+    async def held(self, side: Side, endpoint: str, args: tuple[Any, ...]) -> AsyncIterator[None]:
+        """Give `side` the devices for a call, with weights in the generators if the endpoint needs them."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._holder == side or self._num_calls == 0)
+            if self._holder != side:
+                await self._hand_over(side)
+            if side == "generators" and endpoint not in _NEEDS_NO_WEIGHTS and not self._have_weights:
+                await self._pull_again()
+            self._num_calls += 1
+        try:
+            yield
+            if endpoint == "pull_model_state_dict":
+                self._served, self._have_weights = args[0], True
+        finally:
+            async with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    async def _hand_over(self, side: Side) -> None:
+        await self._call_all(self._holder, "sleep")
+        self._have_weights = False
+        await self._call_all(side, "wake")
+        self._holder = side
+
+    async def _pull_again(self) -> None:
+        """Pull and check the version that was served before the sleep; before the first pull do nothing."""
+        if self._served is not None:
+            _, lost = await self._check.pull(self._served, generators=self._groups["generators"])
+            if lost:
+                raise lost[0]
+            self._have_weights = True
+
+    async def _call_all(self, side: Side, endpoint: str) -> None:
+        groups = self._groups[side]
+        await asyncio.gather(*(g.call(endpoint, limit_s=g.timeouts.sync_s) for g in groups))
+
+
+class LockedGroup:
+    """A `Group` whose calls wait for the devices."""
+
+    def __init__(self, group: Group, *, lock: DeviceLock, side: Side) -> None:
+        self.name = group.name
+        self.timeouts: Timeouts = group.timeouts
+        self._group = group
+        self._lock = lock
+        self._side: Side = side
+
+    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+        """Call `endpoint` on every rank; the deadline counts from when the devices are available."""
+        if endpoint in _NEEDS_NO_DEVICE:
+            return await self._group.call(endpoint, *args, limit_s=limit_s, **kwargs)
+        async with self._lock.held(self._side, endpoint, args):
+            return await self._group.call(endpoint, *args, limit_s=limit_s, **kwargs)

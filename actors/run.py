@@ -1,0 +1,332 @@
+"""One way in for a script: all actors of a run, from their start to a clean end.
+
+    async with open_run(config) as run:
+        await run.publisher.serve(await run.publisher.push())
+        groups = await run.generator.generate(prompts, sampling=sampling)
+        await run.trainer.forward_backward(samples)
+        await run.trainer.optim_step()
+
+docs/scripts.md has a whole loop. The controller uses the same two steps: `checked_run` checks the config and
+makes the run's folder, `started_run` starts the actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+from actors import launch
+from actors.backend import ActorPublisher, GeneratorClient, RewardClient, TrainerClient
+from actors.cluster import Cluster
+from actors.config import ClusterConfig, RunConfig
+from actors.limits import run_limits
+from actors.members import LogSettings
+from actors.parity import ParityCheck
+from actors.plan import Plan, make_plan
+from actors.recording import record_controller
+from actors.router import Router
+from actors.temporary_files import temporary_files
+from actors.training import load_start
+from rl.config.json import changed_fields, to_dict, write_json
+from rl.config.registry import ResolvedRun
+from rl.config.tree import check_fields
+from rl.loop.stop_request import StopRequest
+from rl.observability.environment import write_environment
+from rl.observability.events import Events
+from rl.observability.limits import RunLimits
+from rl.observability.logs import setup_logging
+from rl.observability.progress import print_line, progress
+from rl.observability.run_folder import RunFolder
+from rl.observability.timeline import write_timeline_of_run
+from rl.protocols import Rewarder
+from rl.rollouts.renderer import Renderer
+from rl.rollouts.rewards import RewardProcess, longest_s
+from rl.rollouts.rubric import Rubric
+from rl.tasks.task import Task
+from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.failures import unwritten
+from rl.utils.errors import writing
+from rl.utils.files import locked_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRun:
+    """A run whose config is checked and whose folder is open; nothing is started yet."""
+
+    config: RunConfig
+    plan: Plan
+    folder: RunFolder
+    events: Events
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The actors of a run, ready to be called."""
+
+    config: RunConfig
+    plan: Plan
+    folder: RunFolder
+    events: Events
+    cluster: Cluster
+    rubric: Rubric
+    generator: Router
+    trainer: TrainerClient
+    publisher: ActorPublisher
+    rewarder: Rewarder
+    limits: RunLimits | None
+    """Measured limits of the machine, with which steps are compared; None if unknown or turned off."""
+
+    @property
+    def task(self) -> Task:
+        return self.plan.task
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.plan.renderer
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig, *, reward_actors: bool = True) -> AsyncIterator[Run]:
+    """Check a config, start its actors, load the starting weights, and end everything with the block.
+
+    It works in a script and in a notebook. Nothing is published yet: the first call is a push. A process that
+    dies is replaced as in a controller run; only the loss of the trainer is an error, after which
+    `run.cluster.restart_trainer(error)` starts a new one with the starting weights.
+
+    Args:
+        reward_actors: False scores in a process of this one, as `reward.num_procs=0` does.
+
+    Raises:
+        ValueError: the config cannot run; nothing was started or written.
+        RunError: a process did not come up, or ran into an error.
+    """
+    if launch.is_running():
+        raise RuntimeError("this process runs actors already: leave the block of the other run first")
+    if not reward_actors:
+        config = replace(config, reward=replace(config.reward, num_procs=0))
+    source = ResolvedRun(module="script", function="open_run", config=config)
+    with checked_run(config, source=source) as checked:
+        async with started_run(checked) as run:
+            await load_start(run.trainer, config=config, plan=run.plan)
+            yield run
+            await asyncio.to_thread(write_timeline, run)
+
+
+@contextmanager
+def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRun]:
+    """Check a config, then open the folder of a new or resumed run, with its log and its events.
+
+    Args:
+        source: origin of the config, which is written to the folder.
+
+    Raises:
+        ValueError: the config cannot run; nothing was written, and an earlier run of that name is as it was.
+    """
+    check_fields(config)
+    opened = _new_folder if source.resumes is None else _resumed_folder
+    with _saving_alone(config.trainer.checkpoint), opened(config, source) as (folder, plan, changes):
+        if config.print_config:
+            print_line(json.dumps(to_dict(config), indent=2))
+        print_line(f"run folder: {folder.path}")
+        with _logging(folder, config):
+            logger.info("config %s.%s", source.module, source.function)
+            for change in changes:
+                logger.info("changed: %s", change)
+                print_line(f"changed: {change}")
+            logger.info("starting from %s", plan.start.folder)
+            write_environment(folder.environment)
+            with _recorded(config, plan, folder, resumes=source.resumes is not None) as events:
+                yield CheckedRun(config=config, plan=plan, folder=folder, events=events)
+            logger.info("finished")
+        folder.mark_finished()
+
+
+@contextmanager
+def _new_folder(config: RunConfig, source: ResolvedRun) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
+    plan = make_plan(config)
+    with RunFolder.create(
+        config.dump_folder,
+        config.name or f"{source.module.replace('.', '-')}-{source.function}",
+        time_stamp=config.name is None,
+        overwrite=config.overwrite,
+        inputs=plan.inputs(config),
+        checkpoints=config.trainer.checkpoint.shared_folder,
+    ) as folder:
+        try:
+            _write_start(folder, plan, source)
+        except BaseException:
+            folder.discard()
+            raise
+        yield folder, plan, ()
+
+
+@contextmanager
+def _resumed_folder(
+    config: RunConfig, source: ResolvedRun
+) -> Iterator[tuple[RunFolder, Plan, Sequence[str]]]:
+    assert source.resumes is not None
+    with RunFolder.resume(source.resumes, checkpoints=config.trainer.checkpoint.shared_folder) as folder:
+        changes = changed_fields(folder.config_json, config)
+        with _logging(folder, config):
+            plan = make_plan(config, resumes=folder)
+        _write_start(folder, plan, source)
+        folder.reopen()
+        yield folder, plan, changes
+
+
+def _write_start(folder: RunFolder, plan: Plan, source: ResolvedRun) -> None:
+    with writing(folder.config_json):
+        write_json(source, folder.config_json)
+    with unwritten(str(plan.start.folder)):
+        plan.start.make()
+
+
+@contextmanager
+def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
+    undo_logging = setup_logging("controller", folder=folder.logs, console_level=config.console_level)
+    try:
+        yield
+    finally:
+        undo_logging()
+
+
+@contextmanager
+def _recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool) -> Iterator[Events]:
+    """Record the controller's events and spans in the folder; draw the timeline of a run that fails."""
+    resumed_after, position = None, None if plan.resumed is None else plan.resumed.position
+    if resumes:
+        resumed_after = 0 if position is None else position.step
+        none = "starting from the beginning: there is no checkpoint to go on from"
+        print_line(none if position is None else f"going on after step {resumed_after}")
+    events = Events(folder.events)
+    try:
+        with record_controller(folder.logs, events, timeline=config.timeline, resumed_after=resumed_after):
+            yield events
+    except BaseException:
+        write_timeline_of_run(folder.logs, folder.timeline, timeline=config.timeline)  # shows the end
+        raise
+
+
+@asynccontextmanager
+async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -> AsyncIterator[Run]:
+    """Start the actors of a run, and end them with the block, however it ends.
+
+    The trainer holds the starting point's weights; `load_start` loads the checkpoint of the config or makes
+    the warm-up.
+
+    Args:
+        stop: gets the first Ctrl-C or SIGTERM while a loop listens to it.
+    """
+    config, plan, folder = checked.config, checked.plan, checked.folder
+    store = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
+    # The folder of temporary files is on this machine only.
+    on_disk: AbstractContextManager[None] = nullcontext() if config.launch.on_cluster else temporary_files()
+    try:
+        with on_disk:
+            async with launch.supervised(stop=stop):
+                rubric = plan.task.rubric(seed=config.seed)
+                cluster = Cluster(
+                    config,
+                    model_spec=plan.start.spec,
+                    hf_assets_path=str(plan.start.folder),
+                    store=store,
+                    logs=LogSettings(
+                        folder=folder.logs, console_level=config.console_level, timeline=config.timeline
+                    ),
+                    check=ParityCheck(plan.parity, drains=_drains(config)),
+                    rubric=rubric,
+                    trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
+                    events=checked.events.add,
+                )
+                with progress("starting the actors (import, load, compile)"):
+                    await cluster.start()
+                async with _rewarder(cluster, config=config, rubric=rubric) as rewarder:
+                    yield Run(
+                        config=config,
+                        plan=plan,
+                        folder=folder,
+                        events=checked.events,
+                        cluster=cluster,
+                        rubric=rubric,
+                        generator=make_router(cluster, config=config),
+                        trainer=TrainerClient(cluster.trainer),
+                        publisher=make_publisher(cluster),
+                        rewarder=rewarder,
+                        limits=await run_limits(config, cluster, spec=plan.start.spec),
+                    )
+                await cluster.close()
+    finally:
+        store.discard()
+
+
+def write_timeline(run: Run) -> None:
+    """Write the timeline of a run that has reached its end."""
+    write_timeline_of_run(run.folder.logs, run.folder.timeline, timeline=run.config.timeline)
+
+
+def make_router(cluster: Cluster, *, config: RunConfig) -> Router:
+    """Return one generator over all generators of the cluster."""
+    generators = [GeneratorClient(generator) for generator in cluster.generators]
+    return Router(generators, strategy=config.router, pool=cluster.pool)
+
+
+def make_publisher(cluster: Cluster) -> ActorPublisher:
+    """Return the publisher from the cluster's trainer to its generators."""
+    return ActorPublisher(
+        trainer=cluster.trainer,
+        generators=cluster.generators,
+        store=cluster.store,
+        check=cluster.check,
+        pool=cluster.pool,
+    )
+
+
+@asynccontextmanager
+async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) -> AsyncIterator[Rewarder]:
+    """Yield the reward processes, or a scoring process of this one if the cluster has none."""
+    reward = config.reward
+    if cluster.reward is not None:
+        limit = partial(longest_s, rubric, time_limit_s=reward.time_limit_s)
+        yield RewardClient(
+            cluster.reward,
+            num_procs=reward.num_procs,
+            keep_groups=rubric.has_group_functions,
+            longest_s=limit,
+        )
+        return
+    process = RewardProcess(
+        rubric=rubric, time_limit_s=reward.time_limit_s, max_concurrency=reward.max_concurrency
+    )
+    await process.start()
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+def _drains(config: RunConfig) -> bool:
+    """Return whether a pull waits for running completions."""
+    return config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain"
+
+
+def _saving_alone(config: CheckpointConfig) -> AbstractContextManager[None]:
+    """Lock a checkpoint folder outside of the run's folder before anything in it is read.
+
+    Raises:
+        ValueError: another run saves there, or the folder cannot be made.
+    """
+    if config.shared_folder is None or not config.saves:
+        return nullcontext()
+    return locked_folder(
+        config.shared_folder,
+        as_what="trainer.checkpoint.folder",
+        otherwise="only one run at a time may save there: choose another trainer.checkpoint.folder, or "
+        "trainer.checkpoint.load_only",
+    )

@@ -1,0 +1,218 @@
+"""The Tinker backend over actors: a trainer of any layout, and vLLM generators.
+
+All models in training are in the trainer's processes; those with LoRA have the base's frozen weights in common there.
+A snapshot is a version in the weight store with adapters merged, from which the generators take it when its turn
+comes. All hosts of the trainer need to see the folders that models are saved in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from monarch.actor import ActorError
+
+from actors import launch
+from actors.backend import ActorPublisher, GeneratorClient, TrainerClient
+from actors.calls import ActorCallError, ActorLostError
+from actors.checks import named_as_options
+from actors.cluster import Cluster, num_gpus, trains_on_gpu
+from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
+from actors.generator import VLLMGenerator
+from actors.members import LogSettings
+from actors.parity import ParityCheck
+from actors.placement import place_actors
+from actors.reward import RewardActor
+from actors.router import Router
+from actors.temporary_files import temporary_files
+from actors.trainer import PolicyTrainer
+from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
+from rl.config.tree import check_fields
+from rl.models.generate import PromptLogprobs
+from rl.tinker.backend import TinkerBackend, Workers
+from rl.tinker.base import Base
+from rl.tinker.types import BaseModel, LimitReachedError
+from rl.training import checks
+from rl.training.models import ModelError, check_config
+from rl.types import Completion, SamplingParams, ServeResult
+from rl.weights.store import WeightStore
+from rl.weights.types import SharedMemoryError, WeightStoreError
+
+
+class ActorBackend(TinkerBackend):
+    """A process has one at a time, beside no other actors."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TinkerBackend.Config):
+        trainer: PolicyTrainer.Config = field(default_factory=PolicyTrainer.Config)
+        """Layout, dtypes and sizes of micro-batches of every model in training. Clipping is up to the client."""
+        generator: VLLMGenerator.Config = field(
+            default_factory=lambda: VLLMGenerator.Config(dtype="float32", max_model_len=1024)
+        )
+        """Its `max_model_len` is the context that is offered, for training too."""
+        weights: WeightStore.Config = field(default_factory=lambda: WeightStore.Config(keep_versions=16))
+        """Its `keep_versions` is the largest number of snapshots, the base among them: whole models each."""
+        timeouts: Timeouts = field(default_factory=lambda: Timeouts(close_s=5.0))
+        launch: LaunchConfig = field(default_factory=LaunchConfig)
+        log_folder: str | None = None
+        """Folder of the actors' logs; None keeps none."""
+        console_level: str = "WARNING"
+
+    def __init__(self, *, config: Config) -> None:
+        """Raise ValueError for invalid fields."""
+        super().__init__(config=config)
+        self.config = config
+        check_fields(config)  # One may have been edited since.
+        check_config(config.trainer)
+        if config.launch.share_gpus:
+            raise ValueError(
+                "launch.share_gpus=True: must be False, as models train while others are sampled from; give "
+                "trainer and generators devices of their own"
+            )
+        if config.generator.initial_weights != "store" or config.generator.can_sleep:
+            raise ValueError(
+                f"generator.initial_weights={config.generator.initial_weights!r}, "
+                f"can_sleep={config.generator.can_sleep}: must be 'store' and False, the weights come from the store"
+            )
+        self._cluster = ClusterConfig(
+            trainer=config.trainer,
+            generator=config.generator,
+            reward=RewardActor.Config(num_procs=0),
+            timeouts=config.timeouts,
+            launch=config.launch,
+            # Models live in the trainer's memory, so nothing is restarted.
+            recovery=RecoveryConfig(max_restarts=0),
+        )
+        place_actors(self._cluster, num_gpus=num_gpus())
+
+    def _described(self, base: Base) -> BaseModel:
+        return replace(base.describe(), min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False)
+
+    def _open_base(self) -> Base:
+        config, trainer = self.config, self.config.trainer
+        base: Base = config.base.build(
+            training=trainer.training, cache=config.cache, context=config.generator.max_model_len
+        )
+        spec = base.spec
+        with named_as_options(trainer):
+            spec.check_layout(spec.model, trainer.parallelism)
+            checks.check_layout(
+                parallelism=trainer.parallelism,
+                activation_checkpoint=trainer.activation_checkpoint,
+                compile=trainer.compile,
+                world_size=trainer.num_procs,
+                device_type="cuda" if trains_on_gpu(config.launch, num_gpus=num_gpus()) else "cpu",
+            )
+            trainer.check_model(spec)
+        config.generator.check_model(spec.model)
+        return base
+
+    async def _start_workers(self, base: Base) -> Workers:
+        if launch.is_running():
+            raise RuntimeError("this process has actors already: close what runs them first")
+        config, left = self.config, ExitStack()
+        if not config.launch.on_cluster:
+            left.enter_context(temporary_files())
+        folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
+        store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=folder)
+        logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"
+        cluster = Cluster(
+            self._cluster,
+            model_spec=base.spec,
+            hf_assets_path=str(base.folder),
+            store=store,
+            logs=LogSettings(folder=logs, console_level=config.console_level),
+            trainer_arguments={"model_spec": base.spec, "models": True},
+        )
+        try:
+            await cluster.start()
+        except BaseException:
+            with left:
+                await launch.stop_all()
+                store.discard()
+            raise
+        return ActorWorkers(cluster, left=left)
+
+
+class ActorWorkers(TrainerClient):
+    """`Workers` that are the actors of a cluster."""
+
+    def __init__(self, cluster: Cluster, *, left: ExitStack) -> None:
+        """`left` is closed after the actors."""
+        super().__init__(cluster.trainer)
+        self._cluster = cluster
+        self._left = left
+        self._generators = itertools.cycle(cluster.generators)
+        self._router = Router([GeneratorClient(generator) for generator in cluster.generators])
+        self._publisher = ActorPublisher(
+            trainer=cluster.trainer,
+            generators=cluster.generators,
+            store=cluster.store,
+            check=ParityCheck(None, keeps=True),
+            keeps=True,
+        )
+        self._numbers = itertools.count(1)
+        self._versions: set[int] = set()
+
+    async def push(self, *, model_id: str) -> int:
+        most, version = self._cluster.store.config.keep_versions, next(self._numbers)
+        if len(self._versions) >= most:
+            raise LimitReachedError(
+                f"there are {most} snapshots in memory, which is the limit (weights.keep_versions): end a session "
+                "that has some, or save the weights"
+            )
+        try:
+            await self._publisher.push(model_id=model_id, version=version)
+        except WeightStoreError as error:
+            await self._publisher.forget(version)
+            if isinstance(error, SharedMemoryError):
+                raise LimitReachedError(f"there is no room for another snapshot: {error}") from error
+            raise
+        self._versions.add(version)
+        return version
+
+    async def serve(self, version: int) -> ServeResult:
+        return await self._publisher.serve(version)
+
+    async def forget(self, version: int) -> None:
+        self._versions.discard(version)
+        await self._publisher.forget(version)
+
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
+    ) -> list[list[Completion]]:
+        try:
+            return await self._router.generate(prompts, sampling=sampling)
+        except DivergedError as error:
+            raise ModelError(f"the sampler's weights have diverged: {error}") from error
+        except ActorCallError as error:
+            # The generator lives, and its error is of this request alone.
+            if isinstance(error.__cause__, ActorError) and not isinstance(error, ActorLostError):
+                raise RuntimeError(str(error)) from error
+            raise
+
+    async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
+        assert not top_k, "vLLM's sampler has none"
+        generator = next(self._generators)
+        limit_s = generator.timeouts.generate_s
+        logprobs: np.ndarray = (await generator.call("compute_logprobs", [prompt], limit_s=limit_s))[0][0]
+        logprobs = logprobs.copy()
+        logprobs[0] = np.nan
+        none = np.empty((len(prompt), 0))
+        return PromptLogprobs(
+            logprobs=logprobs, top_ids=none.astype(np.int32), top_logprobs=none.astype(np.float32)
+        )
+
+    async def aclose(self) -> None:
+        """End the actors, then kill processes that are left."""
+        with self._left:
+            try:
+                await self._cluster.close()
+            finally:
+                await launch.stop_all()
+                self._cluster.store.discard()

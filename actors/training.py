@@ -1,0 +1,343 @@
+"""Training on the actors of a run, from its starting weights to its end, through losses of the trainer.
+
+    load     the run's latest checkpoint, or the starting weights of the config
+    loop     from the state in that checkpoint
+    export   Hugging Face folder, adapter, learning curve
+
+After the loss of the trainer all of this begins again, with the same generators; a resumed run does the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.backend import ActorRandomStates, TrainerClient
+from actors.calls import ActorCallError, Group, may_hang
+from actors.checks import has_lora
+from losses.types import uses_proximal_logprobs
+from rl.config.json import to_dict
+from rl.loop.loop import Loop, Sink
+from rl.loop.rollouts import RolloutSetup
+from rl.loop.state import LoopState, StepCheckpoints, read_loop_state
+from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.loop.warmup import SupervisedWarmup
+from rl.observability.cut_back import cut_back
+from rl.observability.events import read_events
+from rl.observability.limits import LimitSink
+from rl.observability.metrics import MetricsWriter
+from rl.observability.progress import progress
+from rl.observability.recorder import Recorder
+from rl.observability.sinks import RunSinks, open_sinks
+from rl.observability.summary import draw_learning_curve
+from rl.training.checkpoint_config import LoadSource, find_load_source, own_checkpoint
+from rl.training.checkpoint_files import (
+    ADAPTER_FOLDER,
+    HF_FOLDER,
+    DamagedCheckpointError,
+    damaged_folders,
+    put_aside,
+)
+from rl.training.checkpoint_match import RANDOM, TOKENIZER, excluded
+from rl.utils.errors import RunError
+from rl.utils.files import remove
+
+if TYPE_CHECKING:
+    from actors.config import RunConfig
+    from actors.plan import Plan
+    from actors.run import Run
+
+logger = logging.getLogger(__name__)
+
+_NO_MATTER_FOR_ROLLOUTS = {
+    "num_steps", "num_minibatches", "publish_every", "max_failed_rewards", "max_empty_steps",
+    "max_logprob_diff", "eval_every", "evaluation", "advantage",
+}  # fmt: skip
+"""Fields of the loop that do not change the rollouts of training."""
+
+
+def rollout_settings_hash(config: RunConfig) -> str:
+    """Return a hash of the settings that rollouts depend on; rollouts of another hash are not trained on."""
+    values = to_dict(config)
+    loop = {name: value for name, value in values["loop"].items() if name not in _NO_MATTER_FOR_ROLLOUTS}
+    used = {name: values[name] for name in ("seed", "hf_assets_path", "task", "renderer", "batch_invariant")}
+    text = json.dumps({**used, "loop": loop}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+async def load_newest(
+    trainer: TrainerClient,
+    find: Callable[[], LoadSource | None],
+    *,
+    may_set_aside: Callable[[LoadSource], bool],
+    exclude_of_own: Sequence[str] = (),
+) -> LoadSource | None:
+    """Load what `find` returns, and return it; None if there is nothing to load.
+
+    A checkpoint with damaged tensors is set aside, and `find` is called again.
+
+    Args:
+        exclude_of_own: parts of the run's own checkpoints that are not loaded.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint may not be set aside.
+    """
+    while (source := find()) is not None:
+        try:
+            exclude = exclude_of_own if source.whole else None
+            version = await trainer.load_checkpoint(
+                str(source.path), model_only=source.model_only, exclude=exclude
+            )
+        except DamagedCheckpointError as error:
+            if not may_set_aside(source):
+                raise
+            put_aside(source.path, error)
+        else:
+            logger.info("loaded %s, policy version %d", source.path, version)
+            return source
+    return None
+
+
+async def load_start(
+    trainer: TrainerClient,
+    *,
+    config: RunConfig,
+    plan: Plan,
+    find: Callable[[], LoadSource | None] | None = None,
+    may_set_aside: Callable[[LoadSource], bool] = lambda source: False,
+) -> LoadSource | None:
+    """Load the checkpoint to continue from, and return it; without one, make the warm-up and return None.
+
+    Args:
+        find: looks for the checkpoint; None takes the one of the config.
+    """
+    exclude = config.trainer.checkpoint.exclude_from_loading
+    source = await load_newest(
+        trainer,
+        find or (lambda: plan.source),
+        may_set_aside=may_set_aside,
+        # The tokenizer in a checkpoint is not loaded, only compared.
+        exclude_of_own=(TOKENIZER,) if excluded(TOKENIZER, exclude) else (),
+    )
+    if source is None and plan.start.warmed_up is not None:
+        await _warm_up(trainer, config=config, plan=plan, destination=plan.start.warmed_up)
+    return source
+
+
+async def _warm_up(trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path) -> None:
+    """Train supervised steps, save them as a Hugging Face folder, and load it, as every later run does."""
+    assert config.warmup is not None
+    if not destination.exists():  # else a trainer that was lost since has made it
+        warmup: SupervisedWarmup = config.warmup.build(
+            trainer=trainer, renderer=plan.renderer, environments=plan.environments
+        )
+        with progress("warm-up", total=config.warmup.num_steps) as advance:
+            await warmup.run(
+                plan.task.warmup_problems(seed=config.seed),
+                on_step=lambda loss: advance(note=f"loss {loss:.3f}"),
+            )
+        try:
+            await trainer.export_hf(str(destination), dtype="float32")
+        except ActorCallError:
+            # Another run with the same starting point may have finished its own first.
+            if not destination.exists():
+                raise
+    await trainer.load_checkpoint(str(destination))
+    logger.info("warmed up; starting from %s", destination)
+
+
+class Training:
+    """The training of one run: attempts from the latest checkpoint until one of them ends."""
+
+    def __init__(self, run: Run, *, stop: StopRequest) -> None:
+        """`stop` asks the loop to end between two steps."""
+        self.run_of_actors = run
+        self.config, self.plan, self.folder = run.config, run.plan, run.folder
+        self.stop = stop
+        self._has_begun = self.plan.resumed is not None or self.folder.metrics.exists()
+        """True if the folder may hold records of this run."""
+        self._starts: list[int] = []
+        """Step after which each attempt began."""
+        self._damaged = {event.get("set_aside") for event in read_events(self.folder.events)}
+        """Names of the folders that were set aside and reported."""
+
+    async def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            StopRequestedError: the run was asked to end.
+            RunError: the run cannot go on.
+        """
+        async with open_sinks(
+            self.config.sinks,
+            folder=self.folder.path,
+            title=self.folder.path.name,
+            num_steps=self.config.loop.num_steps,
+            settings=to_dict(self.config),
+        ) as sinks:
+            while True:
+                try:
+                    await self._attempt(sinks)
+                    return
+                except RunError as error:
+                    if self.stop.was_asked:
+                        raise
+                    # Attempts that begin at the same step made no progress between their losses.
+                    from_here = self._starts.count(self._starts[-1]) if self._starts else 1
+                    await self.run_of_actors.cluster.restart_trainer(error, at_least=from_here)
+                    logger.warning("the trainer is there again; the run goes back to its last checkpoint")
+
+    async def _attempt(self, sinks: RunSinks) -> None:
+        run, trainer = self.run_of_actors, self.run_of_actors.trainer
+        source = await load_start(
+            trainer, config=self.config, plan=self.plan, find=self._find, may_set_aside=self._may_set_aside
+        )
+        state = None if source is None else _state(source, self.config)
+        self._starts.append(0 if state is None else state.position.step)
+        self._report_damaged()
+        if self._has_begun:
+            self._go_back(source)
+        self._has_begun = True
+        with MetricsWriter(self.folder.metrics) as metrics, sinks.attempt():
+            loop = self._loop(metrics=metrics, sinks=sinks, state=state, source=source)
+            in_background = self.config.trainer.checkpoint.async_mode != "disabled"
+            async with _last_save_ends(trainer, in_background=in_background):
+                await run.cluster.while_trainer_lives(loop.run())
+        ends = [self._export(trainer)]
+        if self.config.loop.num_steps or self.config.loop.eval_every:
+            # In a thread: importing matplotlib takes as long as the export.
+            draws = asyncio.to_thread(draw_learning_curve, self.folder.metrics, self.folder.learning_curve)
+            ends.append(draws)
+        await asyncio.gather(*ends)
+
+    def _find(self) -> LoadSource | None:
+        """Return the latest checkpoint of the run, or else the one of the config."""
+        folder, asked = self.folder.checkpoints, self.plan.source
+        if self._has_begun and self.config.trainer.checkpoint.saves:
+            own = own_checkpoint(folder, num_steps=self.config.loop.num_steps)
+            if own is not None:
+                return asked if asked is not None and asked.path == own.path else own
+        if asked is None or asked.path.is_dir():
+            return asked
+        return find_load_source(self.config.trainer.checkpoint, repairs=True)
+
+    def _may_set_aside(self, source: LoadSource) -> bool:
+        """Return whether a damaged checkpoint is in the run's own folder; others belong to other runs."""
+        return self.config.trainer.checkpoint.saves and source.path.parent == self.folder.checkpoints
+
+    def _report_damaged(self) -> None:
+        for path in damaged_folders(self.folder.checkpoints):
+            if path.name not in self._damaged:
+                self._damaged.add(path.name)
+                self.run_of_actors.events.add("checkpoint_damaged", set_aside=path.name)
+
+    def _go_back(self, source: LoadSource | None) -> None:
+        """Drop the records of steps after the checkpoint."""
+        position = None if source is None or not source.whole else source.position
+        step = self._starts[-1]  # may be of another run's checkpoint, which the records do not belong to
+        logger.info("going on after step %d", step)
+        cut_back(
+            metrics=self.folder.metrics,
+            rollouts=self.folder.rollouts,
+            position=position,
+            # Without damage the dropped records are of steps that are trained again in the same way.
+            keep_old=position is None and bool(damaged_folders(self.folder.checkpoints)),
+        )
+        self.run_of_actors.events.add("went_back", to_step=step)
+
+    def _loop(
+        self, *, metrics: MetricsWriter, sinks: RunSinks, state: LoopState | None, source: LoadSource | None
+    ) -> Loop:
+        config, plan, run = self.config, self.plan, self.run_of_actors
+        outputs: list[Sink] = [metrics, sinks]
+        in_folder = source is not None and source.path.parent == self.folder.checkpoints
+        reward = [] if run.cluster.reward is None else [run.cluster.reward]
+        loop: Loop = config.loop.build(
+            trainer=run.trainer,
+            publisher=run.publisher,
+            rollouts=RolloutSetup(
+                generator=run.generator,
+                rewarder=run.rewarder,
+                renderer=plan.renderer,
+                task=plan.task,
+                max_sequence_tokens=config.generator.max_model_len,
+                seed=config.seed,
+                thread=plan.environments.thread,
+            ),
+            sinks=outputs if run.limits is None else [LimitSink(limits=run.limits, sinks=outputs)],
+            checkpoints=StepCheckpoints(
+                trainer=run.trainer,
+                config=config.trainer.checkpoint,
+                folder=str(self.folder.checkpoints),
+                records=metrics,
+                processes=ActorRandomStates([*run.cluster.generators, *reward]),
+                can_answer=partial(_can_answer, run.cluster.trainer),
+                drawn_with=rollout_settings_hash(config),
+                last_saved=state.position.step if state is not None and in_folder else None,
+            ),
+            recorder=Recorder(self.folder.rollouts, config=config.recorder),
+            watch=sinks.watch,
+            state=state,
+            proximal_logprobs=uses_proximal_logprobs(config.trainer.loss),
+            stop=self.stop,
+        )
+        return loop
+
+    async def _export(self, trainer: TrainerClient) -> None:
+        checkpoint, folder = self.config.trainer.checkpoint, self.folder.checkpoints
+        exports: list[tuple[bool, Path, Callable[[str], Awaitable[None]]]] = [
+            (checkpoint.exports, folder / HF_FOLDER, trainer.export_hf),
+            (checkpoint.saves and has_lora(self.config), folder / ADAPTER_FOLDER, trainer.save_adapter),
+        ]
+        for is_wanted, path, export in exports:
+            if is_wanted:
+                if path.exists():  # of this run's earlier end: another run's was refused before the start
+                    remove(path)
+                await export(str(path))
+
+
+def _state(source: LoadSource, config: RunConfig) -> LoopState | None:
+    """Return the state of the loop that saved the checkpoint; None if the loop starts anew."""
+    state = None if source.position is None else read_loop_state(source.path)
+    if state is None:
+        return None
+    state = state.fit(rollout_settings_hash(config))
+    if source.whole:
+        return state
+    # The checkpoint is another run's: this run has no record of its evaluation.
+    keeps_random = not excluded(RANDOM, config.trainer.checkpoint.exclude_from_loading)
+    return replace(
+        state,
+        position=replace(state.position, evaluated=False),
+        random_states=state.random_states if keeps_random else {},
+    )
+
+
+def _can_answer(trainer: Group, error: Exception) -> bool:
+    """Return whether a call to the trainer makes sense: no process of this host is dead and none may hang."""
+    group = getattr(trainer, "group", trainer)
+    return not getattr(group, "dead", list)() and not may_hang(trainer.name, after=error)
+
+
+@asynccontextmanager
+async def _last_save_ends(trainer: TrainerClient, *, in_background: bool) -> AsyncIterator[None]:
+    """Let the trainer finish a checkpoint in the background before a run ends early."""
+    try:
+        yield
+    except StopRequestedError:
+        if in_background:
+            await trainer.finish_saving()
+        raise
+    except Exception as error:
+        if in_background and _can_answer(trainer.trainer, error):
+            with suppress(RunError):  # the trainer itself may be the reason of the end
+                await trainer.finish_saving()
+        raise

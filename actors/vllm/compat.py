@@ -1,0 +1,123 @@
+"""vLLM 0.32's private parts that relay uses, each with its reason. vllm is imported inside the functions.
+
+`adapt_vllm` replaces the builtin `hasattr` in `vllm.triton_utils.dispatcher`: when an engine starts, vLLM
+looks for kernels in everything that any loaded module holds. With numba loaded (relay's checksums) the
+builtin crashes: llvmlite's `lib` pretends to have every attribute, so `vars(lib).get` raises
+AttributeError; flask's `request` raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from rl.distributed.process_group import World
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import Executor
+
+
+def adapt_vllm() -> None:
+    """Replace `hasattr` in vLLM's dispatcher, and silence logs that repeat raised errors."""
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.hasattr = _has_own_attribute
+    # A failed step logs its whole input, about 100 kB; the error itself is raised.
+    logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+
+
+def _has_own_attribute(value: object, name: str) -> bool:
+    """Return whether the object itself has the attribute, without asking its `__getattr__`."""
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def make_client(vllm_config: VllmConfig, *, world: World) -> InprocClient:
+    """Build vLLM's engine core for this rank, in this process.
+
+    If it fails, vLLM's globals are reset, so that the next engine of this process can start.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.core_client import InprocClient
+
+    if world.size == 1 and current_platform.is_cpu() and not dist.is_initialized():
+        # vLLM would rendezvous over a file in /tmp, which a killed process leaves behind.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    set_num_threads = torch.set_num_threads
+    try:
+        return InprocClient(vllm_config, _executor_class(vllm_config, world), log_stats=False)
+    except BaseException:
+        cleanup_dist_env_and_memory()
+        raise
+    finally:
+        # On a CPU vLLM replaces this function by one that does nothing, for the rest of the process.
+        torch.set_num_threads = set_num_threads
+
+
+def _executor_class(vllm_config: VllmConfig, world: World) -> type[Executor]:
+    from vllm.v1.executor import Executor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    if world.size == 1:
+        return Executor.get_class(vllm_config)
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        """One rank among processes that Monarch has started."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # vLLM names a shared memory for CPU collectives after the end of the address. relay's model does
+            # not use it, and a killed process leaves it behind. With a different name on each rank it is not
+            # created; PyTorch ignores the query.
+            address = f"tcp://{world.master_addr}:{world.master_port}?own={world.rank}"
+            return address, world.rank, world.local_rank
+
+    return RankExecutor
+
+
+def set_rank_timeout(timeout_s: float) -> None:
+    """Set the timeout of collectives from now on; until now ranks waited for each other to load."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    for process_group in (None, group.device_group, group.cpu_group):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), process_group)
+
+
+def model_runner(client: InprocClient) -> Any:
+    """Return the object that owns the model, the batch, the sampler and the caches."""
+    worker: Any = client.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner
+
+
+def use_vllms_kernels() -> None:
+    """Replace PyTorch's kernels by vLLM's batch-invariant ones, for the trainer's process on a GPU.
+
+    Call it before the first product on the GPU. Not yet run: no GPU was at hand.
+
+    Raises:
+        ValueError: the GPU is older than Hopper, for which vLLM's kernels have no gradient.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        raise ValueError(
+            f"batch_invariant=True: must be False on a GPU of compute capability {major}.{minor}, for which "
+            "vLLM's kernels have no gradient: needs at least 9.0"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+
+    init_batch_invariance()

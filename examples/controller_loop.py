@@ -1,0 +1,76 @@
+"""GRPO on sum-digits over the actors of a run, written out: `python examples/controller_loop.py --steps 20`.
+
+`open_run` starts trainer, generator and reward actors from a run config, and ends them with the block. The loop is
+four calls: generate, forward_backward, optim_step, publish. `python -m rl.train` adds checkpoints and evaluations.
+
+Shape legend: P prompts of a step, G samples of each, C tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, it finds its own tree
+
+from actors.config import RunConfig
+from actors.run import Run, open_run
+from configs.sum_digits import tiny
+from rl.rollouts.samples import policy_sample
+from rl.types import Message, Problem, Prompt, Rollout, SamplingParams, Turn
+
+
+async def generate(run: Run, problem: Problem, number: int) -> list[Rollout]:
+    """Return G rollouts of a problem, each an episode of one turn; `number` makes their seed."""
+    loop, question = run.config.loop, Message(role="user", content=problem.question)
+    prompt = Prompt(problem=problem, token_ids=run.renderer.opening([question]))
+    sampling = SamplingParams(
+        max_tokens=loop.sampling.max_tokens,
+        num_samples=loop.group_size,
+        stop_token_ids=run.renderer.stop_token_ids,
+        seed=run.config.seed * 1_000_003 + number,
+    )
+    (group,) = await run.generator.generate([prompt.token_ids], sampling=sampling)
+    ids, text = prompt.token_ids, run.renderer.text
+    turns = [Turn(messages=(question,), prompt_ids=ids, completion=c, text=text(c.token_ids)) for c in group]
+    return [Rollout(prompt=prompt, sample=i, turns=(turn,)) for i, turn in enumerate(turns)]
+
+
+async def train(config: RunConfig) -> list[tuple[float, float]]:
+    """Return the mean reward and the gradient norm of each step."""
+    history = []
+    async with open_run(config) as run:
+        await run.publisher.serve(await run.publisher.push())
+        problems = enumerate(run.task.train_problems(seed=config.seed))
+        for step in range(1, config.loop.num_steps + 1):
+            batch = list(islice(problems, config.loop.groups_per_batch))
+            rollouts_PG = await asyncio.gather(*(generate(run, problem, n) for n, problem in batch))
+            scores_PG = await run.rewarder.score(rollouts_PG)
+            rewards_PG = np.array([[score.reward for score in group] for group in scores_PG])
+            advantages_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+            samples = [
+                policy_sample(
+                    r, advantages_C=np.full(r.num_completion_tokens, a, np.float32), temperature=1.0
+                )
+                for rollouts, advantages in zip(rollouts_PG, advantages_PG, strict=True)
+                for r, a in zip(rollouts, advantages, strict=True)
+            ]
+            await run.trainer.forward_backward(samples)
+            update = await run.trainer.optim_step()
+            await run.publisher.serve(await run.publisher.push())
+            history.append((float(rewards_PG.mean()), update.grad_norm))
+            print(f"step {step}: reward {rewards_PG.mean():.3f}, gradient norm {update.grad_norm:.3f}")
+    return history
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    run_config = tiny()
+    run_config.loop.num_steps = parser.parse_args().steps
+    asyncio.run(train(run_config))

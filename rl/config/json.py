@@ -1,0 +1,231 @@
+"""A config as JSON and back, and the differences between two configs.
+
+A run's `config.json` is `{"module": ..., "config": ..., "values": {...}}`: the registry function and every field. To
+load it, the function is called again and the values are set, so fields that hold code come from the function; in the
+file they are names, and a name that no longer matches is an error. In a sequence of components of several kinds each
+element has its `class` beside its fields. Numbers that JSON lacks are the strings "inf", "-inf" and "nan"; tuples are
+lists, enums their names, paths strings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl.config.registry import ResolvedRun, resolve
+from rl.config.tree import ConfigEntry, ConfigError, children, is_of_type, rebuild, type_name
+from rl.utils.files import atomic_write
+
+ConfigT = TypeVar("ConfigT")
+
+_CLASS = "class"
+LOCATION = ("name", "dump_folder", "overwrite")
+"""Fields of a run that follow from its folder."""
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return every field of a config, nested, as JSON values.
+
+    Raises:
+        TypeError: a field is neither plain data nor marked `metadata=HIDDEN`.
+    """
+    return {entry.name: _dump(entry) for entry in children(config)}
+
+
+def load_values(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
+    """Return a copy of `config` with the values of `to_dict`, which must have exactly its fields.
+
+    Raises:
+        ConfigError: names all unknown and missing keys, and all values of a wrong type.
+    """
+    changes: dict[str, Any] = {}
+    problems: list[str] = []
+    _collect(config, values, prefix="", changes=changes, problems=problems)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return rebuild(config, changes)
+
+
+def write_json(run: ResolvedRun, path: Path) -> None:
+    """Write a run's `config.json` atomically."""
+    content = {"module": run.module, "config": run.function, "values": to_dict(run.config)}
+    with atomic_write(path) as file:
+        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> ResolvedRun:
+    """Return the run of a `config.json`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a config.json, or does not fit its registry function.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or set(content) != {"module", "config", "values"}:
+        raise ConfigError(f"{path} is not a run's config.json: its keys must be module, config and values")
+    base = resolve(str(content["module"]), str(content["config"]))
+    try:
+        config = load_values(base.config, content["values"])
+    except ConfigError as error:
+        raise ConfigError(f"{path} does not fit {base.module}.{base.function}: {error}") from error
+    return dataclasses.replace(base, config=config)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A leaf with different values in two configs, as in config.json; None also if there is no such leaf."""
+
+    path: str
+    value: Any
+    before: Any
+
+
+def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> list[Difference]:
+    """Return the leaves that differ between two results of `to_dict`."""
+    ours, theirs = dict(leaves(values)), dict(leaves(before))
+    return [
+        Difference(path=path, value=ours.get(path), before=theirs.get(path))
+        for path in {**theirs, **ours}
+        # As text, since True and 1.0 equal 1.
+        if json.dumps(ours.get(path)) != json.dumps(theirs.get(path))
+    ]
+
+
+def changed_fields(file: Path, config: Any) -> list[str]:
+    """Return a line for each field that differs from a config.json: `loop.num_steps: 80 -> 160`.
+
+    The location of the run's folder is left out.
+    """
+    found = differences(to_dict(config), json.loads(file.read_text())["values"])
+    return [
+        f"{d.path}: {json.dumps(d.before)} -> {json.dumps(d.value)}" for d in found if d.path not in LOCATION
+    ]
+
+
+def leaves(value: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted path and value of every leaf of `to_dict`'s result; a list is one leaf."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, prefix=f"{prefix}.{name}" if prefix else name)
+    else:
+        yield prefix, value
+
+
+def code_name(value: Any) -> Any:
+    """Return the dotted name of a function or class, or `name/flavor` of a spec; lists in order."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return [code_name(item) for item in value]
+    if isinstance(getattr(value, "name", None), str):
+        flavor = getattr(value, "flavor", None)
+        return f"{value.name}/{flavor}" if isinstance(flavor, str) else value.name
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def encode(value: Any) -> Any:
+    """Return a plain value as strictly valid JSON; raise TypeError for any other value."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    raise TypeError(f"a {type(value).__qualname__} is not plain data")
+
+
+def decode(data: Any, annotation: Any) -> Any:
+    """Return the value of type `annotation` that `encode` made `data` of; raise ValueError for other data."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    value = data
+    if origin in (typing.Union, types.UnionType):
+        for arm in args:
+            with contextlib.suppress(ValueError):
+                return decode(data, arm)
+    elif origin is tuple and isinstance(data, list):
+        arms = args[:1] * len(data) if args[-1] is Ellipsis else args
+        if len(arms) == len(data):
+            value = tuple(map(decode, data, arms))
+    elif isinstance(origin, type) and issubclass(origin, Sequence) and isinstance(data, list):
+        value = [decode(item, args[0]) for item in data]
+    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(data, dict):
+        value = {decode(key, args[0]): decode(item, args[1]) for key, item in data.items()}
+    elif annotation is float and (data in ("inf", "-inf", "nan") or type(data) is int):
+        value = float(data)
+    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        value = annotation.__members__.get(str(data), data)
+    elif isinstance(annotation, type) and issubclass(annotation, Path) and isinstance(data, str):
+        value = annotation(data)
+    if not is_of_type(value, annotation):
+        raise ValueError(f"{data!r} is not of type {type_name(annotation)}")
+    return value
+
+
+def _dump(entry: ConfigEntry) -> Any:
+    if entry.kind == "hidden":
+        return code_name(entry.value)
+    if entry.kind == "node" and isinstance(entry.value, list | tuple):
+        # An element has its class, unless the sequence's type says which class it is.
+        known = typing.get_args(entry.annotation)
+        return [
+            ({} if type(item) in known else {_CLASS: code_name(type(item))}) | to_dict(item)
+            for item in entry.value
+        ]
+    if entry.kind == "node":
+        return to_dict(entry.value)
+    try:
+        return encode(entry.value)
+    except TypeError as error:
+        raise TypeError(f"{entry.owner.__qualname__}.{entry.name}: {error}; mark code with HIDDEN") from error
+
+
+def _collect(config: Any, data: Any, *, prefix: str, changes: dict[str, Any], problems: list[str]) -> None:
+    """Add the values of a node's fields to `changes` by path, and all errors to `problems`."""
+    path = prefix.rstrip(".")
+    if isinstance(config, list | tuple) and isinstance(data, list):
+        data = {str(i): item for i, item in enumerate(data)}
+    if not isinstance(data, Mapping):
+        problems.append(f"{path or 'values'} is {data!r}, not an object of fields")
+        return
+    if data.get(_CLASS, own := code_name(type(config))) != own:
+        problems.append(f"{path} was {data[_CLASS]!r} and is {own!r} in the registry function")
+        return
+    entries = {entry.name: entry for entry in children(config, prefix=prefix)}
+    problems += [f"unknown key {prefix}{name}" for name in data if name not in (*entries, _CLASS)]
+    problems += [f"missing key {entry.path}" for name, entry in entries.items() if name not in data]
+    for entry, value in [(entry, data[name]) for name, entry in entries.items() if name in data]:
+        if entry.kind in ("node", "absent") and value is None and entry.optional:
+            changes[entry.path] = None
+        elif entry.kind == "node":
+            _collect(entry.value, value, prefix=f"{entry.path}.", changes=changes, problems=problems)
+        elif entry.kind == "absent":
+            if value != encode(entry.value):
+                problems.append(f"{entry.path} has fields, but is {entry.absence} in the registry function")
+        elif entry.kind == "hidden":
+            if value != (own := code_name(entry.value)):
+                problems.append(f"{entry.path} was {value!r} and is {own!r} in the registry function")
+        else:
+            try:
+                changes[entry.path] = decode(value, entry.annotation)
+            except ValueError as error:
+                problems.append(f"{entry.path}: {error}")

@@ -1,0 +1,76 @@
+"""Private parts of PyTorch that relay uses, each with its reason. Checked with PyTorch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, default_pg_timeout
+
+
+@cache
+def use_one_gloo_worker() -> None:
+    """Give every gloo group created from now on one worker thread, because two corrupt the heap.
+
+    PyTorch 2.13 runs a group's collectives on two threads. When a collective ends and its caller has been
+    notified, each thread assigns the collective's name to a string that both share, without a lock
+    (`lastCompletedWorkName`, in `ProcessGroupGloo::runLoop`). Names of up to 15 characters are stored in the
+    string object; the name of a functional all-gather, which DTensor uses, is ALLGATHER_COALESCED and lives on
+    the heap. When two threads assign at once, one writes into memory that the other has freed, or both free it,
+    and the process dies at a later allocation. All-gathers and sums of 4 numbers, 32 in flight at a time, crash
+    within 0.2 s.
+
+    With one thread a group's collectives run in the order in which they were started, which has to be the same
+    on all ranks anyway; it is no slower. PyTorch accepts options of groups from its callers, but none of gloo's,
+    so the constructor is replaced.
+    """
+    make = ProcessGroupGloo.__init__
+
+    def make_with_one(
+        group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: Any = default_pg_timeout
+    ) -> None:
+        # PyTorch also passes an options object in place of the timeout.
+        options = _gloo_options(timeout) if isinstance(timeout, timedelta) else timeout
+        make(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = make_with_one  # type: ignore[method-assign, assignment]
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """Return PyTorch's own defaults with one thread instead of two per device."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._threads = 1
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    return options
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Change the deadline of a group's later collectives; PyTorch has no public call for it."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return the flight recorder's entries, oldest first; PyTorch has no public reader."""
+    bindings = torch._C._distributed_c10d
+    name = "_dump_nccl_trace" if "nccl" in dist.get_backend_config() else "_dump_fr_trace"
+    dump = getattr(bindings, name, None)
+    return [] if dump is None else pickle.loads(dump()).get("entries", [])
+
+
+def enable_micro_pipeline(group: dist.ProcessGroup) -> None:
+    """Let the compiler overlap this group's collectives with matrix products; only private switches exist."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)

@@ -1,0 +1,97 @@
+"""Settings of the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl.config.configurable import Configurable
+from rl.config.effect import unless
+from rl.rollouts.advantage import Advantage
+from rl.rollouts.episode import EpisodeLimits, Sampling
+from rl.rollouts.evaluation import Evaluation
+from rl.rollouts.penalties import KLReward, OverlongPunishment
+
+_SMALLEST = {
+    "num_steps": 0, "eval_every": 0, "max_empty_steps": 0, "max_logprob_diff": 0, "max_off_policy_steps": 0,
+    "groups_per_batch": 1, "group_size": 2, "num_minibatches": 1, "publish_every": 1,
+}  # fmt: skip
+"""Smallest value of each field; a group's mean is its baseline, so it has at least two samples."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopConfig(Configurable.Config):
+    """Settings of a `Loop`, where they are called `Loop.Config`."""
+
+    num_steps: int = 100
+    """Rounds of generate, train and publish; each has `num_minibatches` optimizer steps."""
+    groups_per_batch: int = 32
+    """Prompts of a step."""
+    group_size: int = 8
+    """Completions of each prompt."""
+    num_minibatches: int = 1
+    """Optimizer steps that a batch is divided into, by prompts."""
+    max_off_policy_steps: int = 0
+    """Largest number of training steps between the weights that generated a token and the weights that train on
+    it. 0: generation and training take turns; above 0, generation runs ahead by up to this many steps."""
+    publish_every: int = 1
+    """Steps between two publications of the weights; needs `max_off_policy_steps` of at least one less."""
+    sampling: Sampling = field(default_factory=Sampling)
+    episode: EpisodeLimits = field(default_factory=EpisodeLimits)
+    advantage: Advantage = field(default_factory=Advantage)
+    overlong: OverlongPunishment = field(default_factory=OverlongPunishment)
+    kl_reward: KLReward = field(default_factory=KLReward)
+    drop_zero_advantage_groups: bool = False
+    """Replace a group whose rewards are all equal, which has no policy gradient, by the group of another prompt
+    (DAPO's dynamic sampling). False: the group counts in the averages of a step, with advantage 0."""
+    max_sample_tokens: int | None = None
+    """Limit of a sample's tokens, prompt included; None: what generator and trainer can process."""
+    long_samples: Literal["drop_group", "drop", "truncate"] = field(
+        default="drop_group", metadata=unless("max_sample_tokens", None)
+    )
+    """Treatment of samples above `max_sample_tokens`, which are always counted. drop_group: the group of another
+    prompt replaces theirs; drop: they are left out after they have counted for their group's advantages;
+    truncate: only their first tokens are trained on."""
+    long_prompts: Literal["stop", "drop"] = "stop"
+    """Treatment of a prompt that leaves no room for a reply. stop: the run ends with an error that names the
+    problem; drop: another problem replaces it."""
+    max_failed_rewards: float = 0.0
+    """Largest share of rewards that may fail (raise, time out, not finite) before the run stops. The share is
+    taken of the rewards since the last batch, or of a step's where those are fewer, and of each evaluation set.
+    Failed rewards are counted and not trained on."""
+    max_empty_steps: int = 20
+    """Largest number of consecutive steps without any policy gradient (equal rewards in every group) before the
+    run stops with a message; also the number of steps' worth of consecutive dropped groups."""
+    max_logprob_diff: float = float("inf")
+    """Largest mean difference, in nats a token, between the logprobs of trainer and generator under the same
+    weights before the run stops. A difference beyond rounding means that the weights are not the same."""
+    eval_every: int = 20
+    """Steps between evaluations, which also run before the first and after the last step. 0: none."""
+    evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
+
+    def evaluates(self, step: int) -> bool:
+        """Return True if an evaluation is due after this step."""
+        every = self.eval_every
+        return bool(every) and (step % every == 0 or step == self.num_steps)
+
+    def publishes(self, step: int) -> bool:
+        """Return True if the weights are published after this step; an evaluation needs them."""
+        return step % self.publish_every == 0 or self.evaluates(step)
+
+    def __post_init__(self) -> None:
+        for name, smallest in _SMALLEST.items():
+            if not getattr(self, name) >= smallest:
+                raise ValueError(f"{name}={getattr(self, name)} is not at least {smallest}")
+        if self.groups_per_batch % self.num_minibatches:
+            raise ValueError(
+                f"num_minibatches={self.num_minibatches} does not divide groups_per_batch={self.groups_per_batch}"
+            )
+        if not 0 <= self.max_failed_rewards < 1:
+            raise ValueError(f"max_failed_rewards={self.max_failed_rewards} is not in [0, 1)")
+        if self.max_off_policy_steps < self.publish_every - 1:
+            raise ValueError(
+                f"max_off_policy_steps={self.max_off_policy_steps} is a bound that no batch can meet with "
+                f"publish_every={self.publish_every}: must be at least {self.publish_every - 1}"
+            )
+        if self.max_sample_tokens is not None and self.max_sample_tokens < 2:
+            raise ValueError(f"max_sample_tokens={self.max_sample_tokens}: must be at least 2, or None")

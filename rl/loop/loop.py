@@ -1,0 +1,331 @@
+"""The GRPO loop, written against the protocols of `rl.protocols`.
+
+    prompts -> generate -> score -> advantages        the producer, up to max_off_policy_steps steps ahead
+            -> forward_backward -> optim_step         the loop, step by step
+            -> publish                                the weight sync, behind the next gradient
+
+The loop waits for
+    a batch               until enough groups are generated and scored. The producer starts groups as long as their
+                          tokens can stay within max_off_policy_steps; newer weights and taken batches allow more.
+    the trainer           for each gradient and each update.
+    the previous push     before an update changes the weights that are still being copied.
+    the generators        with max_off_policy_steps 0, until all of them serve the new weights; above 0, only if the
+                          weights before the last ones are not served yet.
+    the rollouts' writer  until the rollouts of the previous step are written.
+
+With `max_off_policy_steps` 0 generation, training and publishing take turns, and every rollout is on-policy. Above 0
+the next batches are generated while a step trains, and weights are pushed while the next gradient is computed.
+
+The loop knows nothing of processes: actors implement the protocols, and so do the fakes in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from rl.config.configurable import Configurable
+from rl.loop.batch import TrainingBatch, make_training_batch, recorded_samples, trained_rollouts
+from rl.loop.config import LoopConfig
+from rl.loop.metrics import (
+    StepClock,
+    TrainedMinibatch,
+    batch_metrics,
+    staleness_metrics,
+    time_metrics,
+    training_metrics,
+)
+from rl.loop.rollouts import RolloutSetup
+from rl.loop.state import LoopState, Progress, StepCheckpoints
+from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.observability.background import BackgroundWriter
+from rl.observability.metrics import Record
+from rl.observability.recorder import Recorder
+from rl.protocols import Publisher, Trainer
+from rl.rollouts.group import RolloutId
+from rl.rollouts.producer import Batch, NothingToLearnError
+from rl.rollouts.staleness import off_policy_steps
+from rl.types import ForwardBackwardResult, OptimStepResult
+from rl.utils.clock import now_s
+from rl.utils.errors import RunError, error_context
+from rl.weights.sync import WeightSync
+
+
+class Sink(Protocol):
+    """A destination of metrics: metrics.jsonl, the console, TensorBoard."""
+
+    def write(self, record: Record) -> None:
+        """Write the record of a step, or of an evaluation, which has the key `eval/correct`."""
+        ...
+
+
+class Watch(Protocol):
+    """Shows that something long is running."""
+
+    def __call__(self, title: str, /) -> AbstractContextManager[object]: ...
+
+
+class LogprobMismatchError(RunError):
+    """Trainer and generator disagree about the logprobs of on-policy tokens."""
+
+
+class Loop(Configurable):
+    """Trains with GRPO until `num_steps` steps are done."""
+
+    Config: TypeAlias = LoopConfig
+
+    def __init__(
+        self,
+        *,
+        config: LoopConfig,
+        trainer: Trainer,
+        publisher: Publisher,
+        rollouts: RolloutSetup,
+        checkpoints: StepCheckpoints,
+        sinks: Sequence[Sink],
+        recorder: Recorder | None = None,
+        watch: Watch = nullcontext,
+        state: LoopState | None = None,
+        proximal_logprobs: bool = False,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """
+        Args:
+            recorder: writes the rollouts of every batch and evaluation.
+            watch: shows evaluations while they run.
+            state: the state of an earlier loop to continue from; the trainer has the weights of its step.
+            proximal_logprobs: the loss needs the logprobs from before a step's first update
+                (`losses.types.uses_proximal_logprobs`).
+            stop: a request to stop after the current step.
+        """
+        self.config = config
+        self.trainer = trainer
+        self.checkpoints = checkpoints
+        self.sinks = sinks
+        self.recorder = recorder
+        self.watch = watch
+        # With a single update the loss can use its own logprobs.
+        self._adds_proximal_logprobs = proximal_logprobs and config.num_minibatches > 1
+        self._stop = stop or StopRequest()
+        self._continued = state
+        self._writer = BackgroundWriter("rollouts.jsonl")
+        self._evaluator = rollouts.evaluator(config)
+        problems = rollouts.problems(state)
+        worker = rollouts.worker(config)
+        self._producer = rollouts.producer(config, worker=worker, problems=problems, state=state)
+        self._clock = StepClock(worker)
+        self._sync = WeightSync(publisher, on_failure=self._producer.fail)
+        self._progress = Progress(config=config, problems=problems, producer=self._producer, state=state)
+
+    async def run(self) -> None:
+        """Publish the first weights, then evaluate, train and save until the last step is done.
+
+        Raises:
+            StopRequestedError: a stop was requested; the last completed step is saved.
+            RunError: the run cannot go on; the last completed step is saved if the trainer still has its weights.
+        """
+        try:
+            with self._stop.listening(self._describe_stop):
+                await self._run_steps()
+        except StopRequestedError:
+            try:
+                await self._writer.finish()  # a checkpoint's rollouts are not generated again
+            finally:
+                await self.checkpoints.save_at_stop(self._progress.now())
+            raise
+        except Exception as error:  # also an error of the user's task
+            if self._progress.whole is not None:
+                await self.checkpoints.save_after(error, self._progress.whole)
+            raise
+        finally:
+            await self._writer.close()
+            await self._producer.close()
+            await self._sync.close()
+
+    async def _run_steps(self) -> None:
+        first, last = self._progress.done + 1, self.config.num_steps
+        with error_context(f"before step {first}"):
+            await self._begin()
+        for step in range(first, last + 1):
+            with error_context(f"step {step}"):
+                self._stop.check()
+                await self._step(step)
+            with error_context(f"after step {step}"):
+                if not self._progress.evaluated:
+                    self._stop.check()
+                    await self._evaluate(step)
+                await self._save(step)
+        with error_context(f"after step {max(first - 1, last)}"):
+            await self._sync.served()
+            await self._writer.finish()
+
+    async def _begin(self) -> None:
+        done = self._progress.done
+        self._stop.check()
+        if self._continued is not None:
+            await self.checkpoints.restore_random_states(self._continued)
+        await self._sync.begin()
+        published = await self._sync.served()
+        self._progress.step_of_version[published.policy_version] = done
+        if self._continued is None:
+            await self._save(done)
+        if not self._progress.evaluated:
+            await self._evaluate(done)
+
+    async def _step(self, step: int) -> None:
+        clock, config = self._clock, self.config
+        clock.start()
+        if config.max_off_policy_steps == 0:
+            self._producer.serve(step - 1)
+        batch = await self._next_batch(step)
+        self._progress.has_batch = True
+        clock.rollouts_arrived(batch)
+        staleness = off_policy_steps(
+            batch.groups,
+            step=step,
+            step_of_version=self._progress.step_of_version,
+            max_off_policy_steps=config.max_off_policy_steps,
+        )
+        training = await make_training_batch(
+            batch,
+            config=config,
+            trainer=self.trainer,
+            adds_proximal_logprobs=self._adds_proximal_logprobs,
+        )
+        trained = await self._train(step, batch, training, on_policy=not staleness.any())
+        policy_version = trained[-1].update.policy_version
+        await self._publish(step, policy_version)
+        clock.lap("publish")
+        self._write(
+            {
+                "step": step,
+                "policy_version": policy_version,
+                **batch_metrics(batch),
+                **training.metrics,
+                **training_metrics(trained),
+                **staleness_metrics(staleness),
+                **time_metrics(minibatches=trained, published=self._sync.last, clock=clock),
+            }
+        )
+        self._progress.step_ended(step, has_gradient=training.has_gradient)
+        self._check_empty_steps(batch)
+
+    async def _train(
+        self, step: int, batch: Batch, training: TrainingBatch, *, on_policy: bool
+    ) -> list[TrainedMinibatch]:
+        """Update the weights once for each minibatch, and record the rollouts with the trainer's logprobs."""
+        recorded = set() if self.recorder is None else set(self.recorder.recorded_ids(batch.groups))
+        logprobs: dict[RolloutId, np.ndarray] = {}
+        trained: list[TrainedMinibatch] = []
+
+        def write(recorder: Recorder) -> None:
+            rollouts = trained_rollouts(batch, training, recorded=recorded, logprobs=logprobs)
+            recorder.step(step, batch, rollouts)
+
+        try:
+            for number, samples in enumerate(training.minibatches):
+                indices = recorded_samples(training, number, recorded=recorded)
+                gradient = await self.trainer.forward_backward(samples, return_logprobs=indices or False)
+                ids = [training.rollout_ids[number][i] for i in indices]
+                logprobs |= zip(ids, gradient.logprobs or (), strict=False)
+                if number == 0 and on_policy:
+                    self._check_logprobs(gradient)
+                self._clock.lap("train")
+                await self._sync.pushed()
+                self._clock.lap("publish")
+                update = await self._optim_step()
+                self._clock.lap("train")
+                trained.append(TrainedMinibatch(gradient=gradient, update=update))
+        except Exception:
+            await self._record(write, last=True)
+            raise
+        await self._record(write)
+        return trained
+
+    async def _next_batch(self, step: int) -> Batch:
+        try:
+            return await self._stop.interrupting(self._producer.next_batch())
+        except StopRequestedError:
+            raise
+        except Exception:
+            unused = self._producer.unused()
+            await self._record(lambda recorder: recorder.stopped(step, unused), last=True)
+            raise
+
+    async def _optim_step(self) -> OptimStepResult:
+        progress = self._progress
+        before, progress.whole = progress.whole, None
+        try:
+            return await self.trainer.optim_step()
+        except ArithmeticError:  # a gradient that is not finite: the weights are unchanged
+            progress.whole = before
+            raise
+
+    async def _publish(self, step: int, policy_version: int) -> None:
+        """Begin to publish the weights if they are due; with `max_off_policy_steps` 0 wait until it is done."""
+        if not self.config.publishes(step):
+            return
+        self._progress.step_of_version[policy_version] = step
+        if self.config.max_off_policy_steps == 0:
+            await self._sync.begin()
+            await self._sync.served()
+        else:
+            await self._sync.begin(on_served=lambda: self._producer.serve(step))
+
+    async def _evaluate(self, step: int) -> None:
+        policy_version = (await self._sync.served()).policy_version
+        started = now_s()
+        with self.watch(f"evaluation at step {step} ({self._evaluator.num_problems} problems)"):
+            result = await self._stop.interrupting(self._evaluator.run())
+        eval_s = now_s() - started
+        await self._record(lambda recorder: recorder.evaluation(step, result))
+        self._write(
+            {"step": step, "policy_version": policy_version, **result.metrics(), "time/eval_s": eval_s}
+        )
+        self._progress.evaluation_ended()
+
+    async def _save(self, step: int) -> None:
+        """Save a checkpoint if it is due."""
+        last = step == self.config.num_steps > 0
+        if self.checkpoints.is_due(step, last=last):
+            await self._writer.finish()  # a checkpoint's rollouts are not generated again
+            await self.checkpoints.save(self._progress.now(), last=last)
+
+    async def _record(self, write: Callable[[Recorder], None], *, last: bool = False) -> None:
+        """Write rollouts in the background; with `last`, before a run that fails ends."""
+        if self.recorder is not None:
+            submit = self._writer.last if last else self._writer.begin
+            await submit(partial(write, self.recorder))
+
+    def _write(self, record: Record) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+    def _check_logprobs(self, gradient: ForwardBackwardResult) -> None:
+        """Raise LogprobMismatchError if on-policy logprobs differ by more than `max_logprob_diff`."""
+        if gradient.logprob_diff_mean > self.config.max_logprob_diff:
+            raise LogprobMismatchError(
+                f"the logprobs of trainer and generator differ by {gradient.logprob_diff_mean:.3g} nats a token "
+                f"(at most {gradient.logprob_diff_max:.3g}), more than loop.max_logprob_diff="
+                f"{self.config.max_logprob_diff:g}: their weights differ, or their precision does"
+            )
+
+    def _check_empty_steps(self, batch: Batch) -> None:
+        """Raise NothingToLearnError after more than `max_empty_steps` consecutive steps without gradient."""
+        num_empty, most = self._progress.num_empty_steps, self.config.max_empty_steps
+        if num_empty > most:
+            rewards = {member.score.reward for group in batch.groups for member in group.scored}
+            raise NothingToLearnError(
+                f"{num_empty} steps in a row had equal rewards in every group (the last: "
+                f"{sorted(rewards)[:3]}), more than loop.max_empty_steps={most}: the "
+                "task is solved or out of reach, so there is no policy gradient"
+            )
+
+    def _describe_stop(self) -> str:
+        step = self._progress.done + self._progress.has_batch
+        saves = f"saving step {step}" if self.checkpoints.would_save(step) else f"stopping after step {step}"
+        return f"{saves}, then ending; again to end at once"

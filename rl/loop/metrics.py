@@ -1,0 +1,245 @@
+"""The metrics of a step; each number carries the reduction that merges it with others.
+
+Shape legend: G samples of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import get_args
+
+import numpy as np
+
+from losses.correction import WEIGHT, WEIGHT_SQUARED, effective_sample_share
+from rl.observability.metrics import Last, Max, Mean, Metric, Record, Std, Sum, merge
+from rl.rollouts.evaluation import score_metrics
+from rl.rollouts.group import RolloutWorker, ScoredRollout, equal_rewards
+from rl.rollouts.producer import Batch, DropReason
+from rl.types import ForwardBackwardResult, OptimStepResult, PublishResult, Rollout
+from rl.utils.clock import now_s
+
+_FIELDS_OF_RESULT = ("ratio", "clipped_fraction")
+"""Metrics of a loss that are fields of `ForwardBackwardResult` and have other names in a step's record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedMinibatch:
+    """The trainer's results for one optimizer step."""
+
+    gradient: ForwardBackwardResult
+    update: OptimStepResult
+
+
+class StepClock:
+    """Stopwatch of a step: the seconds that the loop waited for each part, and each role's idle time."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self._worker = worker
+        self._episodes = worker.episodes
+        self._last = 0.0
+        self._busy_at_start = (0.0, 0.0)
+        self._reported = (0, 0.0)
+        self.laps_s: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._last = now_s()
+        self._busy_at_start = self._busy_s()
+        self.laps_s = defaultdict(float)
+
+    def lap(self, name: str, *, until: float | None = None) -> None:
+        """Attribute the time since the last lap, until now or `until`, to a part of the step."""
+        until = now_s() if until is None else max(until, self._last)
+        self.laps_s[name] += until - self._last
+        self._last = until
+
+    def rollouts_arrived(self, batch: Batch) -> None:
+        """Split the wait for a batch at the arrival of its last token: generation before, scoring after."""
+        self.lap("generate", until=min(now_s(), max(group.generated_at for group in batch.groups)))
+        self.lap("score")
+
+    def idle_s(self) -> dict[str, float]:
+        """Return the idle seconds of each role in this step until now."""
+        step_s = sum(self.laps_s.values())
+        generating_s, scoring_s = (
+            now - before for now, before in zip(self._busy_s(), self._busy_at_start, strict=True)
+        )
+        return {
+            "generator": max(0.0, step_s - generating_s),
+            "reward": max(0.0, step_s - scoring_s),
+            "trainer": step_s - self.laps_s["train"],
+        }
+
+    def generated_tokens_per_s(self) -> Mean:
+        """Return the speed of generation since the last call, over the time in which any completion ran."""
+        tokens, busy_s = self._episodes.num_generated_tokens, self._episodes.generating.total_s()
+        tokens_before, busy_before_s = self._reported
+        self._reported = tokens, busy_s
+        return Mean(tokens - tokens_before, busy_s - busy_before_s)
+
+    def _busy_s(self) -> tuple[float, float]:
+        return self._episodes.generating.total_s(), self._worker.scoring.total_s()
+
+
+def batch_metrics(batch: Batch) -> dict[str, Metric]:
+    """Return the metrics of a batch's rollouts and of the groups dropped since the last batch."""
+    groups = [*batch.groups, *(group for _, group in batch.dropped)]
+    reasons: dict[str, Metric] = {f"groups/dropped_{reason}": Sum(0) for reason in get_args(DropReason)}
+    counts = [{f"groups/dropped_{reason}": Sum(1)} for reason, _ in batch.dropped]
+    by_function = score_metrics([score for group in groups for score in group.scores])
+    by_environment = _environment_metrics([member.rollout for group in groups for member in group.scored])
+    of_groups = [group_metrics(group.scored) for group in groups]
+    return merge([*of_groups, by_function, by_environment, reasons, *counts])
+
+
+def group_metrics(scored_G: Sequence[ScoredRollout]) -> dict[str, Metric]:
+    """Return the metrics of a prompt's scored rollouts; none for an empty group."""
+    if not scored_G:
+        return {}
+    return merge([*map(_rollout_metrics, scored_G), {"reward/equal_groups": Mean(equal_rewards(scored_G))}])
+
+
+def staleness_metrics(off_policy_steps: np.ndarray) -> dict[str, Metric]:
+    """Return the metrics of the off-policy steps of all trained tokens."""
+    return {
+        "age/mean": Mean(float(off_policy_steps.sum()), len(off_policy_steps)),
+        "age/max": Max(int(off_policy_steps.max())),
+    }
+
+
+def _rollout_metrics(member: ScoredRollout) -> dict[str, Metric]:
+    rollout, score = member.rollout, member.score
+    num_generated = rollout.num_completion_tokens
+    return {
+        "reward/mean": Mean(score.reward),
+        "reward/std": Std(score.reward),
+        "reward/correct": Mean(score.correct),
+        "prompt/tokens_mean": Mean(rollout.num_tokens - num_generated),
+        "completion/tokens_mean": Mean(num_generated),
+        "completion/tokens_max": Max(num_generated),
+        "completion/context_mean": Mean(_num_attended(rollout), num_generated),
+        "completion/cut_off": Mean(rollout.completion.finish_reason == "length"),
+        "rollout/turns_mean": Mean(len(rollout.turns)),
+        "rollout/unfinished": Mean(rollout.end != "done"),
+    }
+
+
+def _num_attended(rollout: Rollout) -> int:
+    """Return the context lengths of all generated tokens, added up."""
+    total = num_before = 0
+    for turn in rollout.turns:
+        num_before += len(turn.prompt_ids)
+        num_generated = len(turn.completion.token_ids)
+        total += num_generated * num_before + num_generated * (num_generated - 1) // 2
+        num_before += num_generated
+    return total
+
+
+def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Return the environments' metrics, summed over turns; a rollout that does not report one counts as 0."""
+    totals: dict[str, float] = defaultdict(float)
+    for turn in chain.from_iterable(rollout.turns for rollout in rollouts):
+        for name, value in turn.observation.metrics.items():
+            totals[name] += value
+    return {f"environment/{name}": Mean(total, len(rollouts)) for name, total in totals.items()}
+
+
+def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:
+    """Return the metrics of a step's optimizer steps."""
+    # Later minibatches differ from the generator by the updates between them.
+    mismatch = _mismatch_metrics(minibatches[0].gradient)
+    merged = merge([*map(_minibatch_metrics, minibatches), mismatch])
+    return merged | _effective_share(merged)
+
+
+def _minibatch_metrics(minibatch: TrainedMinibatch) -> dict[str, Metric]:
+    gradient, update = minibatch.gradient, minibatch.update
+    num_tokens = gradient.num_valid_tokens
+    metrics: dict[str, Metric] = {
+        # A mean over optimizer steps, each of which divides by its own denominator.
+        "loss/mean": Mean(gradient.loss_mean),
+        "loss/ratio_mean": Mean(gradient.ratio_mean * num_tokens, num_tokens),
+        "loss/clipped_fraction": Mean(gradient.clipped_fraction * num_tokens, num_tokens),
+        "loss/entropy_mean": Mean(gradient.entropy_mean * num_tokens, num_tokens),
+        "loss/grad_norm": Mean(update.grad_norm),
+        "loss/grad_norm_max": Max(update.grad_norm),
+        "loss/lr": Last(update.lr),
+    }
+    if gradient.expert_load is not None:
+        metrics["experts/busiest_mean"] = Mean(gradient.expert_load.busiest_mean)
+        metrics["experts/busiest_max"] = Max(gradient.expert_load.busiest_max)
+    return metrics | _packing_metrics(gradient) | _loss_metrics(gradient, reserved=metrics)
+
+
+def _packing_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
+    packing = gradient.packing
+    if packing is None:
+        return {}
+    num_rows = packing.num_packed + packing.num_padding
+    return {
+        "packing/num_micro_batches": Sum(packing.num_micro_batches),
+        "packing/padding": Mean(packing.num_padding, num_rows),
+        "packing/fill": Mean(packing.num_packed, packing.num_room),
+        "packing/shared": Mean(gradient.num_tokens - packing.num_packed, gradient.num_tokens),
+        "packing/context_mean": Mean(packing.num_attended, packing.num_packed if packing.num_attended else 0),
+    }
+
+
+def _loss_metrics(gradient: ForwardBackwardResult, *, reserved: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the loss's own metrics, averaged over tokens; raise ValueError for a reserved name."""
+    num_tokens = gradient.num_valid_tokens
+    own = {name: mean for name, mean in gradient.loss_metrics.items() if name not in _FIELDS_OF_RESULT}
+    for name in own:
+        if f"loss/{name}" in reserved:
+            raise ValueError(
+                f"the loss reports a metric {name!r}, but loss/{name} is the step's own: rename it"
+            )
+    return {f"loss/{name}": Mean(mean * num_tokens, num_tokens) for name, mean in own.items()}
+
+
+def _effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the effective sample share of all importance weights, if there are any."""
+    weight, squared = (merged.get(f"loss/{name}") for name in (WEIGHT, WEIGHT_SQUARED))
+    if not (isinstance(weight, Mean) and isinstance(squared, Mean) and weight.count):
+        return {}
+    share = effective_sample_share(mean_weight=weight.value, mean_squared_weight=squared.value)
+    return {"loss/correction_effective_share": Last(share)}
+
+
+def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
+    return {
+        "logprob_diff/mean": Mean(gradient.logprob_diff_mean),
+        "logprob_diff/max": Max(gradient.logprob_diff_max),
+        "logprob_diff/identical": Last(int(gradient.logprobs_identical)),
+    }
+
+
+def time_metrics(
+    *, minibatches: Sequence[TrainedMinibatch], published: PublishResult, clock: StepClock
+) -> Record:
+    """Return the seconds of each part of a step, and the work done in them.
+
+    `time/generate_s`, `score_s`, `train_s` and `publish_s` are the loop's waits and add up to the step; the
+    first two are short where generation runs ahead. `time/push_s`, `pull_s` and `canary_s`, and
+    `canary/logprob_diff`, belong to the newest version that is served, `sync/version`.
+    """
+    num_trained = sum(minibatch.gradient.num_tokens for minibatch in minibatches)
+    num_samples = sum(minibatch.gradient.num_samples for minibatch in minibatches)
+    laps_s = clock.laps_s
+    step_s = sum(laps_s.values())
+    return {
+        **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items()},
+        "time/push_s": published.push_s,
+        "time/pull_s": published.pull_s,
+        "time/canary_s": published.canary_s,
+        "time/step_s": step_s,
+        **{f"time/{role}_idle_s": idle_s for role, idle_s in clock.idle_s().items()},
+        "perf/generated_tokens_per_s": clock.generated_tokens_per_s(),
+        "perf/trained_tokens_per_s": Mean(num_trained, laps_s["train"]),
+        "perf/samples_per_s": Mean(num_samples, step_s),
+        "sync/version": published.policy_version,
+        "canary/logprob_diff": published.canary_diff,
+    }

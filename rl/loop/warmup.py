@@ -1,0 +1,102 @@
+"""Supervised warm-up on demonstrations, with the same `forward_backward` as GRPO.
+
+A policy gradient needs a policy that is right sometimes; the warm-up provides it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from losses.cross_entropy import CrossEntropyLoss
+from rl.config.configurable import Configurable
+from rl.protocols import Trainer
+from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.renderer import Renderer
+from rl.rollouts.samples import demonstrated
+from rl.types import OptimParams, Problem
+from rl.utils.errors import RunError, error_context
+
+
+class SupervisedWarmup(Configurable):
+    """Cross-entropy training with its own learning rate schedule, before the first step of the loop."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_steps: int = 300
+        """Optimizer steps."""
+        num_demonstrations: int = 64
+        """Demonstrations of each step."""
+        lr: float = 5e-3
+        """Peak learning rate."""
+        lr_warmup_steps: int = 20
+        """Steps in which the learning rate rises linearly to the peak."""
+        min_lr_ratio: float = 0.1
+        """Learning rate at the end of the cosine decay, as a share of the peak."""
+        betas: tuple[float, float] = (0.9, 0.95)
+        weight_decay: float = 0.01
+        max_norm: float = 1.0
+        """Gradient clip norm."""
+
+        def __post_init__(self) -> None:
+            valid = {
+                "num_steps": self.num_steps >= 1,
+                "num_demonstrations": self.num_demonstrations >= 1,
+                "lr": self.lr > 0,
+                "max_norm": self.max_norm > 0,
+                "weight_decay": self.weight_decay >= 0,
+                "betas": all(0 <= beta < 1 for beta in self.betas),
+                "lr_warmup_steps": self.lr_warmup_steps >= 0,
+                "min_lr_ratio": 0 <= self.min_lr_ratio <= 1,
+            }
+            for name, is_valid in valid.items():
+                if not is_valid:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} is out of range (no warm-up: --warmup None)"
+                    )
+
+        def lr_at(self, step: int) -> float:
+            """Return the learning rate of a step, counted from 0."""
+            rise = min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
+            cosine = 0.5 * (1 + math.cos(math.pi * step / self.num_steps))
+            return self.lr * rise * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        trainer: Trainer,
+        renderer: Renderer,
+        environments: TriedEnvironments,
+    ) -> None:
+        """Keep the parts; `environments` makes the environments of the demonstrated problems."""
+        self.config = config
+        self.trainer = trainer
+        self.renderer = renderer
+        self.environments = environments
+
+    async def run(self, problems: Iterator[Problem], *, on_step: Callable[[float], None]) -> None:
+        """Train on the problems' demonstrations, and call `on_step` with the loss per token after each step."""
+        config = self.config
+        for step in range(config.num_steps):
+            with error_context(f"warm-up step {step + 1}"):
+                samples = [
+                    await demonstrated(problem, self.environments, renderer=self.renderer)
+                    for problem in islice(problems, config.num_demonstrations)
+                ]
+                if len(samples) < config.num_demonstrations:
+                    raise RunError(
+                        f"the task's warm-up problems are used up: {len(samples)} left, of warmup.num_demonstrations="
+                        f"{config.num_demonstrations}; let `warmup_problems` repeat them, or lower warmup.num_steps"
+                    )
+                params = OptimParams(
+                    lr=config.lr_at(step),
+                    betas=config.betas,
+                    weight_decay=config.weight_decay,
+                    max_norm=config.max_norm,
+                )
+                result = await self.trainer.forward_backward(samples, loss=CrossEntropyLoss())
+                await self.trainer.optim_step(params)
+            on_step(result.loss_mean)

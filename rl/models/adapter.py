@@ -1,0 +1,226 @@
+"""Hugging Face names, tensors and config.json of decoders.
+
+A family subclasses `DecoderAdapter` and reads its `config.json` with `decoder_from_hf`; both are shared by all
+families whose checkpoints follow Llama's naming.
+
+Our fused weights order their rows by key-value head (`rl.models.decoder`), so each consists of several Hugging
+Face weights, regrouped; all other parameters are renamed.
+
+Shape legend: E model width, K key-value heads, G query heads of one key-value head, D head size, W = F / K
+feed-forward rows of one key-value head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl.config.configurable import Configurable
+from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
+
+F = TypeVar("F", bool, int, float)
+
+_TOP = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_QKV, _GATE_UP = "attention.qkv_proj", "feed_forward.gate_up_proj"
+_LAYER = {
+    "attention_norm": ["input_layernorm"],
+    _QKV: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.q_norm": ["self_attn.q_norm"],
+    "attention.k_norm": ["self_attn.k_norm"],
+    "attention.o_proj": ["self_attn.o_proj"],
+    "ffn_norm": ["post_attention_layernorm"],
+    _GATE_UP: ["mlp.gate_proj", "mlp.up_proj"],
+    "feed_forward.down_proj": ["mlp.down_proj"],
+}
+
+
+class DecoderAdapter:
+    """Base of a family's `rl.models.spec.StateDictAdapter`; also works on meta tensors, for shapes alone."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    """Class of transformers that opens the family's folders."""
+
+    def __init__(self, config: Decoder.Config) -> None:
+        self.config = config
+        attention = config.block.attention
+        self.num_kv_heads = attention.num_kv_heads
+        self.group_size = attention.num_heads // attention.num_kv_heads
+        self.head_dim = attention.head_dim
+
+    def hf_names(self, name: str) -> list[str]:
+        """Return the Hugging Face names of a parameter's tensors; raise KeyError for an unknown parameter."""
+        if name in _TOP:
+            return [_TOP[name]]
+        layer, module, leaf = split_name(name)
+        if module not in _LAYER or leaf not in (("weight", "bias") if module == _QKV else ("weight",)):
+            raise KeyError(f"{name!r} is not a parameter of {type(self).__name__.removesuffix('Adapter')}")
+        return [f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in _LAYER[module]]
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        _, module, _ = split_name(name)
+        if module == _QKV:
+            q_KGDE, k_K1DE, v_K1DE = (x.unflatten(0, (self.num_kv_heads, -1, self.head_dim)) for x in tensors)
+            return torch.cat((q_KGDE, k_K1DE, v_K1DE), dim=1).flatten(0, 2)
+        if module == _GATE_UP:
+            gate_KWE, up_KWE = (x.unflatten(0, (self.num_kv_heads, -1)) for x in tensors)
+            return torch.cat((gate_KWE, up_KWE), dim=1).flatten(0, 1)
+        (tensor,) = tensors
+        return tensor
+
+    def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        _, module, _ = split_name(name)
+        parts = [tensor]
+        if module == _QKV:
+            heads = tensor.unflatten(0, (self.num_kv_heads, self.group_size + 2, self.head_dim))
+            parts = [x.flatten(0, 2) for x in heads.split((self.group_size, 1, 1), dim=1)]
+        elif module == _GATE_UP:
+            parts = [x.flatten(0, 1) for x in tensor.unflatten(0, (self.num_kv_heads, 2, -1)).unbind(1)]
+        return dict(zip(self.hf_names(name), parts, strict=True))
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the fields of `config.json` that all families share; a family adds its own.
+
+        Token ids and dtype are added by the writer of the folder.
+        """
+        config, attention = self.config, self.config.block.attention
+        fields = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.dim,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": attention.qkv_bias,
+            "attention_dropout": 0.0,
+            "max_position_embeddings": config.rope.max_positions,
+            "rms_norm_eps": config.norm_eps,
+            "tie_word_embeddings": config.tie_embeddings,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "initializer_range": config.init_std,
+            "use_cache": True,
+            # transformers 5 reads the first field, transformers 4 the second; without it transformers 4 would
+            # silently use another base.
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+            "rope_theta": config.rope.theta,
+        }
+        if isinstance(config.block.feed_forward, FeedForward.Config):
+            fields["intermediate_size"] = config.block.feed_forward.hidden_dim
+        return fields
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Split `layers.3.attention.qkv_proj.weight` into layer, module and leaf; the layer may be empty."""
+    layer = ""
+    if name.startswith("layers."):
+        _, layer, name = name.split(".", 2)
+    module, _, leaf = name.rpartition(".")
+    return layer, module, leaf
+
+
+def decoder_from_hf(
+    hf: dict[str, Any],
+    *,
+    adapter: type[DecoderAdapter],
+    feed_forward: Configurable.Config | None = None,
+    qk_norm: bool = True,
+    qkv_bias: bool = False,
+    head_dim: int | None = None,
+) -> Decoder.Config:
+    """Return the model config that a `config.json` describes.
+
+    Args:
+        adapter: the family's, whose architecture the file must name.
+        feed_forward: the feed-forward layers; None for dense layers of `intermediate_size`.
+        head_dim: head size if the file has none; None for the width over the number of heads.
+
+    Raises:
+        ValueError: if a field is missing or malformed, or asks for something the decoder does not implement
+            (rope scaling, attention bias, sliding windows, quantized weights).
+    """
+    architectures = hf.get("architectures") or [adapter.architecture]
+    if hf.get("model_type") != adapter.model_type or adapter.architecture not in architectures:
+        raise ValueError(
+            f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: a checkpoint of "
+            f"another architecture; must be {adapter.model_type!r} and [{adapter.architecture!r}]"
+        )
+    refuse_other_values(
+        hf,
+        {
+            "attention_bias": (None, qkv_bias),
+            "use_sliding_window": (None, False),
+            "hidden_act": (None, "silu"),
+            "quantization_config": (None,),
+        },
+    )
+    layer_types = hf.get("layer_types") or []
+    if layer_types != ["full_attention"] * len(layer_types):
+        raise ValueError(f"config.json: layer_types={layer_types}: must be 'full_attention' in every layer")
+    if feed_forward is None:
+        feed_forward = FeedForward.Config(hidden_dim=read_field(hf, "intermediate_size", int))
+    dim, num_heads = read_field(hf, "hidden_size", int), read_field(hf, "num_attention_heads", int)
+    return Decoder.Config(
+        vocab_size=read_field(hf, "vocab_size", int),
+        dim=dim,
+        num_layers=read_field(hf, "num_hidden_layers", int),
+        tie_embeddings=read_field(hf, "tie_word_embeddings", bool, False),
+        norm_eps=read_field(hf, "rms_norm_eps", float, 1e-6),
+        init_std=read_field(hf, "initializer_range", float, 0.02),
+        block=TransformerBlock.Config(
+            attention=Attention.Config(
+                num_heads=num_heads,
+                num_kv_heads=read_field(hf, "num_key_value_heads", int),
+                head_dim=read_field(hf, "head_dim", int, head_dim or dim // num_heads),
+                qk_norm=qk_norm,
+                qkv_bias=qkv_bias,
+            ),
+            feed_forward=feed_forward,
+        ),
+        rope=RoPE.Config(theta=_rope_theta(hf), max_positions=read_field(hf, "max_position_embeddings", int)),
+    )
+
+
+def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError for a field with none of its valid values; the message names the last of them."""
+    for field, values in valid.items():
+        if hf.get(field) not in values:
+            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported: must be {values[-1]!r}")
+
+
+def _rope_theta(hf: dict[str, Any]) -> float:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4)."""
+    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    rope = hf.get(name) or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    if kind != "default" or set(rope) - {"rope_type", "type", "rope_theta"}:
+        raise ValueError(
+            f"config.json: {name}={rope!r} is not supported: must be of rope_type 'default', unscaled"
+        )
+    return read_field({"rope_theta": hf.get("rope_theta")} | rope, "rope_theta", float)
+
+
+def read_field(hf: dict[str, Any], name: str, kind: type[F], default: F | None = None) -> F:
+    """Return a field of a `config.json`: a boolean, or a positive and finite number.
+
+    Raises:
+        ValueError: if the field is missing without a default, or is something else.
+    """
+    value = hf.get(name, default)
+    if kind is bool and isinstance(value, bool):
+        return kind(value)
+    numbers = (int, float) if kind is float else kind
+    if kind is not bool and isinstance(value, numbers) and value is not True and 0 < value < math.inf:
+        return kind(value)
+    valid = {bool: "true or false", int: "a positive integer", float: "a positive number"}[kind]
+    raise ValueError(f"config.json: {name}={value!r}: must be {valid}")

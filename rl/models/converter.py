@@ -1,0 +1,158 @@
+"""Model converters: changes between construction and sharding, such as LoRA, float8 or a user's own.
+
+    config.trainer.converters = (Float8.Config(), LoRA.Config(rank=16))
+
+Converters are applied in this order to a whole model on the meta device; sharding, compilation and weights
+follow. Generators and Hugging Face folders get the plain model, so converters are unknown outside the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.config.configurable import Configurable
+from rl.distributed.mesh import Degrees
+from rl.models.decoder import persistent_buffers
+from rl.models.spec import ModelSpec
+
+
+class ModelConverter(Configurable):
+    """Base of all converters; only `convert` is required.
+
+    A converter may replace modules, freeze parameters and add new ones. Existing parameters keep their names,
+    shapes and dtypes.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    token_multiple: int = 1
+    """Divisor of the number of tokens of every forward, ensured by padding."""
+
+    def __init__(self, *, config: Config, spec: ModelSpec, degrees: Degrees, device: torch.device) -> None:
+        """Store the arguments; a subclass checks them.
+
+        Args:
+            degrees: parallel degrees of the future layout.
+            device: future device of the model; "meta" for checks alone.
+
+        Raises:
+            ValueError: if the config cannot work here.
+        """
+        self.config = config
+        self.spec = spec
+        self.degrees = degrees
+        self.device = device
+
+    def convert(self, model: nn.Module) -> None:
+        """Change the model in place; it is whole and on the meta device.
+
+        Raises:
+            ValueError: if the model lacks something that the config names.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} has no convert()")
+
+    def saved_settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint's weights depend on, as JSON values; called after `convert`.
+
+        A checkpoint only opens with equal settings; without settings it opens with or without this converter.
+        """
+        return {}
+
+    def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
+        """React to new weights in the sharded model.
+
+        Args:
+            fresh: only the plain model's weights were read or drawn, and this converter has to initialize its
+                own. Otherwise a checkpoint restored both.
+        """
+
+    def post_optimizer_hook(self, model: nn.Module) -> None:
+        """React to an optimizer step; called on every rank."""
+
+    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the plain model's value of a parameter in the layout of `tensor`; collective."""
+        return tensor
+
+
+class ModelConverters:
+    """A sequence of converters, applied in order and undone in reverse order."""
+
+    def __init__(
+        self,
+        configs: Sequence[ModelConverter.Config],
+        *,
+        spec: ModelSpec,
+        degrees: Degrees,
+        device: torch.device,
+    ) -> None:
+        """Build the converters; a ValueError from one of them is prefixed with its position in the config."""
+        self.members: list[ModelConverter] = []
+        for config in configs:
+            with _numbered(len(self.members)):
+                self.members.append(config.build(spec=spec, degrees=degrees, device=device))
+        self.plain_names: tuple[str, ...] = ()
+        """Parameters of the plain model, in order."""
+        self.plain_buffers: tuple[str, ...] = ()
+        """Persistent buffers of the plain model."""
+
+    @property
+    def token_multiple(self) -> int:
+        return math.lcm(*(member.token_multiple for member in self.members))
+
+    def convert(self, model: nn.Module) -> None:
+        """Apply all converters; raise ValueError if one of them fails or loses a parameter."""
+        before = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.plain_names, self.plain_buffers = tuple(before), tuple(persistent_buffers(model))
+        for number, member in enumerate(self.members):
+            with _numbered(number):
+                member.convert(model)
+                after = {name: parameter.shape for name, parameter in model.named_parameters()}
+                for name, shape in before.items():
+                    if after.get(name) != shape:
+                        raise ValueError(
+                            f"{type(member).__qualname__} changed or lost parameter {name} of shape "
+                            f"{list(shape)}: a converter keeps the parameters that it finds"
+                        )
+
+    def saved_settings(self) -> dict[str, dict[str, Any]]:
+        """Return the members' settings by class name, numbered from the second of a class on."""
+        found: dict[str, dict[str, Any]] = {}
+        for member in self.members:
+            name = type(member).__qualname__
+            if settings := member.saved_settings():
+                found[name if name not in found else f"{name}.{len(found)}"] = settings
+        return found
+
+    def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
+        for member in self.members:
+            member.weights_loaded(model, fresh=fresh)
+
+    def post_optimizer_hook(self, model: nn.Module) -> None:
+        for member in self.members:
+            member.post_optimizer_hook(model)
+
+    def plain_tensors(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, Tensor]]:
+        """Yield the plain model's parameters in the converted model's layout; every rank must consume all."""
+        for name in self.plain_names:
+            tensor = parameters[name].detach()
+            for member in reversed(self.members):
+                tensor = member.plain_tensor(name, tensor)
+            yield name, tensor
+
+
+@contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """Prefix a ValueError with the converter's position in the config."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"converters.{number}: {error}") from error

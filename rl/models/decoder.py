@@ -1,0 +1,268 @@
+"""Decoder-only transformer: pre-norm blocks, grouped-query attention, rotary positions, SwiGLU.
+
+One definition for trainer and generator, and for every family of this kind: switches in the configs tell the
+families apart. The model runs on a flat axis of T tokens, which is both a packed training batch and the form in
+which vLLM calls a model; only the core attention differs and is passed in.
+
+Projections are fused, with the rows of a fused weight ordered by key-value head: group g holds its query heads,
+its key head and its value head; likewise its share of the gate rows, then of the up rows. A plain row split
+(`Shard(0)`) over any tensor-parallel degree that divides the key-value heads therefore gives each rank whole
+groups, and weights move between layouts unchanged. Biases follow the rows of their weights.
+
+Shape legend: T tokens, E model width, V vocabulary, H query heads, K key-value heads, D head size, G = H / K
+queries per group, F feed-forward width, P positions, W = F / K feed-forward width of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl.config.configurable import Configurable
+from rl.distributed.sharding import local_shard_of, local_tensor
+from rl.models.attention import PackedAttention, SequenceLayout
+from rl.models.low_rank import LowRank
+
+
+class RoPE(Configurable, nn.Module):
+    """Rotary position embedding from precomputed tables, indexed once per forward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        theta: float = 1_000_000.0
+        """Base of the geometric series of wavelengths."""
+        max_positions: int = 40_960
+        """Longest supported sequence, in tokens."""
+
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+    def __init__(self, *, config: Config, head_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = head_dim
+        cos, sin = self._tables()
+        self.register_buffer("cos_PD", cos, persistent=False)
+        self.register_buffer("sin_PD", sin, persistent=False)
+
+    def _tables(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        positions = torch.arange(self.config.max_positions, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, 1.0 / self.config.theta**exponents)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    def reset_buffers(self) -> None:
+        """Recompute the tables after `to_empty` has moved the module off the meta device."""
+        self.cos_PD, self.sin_PD = self._tables(self.cos_PD.device)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [T, 1, D] float32."""
+        return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
+
+
+def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate the halves of each head by the angles of its position, in the input's dtype."""
+    first, second = x_THD.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x_THD * cos_T1D + turned * sin_T1D
+
+
+class Attention(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_heads: int
+        num_kv_heads: int
+        head_dim: int = 128
+        qk_norm: bool = True
+        """Normalize queries and keys per head, before the rotation."""
+        qkv_bias: bool = False
+        """Add biases to queries, keys and values."""
+
+        def __post_init__(self) -> None:
+            if self.num_heads % self.num_kv_heads:
+                raise ValueError(
+                    f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+                )
+
+    def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.group_size = config.num_heads // config.num_kv_heads
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = nn.Linear(dim, width, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=norm_eps) if config.qk_norm else None
+        self.core = core
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, dim, bias=False)
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
+        # Under tensor parallelism this rank's output holds K / tp whole groups: -1 counts them.
+        qkv = self.qkv_proj(x_TE).unflatten(-1, (-1, self.group_size + 2, self.head_dim))
+        q_TKGD, k_TK1D, v_TK1D = qkv.split((self.group_size, 1, 1), dim=2)
+        q_THD, k_TKD = q_TKGD.flatten(1, 2), k_TK1D.flatten(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        out = self.core(rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin), v_TK1D.flatten(1, 2), sequences)
+        return self.o_proj(out.flatten(1))
+
+
+def swiglu(gate_up_TK2W: Tensor) -> Tensor:
+    """Return silu(gate) * up of all groups, [T, K * W]."""
+    gate, up = gate_up_TK2W.unbind(dim=2)
+    return (F.silu(gate) * up).flatten(1)
+
+
+class FeedForward(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        hidden_dim: int
+
+    def __init__(self, *, config: Config, dim: int, num_groups: int) -> None:
+        super().__init__()
+        if config.hidden_dim % num_groups:
+            raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
+        self.group_width = config.hidden_dim // num_groups
+        self.gate_up_proj = nn.Linear(dim, 2 * config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, dim, bias=False)
+        self.activation: Callable[[Tensor], Tensor] = swiglu
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x_TE).unflatten(-1, (-1, 2, self.group_width))
+        return self.down_proj(self.activation(gate_up))
+
+
+class TransformerBlock(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        attention: Attention.Config
+        feed_forward: Configurable.Config
+        """`FeedForward.Config`, or the config of a layer with the same interface (`rl.models.moe`)."""
+
+    def __init__(self, *, config: Config, dim: int, norm_eps: float, core: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = config.attention.build(dim=dim, norm_eps=norm_eps, core=core)
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = config.feed_forward.build(dim=dim, num_groups=config.attention.num_kv_heads)
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, sequences: SequenceLayout | None) -> Tensor:
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos, sin, sequences)
+        return x_TE + self.feed_forward(self.ffn_norm(x_TE))
+
+
+class Decoder(Configurable, nn.Module):
+    """The model type that trainers, generators and samplers program against."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        vocab_size: int
+        dim: int
+        num_layers: int
+        tie_embeddings: bool = True
+        """Share the embedding's weight with the output head."""
+        norm_eps: float = 1e-6
+        init_std: float = 0.02
+        """Standard deviation of fresh weights."""
+        block: TransformerBlock.Config
+        rope: RoPE.Config = field(default_factory=RoPE.Config)
+
+        @property
+        def has_experts(self) -> bool:
+            """True if the feed-forward layers are mixtures of experts."""
+            return not isinstance(self.block.feed_forward, FeedForward.Config)
+
+    def __init__(
+        self, *, config: Config, core_attention: Callable[[int], nn.Module] = lambda layer: PackedAttention()
+    ) -> None:
+        """Build the model; `core_attention(layer)` makes the attention between that layer's projections."""
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.rope = config.rope.build(head_dim=config.block.attention.head_dim)
+        self.layers = nn.ModuleList(
+            config.block.build(dim=config.dim, norm_eps=config.norm_eps, core=core_attention(i))
+            for i in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head_lora: LowRank | None = None
+        """Adapter of the head, set by a converter; the head's weight is used without its layer's forward."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the output head with its adapter, [V, E]."""
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return weight if self.lm_head_lora is None else self.lm_head_lora.merged(weight)
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        *,
+        positions: Tensor,
+        sequences: SequenceLayout | None = None,
+        head: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the final hidden states [T, E], or `head(hidden [T, E], head weight [V, E])`.
+
+        The head runs inside the forward, where sharding hooks have gathered its weight.
+
+        Args:
+            positions: [T] int64, restarting at 0 with each sequence.
+            sequences: layout of the packed sequences; None if the core attention has its own.
+        """
+        x_TE = self.embed_tokens(input_ids_T)
+        cos, sin = (table.to(x_TE.dtype) for table in self.rope(positions))
+        for layer in self.layers:
+            x_TE = layer(x_TE, cos, sin, sequences)
+        hidden_TE = self.norm(x_TE)
+        return hidden_TE if head is None else head(hidden_TE, self.head_weight)
+
+    @torch.no_grad()
+    def init_weights(
+        self, *, seed: int, std: float | None = None, names: Collection[str] | None = None
+    ) -> None:
+        """Set normal weights, unit norms and zero biases; a seed gives the same numbers in every layout.
+
+        Args:
+            names: parameters to set; None for all.
+        """
+        std = self.config.init_std if std is None else std
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if names is not None and name not in names:
+                continue
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith(".bias"):
+                parameter.zero_()
+            else:
+                whole = torch.randn(parameter.shape, generator=generator) * std
+                local_tensor(parameter).copy_(local_shard_of(whole, parameter))
+
+
+def linear_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return the logits, [T, V]."""
+    return F.linear(hidden_TE, weight_VE)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to the weights, by name, such as a load-balance bias.
+
+    Buffers that a model can recompute, such as tables, are registered with `persistent=False`.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}
+
+
+def reset_buffers(model: nn.Module) -> None:
+    """Call `reset_buffers` of every module that has one, after `to_empty`."""
+    for module in model.modules():
+        reset = getattr(module, "reset_buffers", None)
+        if reset is not None:
+            reset()

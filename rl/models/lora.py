@@ -1,0 +1,232 @@
+"""LoRA: training of low-rank products next to frozen weights.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), equation 3. Generators and
+Hugging Face folders get the sums W + alpha / rank * B A under the weights' own names; an adapter alone is read
+and written in PEFT's format (`rl.models.peft`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+from rl.models.converter import ModelConverter
+from rl.models.low_rank import LowRank, adapter_name
+from rl.models.peft import PeftSettings, read_peft_folder
+
+HEAD = "lm_head"
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoRA(ModelConverter):
+    """Converter that freezes the model and adds trained adapters.
+
+    There is no dropout, because the trained policy has to be the one that samples.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConverter.Config):
+        rank: int = 16
+        """Rank of the products."""
+        alpha: float = 32.0
+        """Numerator of the products' scale, alpha / rank."""
+        target_modules: tuple[str, ...] | None = None
+        """Linear layers to adapt, by Hugging Face's names (q_proj, gate_proj ...) or ours (qkv_proj is q_proj,
+        k_proj and v_proj; gate_up_proj is gate_proj and up_proj). None selects all layers of attention and
+        feed-forward; experts of a mixture cannot be adapted."""
+        unembedding: bool = False
+        """Adapt the output head too, unless it shares the embedding's weight."""
+        seed: int = 0
+        """Seed of the initial values: A is uniform within 1 / sqrt(input width), B is zero."""
+        initial_adapter: str | None = None
+        """Folder of an adapter in PEFT's format to start from; None draws one."""
+
+        def __post_init__(self) -> None:
+            if self.rank < 1:
+                raise ValueError(f"rank={self.rank}: must be at least 1")
+            if not 0.0 < self.alpha < math.inf:
+                raise ValueError(f"alpha={self.alpha}: must be a finite number above 0")
+            if self.target_modules == () and not self.unembedding:
+                raise ValueError("target_modules=(): must name at least one, or unembedding be True")
+
+        @property
+        def scale(self) -> float:
+            """Factor of the products."""
+            return self.alpha / self.rank
+
+    config: Config
+
+    def convert(self, model: nn.Module) -> None:
+        """Attach the adapters; raise ValueError naming an unknown target and the valid ones."""
+        self._hf = self.spec.adapter(self.spec.model)
+        self._adapters: dict[str, LowRank] = {}
+        """Adapters by the name of the adapted weight."""
+        self._adapted: dict[str, list[str]] = {}
+        """Hugging Face names of the weights with factors, by our weight."""
+        if any(isinstance(module, LowRank) for module in model.modules()):
+            raise ValueError("the model has adapters of an earlier LoRA: must be one LoRA")
+        linears = self._linear_layers(model)
+        targets = self._targets(linears)
+        model.requires_grad_(False)
+        for name, (linear, hf_names) in linears.items():
+            adapted = [n for n in hf_names if {_leaf(n), name.rpartition(".")[2]} & targets]
+            if adapted:
+                adapter = self._attach(model, name, linear, adapted)
+                linear.register_forward_hook(lambda _, args, out, a=adapter: a.add_to(out, args[0]))
+        if self.config.unembedding:
+            # The loss uses the head's weight without calling its layer.
+            self._attach(model, HEAD, self._head(model), self._hf.hf_names(f"{HEAD}.weight"))
+        if self.config.initial_adapter is not None:
+            self._open_peft(self.config.initial_adapter)
+
+    def _linear_layers(self, model: nn.Module) -> dict[str, tuple[nn.Linear, list[str]]]:
+        """Return the layers that can be adapted, with the Hugging Face names of their weights."""
+        found = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != HEAD:
+                # Layers added by other converters are unknown to the adapter.
+                with suppress(KeyError):
+                    found[name] = module, self._hf.hf_names(f"{name}.weight")
+        return found
+
+    def _targets(self, linears: Mapping[str, tuple[nn.Linear, list[str]]]) -> set[str]:
+        """Return the last name parts of the layers to adapt."""
+        valid: dict[str, None] = {}
+        for name, (_, hf_names) in linears.items():
+            valid |= dict.fromkeys((*map(_leaf, hf_names), name.rpartition(".")[2]))
+        targets = self.config.target_modules
+        if targets is None:
+            return valid.keys() & set(ALL_LINEAR)
+        for target in targets:
+            if target not in valid:
+                hint = "; the output head is unembedding=True" if target == HEAD else ""
+                raise ValueError(
+                    f"target_modules has {target!r}, which is no linear layer of {self.spec.name} "
+                    f"{self.spec.flavor}: valid are {', '.join(valid)}{hint}"
+                )
+        return set(targets)
+
+    def _head(self, model: nn.Module) -> nn.Linear:
+        head = getattr(model, HEAD, None)
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"unembedding=True: {self.spec.name} {self.spec.flavor} has no output head of its own, its "
+                "weight is the embedding's, which the adapter would change too: must be False"
+            )
+        return head
+
+    def _attach(self, model: nn.Module, name: str, linear: nn.Linear, adapted: list[str]) -> LowRank:
+        weight = f"{name}.weight"
+        numbers = [self._hf.hf_names(weight).index(hf_name) for hf_name in adapted]
+        adapter = LowRank(
+            linear,
+            source_O=self._sources(weight, linear),
+            adapted=numbers,
+            rank=self.config.rank,
+            scale=self.config.scale,
+        )
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), adapter_name(leaf), adapter)
+        self._adapters[weight], self._adapted[weight] = adapter, adapted
+        return adapter
+
+    def _sources(self, weight: str, linear: nn.Linear) -> Tensor:
+        """Return the number of the Hugging Face weight that each row of our weight came from."""
+        rows = self._hf_rows(weight, linear.out_features).values()
+        parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
+        sources = self._hf.from_hf(weight, parts)
+        assert sources.shape == (linear.out_features, 1), "the state-dict adapter must regroup rows alone"
+        return sources.squeeze(1)
+
+    def _hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
+        """Return the number of rows of each Hugging Face weight in ours, which has `num_rows`."""
+        meta = torch.empty(num_rows, 1, device="meta")
+        return {name: tensor.size(0) for name, tensor in self._hf.to_hf(weight, meta).items()}
+
+    @torch.no_grad()
+    def weights_loaded(self, model: nn.Module, *, fresh: bool) -> None:
+        """Initialize fresh adapters, drawn whole and sliced, so that they are equal in every layout."""
+        if not fresh:
+            return
+        if self.config.initial_adapter is not None:
+            self.load_peft(self.config.initial_adapter)
+            return
+        generator = torch.Generator().manual_seed(self.config.seed)
+        for adapter in self._adapters.values():
+            bound = 1.0 / math.sqrt(adapter.lora_a.size(1))
+            a = torch.empty(adapter.lora_a.shape).uniform_(-bound, bound, generator=generator)
+            _fill(adapter.lora_a, a)
+            local_tensor(adapter.lora_b).zero_()
+
+    def plain_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        adapter = self._adapters.get(name)
+        return tensor if adapter is None else adapter.merged_like(tensor)
+
+    def peft_settings(self, *, base_model: str | None) -> PeftSettings:
+        targets = dict.fromkeys(_leaf(name) for names in self._adapted.values() for name in names)
+        return PeftSettings(
+            rank=self.config.rank,
+            alpha=self.config.alpha,
+            target_modules=tuple(targets),
+            base_model=base_model,
+        )
+
+    def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the Hugging Face name of each weight with its whole A and B; every rank must consume all."""
+        for weight, adapter in self._adapters.items():
+            a, b = (whole_tensor(p.detach()) for p in (adapter.lora_a, adapter.lora_b))
+            b_of = self._hf.to_hf(weight, b)
+            for hf_name, a_RI in zip(self._adapted[weight], a.split(adapter.rank), strict=True):
+                yield hf_name, a_RI, b_of[hf_name]
+
+    @torch.no_grad()
+    def load_peft(self, folder: str | Path) -> None:
+        """Load the adapters of a folder in PEFT's format; every rank reads it.
+
+        Raises:
+            ValueError: if the folder is malformed, has other settings, or belongs to another model.
+        """
+        found = self._open_peft(folder)
+        for weight, adapter in self._adapters.items():
+            rows = self._hf_rows(weight, adapter.lora_b.size(0))
+            adapted = self._adapted[weight]
+            _fill(adapter.lora_a, torch.cat([found[name][0] for name in adapted]))
+            parts = [
+                found[n][1] if n in adapted else torch.zeros(num, adapter.rank) for n, num in rows.items()
+            ]
+            _fill(adapter.lora_b, self._hf.from_hf(weight, parts))
+
+    def saved_settings(self) -> dict[str, Any]:
+        """Return the settings that shapes do not reveal: targets within fused weights, and alpha."""
+        peft = self.peft_settings(base_model=None)
+        return {
+            "rank": peft.rank,
+            "alpha": peft.alpha,
+            "target_modules": sorted(name for name in peft.target_modules if name != HEAD),
+            "unembedding": self.config.unembedding,
+        }
+
+    def _open_peft(self, folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
+        widths = {
+            hf_name: (adapter.lora_a.size(1), self._hf_rows(weight, adapter.lora_b.size(0))[hf_name])
+            for weight, adapter in self._adapters.items()
+            for hf_name in self._adapted[weight]
+        }
+        return read_peft_folder(folder, rank=self.config.rank, alpha=self.config.alpha, widths=widths)
+
+
+def _leaf(hf_name: str) -> str:
+    """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return hf_name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _fill(parameter: nn.Parameter, whole: Tensor) -> None:
+    local_tensor(parameter).copy_(local_shard_of(whole, parameter))

@@ -1,0 +1,164 @@
+"""Low-rank adapter of a frozen weight: W + s B A.
+
+One of our fused weights consists of several Hugging Face weights, regrouped by rows (`rl.models.adapter`). Each
+of them gets factors of its own, as in PEFT: the A's are stacked, and a row of B belongs to the A of the weight
+that the row came from.
+
+Shape legend: T tokens, I input width, O output rows of the fused weight, N adapted weights fused in it, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+
+from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+
+ROWS = 0
+COLUMNS = 1
+
+
+class LowRank(nn.Module):
+    """Adapter next to an unchanged linear layer; `add_to` adds the product to the layer's output.
+
+    Under tensor parallelism the factors follow the layer's weight: B is split if the weight is split by rows, A
+    if it is split by columns. Each rank adds its own part without communication; its gradient of a factor that
+    it holds whole is a partial sum, which `optim_step` completes.
+    """
+
+    rows_ON: Tensor
+    """Assignment of this rank's rows of B to the A's."""
+
+    def __init__(
+        self, linear: nn.Linear, *, source_O: Tensor, adapted: Sequence[int], rank: int, scale: float
+    ) -> None:
+        """Allocate the factors of a linear layer.
+
+        Args:
+            source_O: number of the Hugging Face weight that each row of our weight came from.
+            adapted: numbers of the weights that get factors.
+            scale: s.
+        """
+        super().__init__()
+        self.rank = rank
+        self.scale = scale
+        self.lora_a = nn.Parameter(linear.weight.new_empty(len(adapted) * rank, linear.in_features))
+        self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
+        self._whole_rows_ON = torch.stack([source_O == number for number in adapted], dim=1)
+        self._everywhere = bool(self._whole_rows_ON.all())
+        self._rows_split, self._rows_index = 1, 0
+        self.register_buffer("rows_ON", self._local_rows(linear.weight.device), persistent=False)
+
+    def _local_rows(self, device: torch.device) -> Tensor:
+        return self._whole_rows_ON.chunk(self._rows_split)[self._rows_index].to(device)
+
+    def reset_buffers(self) -> None:
+        """Recompute the mask after `to_empty` has moved the module off the meta device."""
+        self.rows_ON = self._local_rows(self.rows_ON.device)
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scale={self.scale:g}, adapted={self._whole_rows_ON.size(1)}"
+
+    def follow(self, weight: Tensor) -> None:
+        """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a plain weight."""
+        if not isinstance(weight, DTensor):
+            return
+        mesh = weight.device_mesh
+        assert mesh.ndim == 1, "adapters follow the tensor-parallel layout, before data parallelism"
+        (placement,) = weight.placements
+        self.lora_a = _laid_out(self.lora_a, mesh, placement if placement.is_shard(COLUMNS) else Replicate())
+        self.lora_b = _laid_out(self.lora_b, mesh, placement if placement.is_shard(ROWS) else Replicate())
+        if placement.is_shard(ROWS):
+            self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
+            self.rows_ON = self._local_rows(self.rows_ON.device)
+
+    def add_to(self, output: Tensor, x: Tensor) -> Tensor:
+        """Return the layer's output for `x` plus the product, both inside the tensor-parallel hooks."""
+        low = F.linear(_own_part(x), _own_part(self.lora_a))
+        added = F.linear(low, self._by_source(_own_part(self.lora_b), self.rows_ON)) * self.scale
+        return output + _like(output, added)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return W + s B A with gradients to both factors, for a plain or row-split weight used without its
+        layer."""
+        product = self._by_source(_own_part(self.lora_b), self.rows_ON) @ _own_part(self.lora_a)
+        return weight + _like(weight, product * self.scale)
+
+    @torch.no_grad()
+    def merged_like(self, weight: Tensor) -> Tensor:
+        """Return W + s B A in W's layout and dtype, summed in float32. Only the factors are gathered."""
+        a, b = (whole_tensor(p.detach()).float() for p in (self.lora_a, self.lora_b))
+        local = local_tensor(weight)
+        if local.numel():
+            rows, columns = _local_indices(weight)
+            b_ONR = self._by_source(b, self._whole_rows_ON.to(b.device))
+            product = b_ONR[rows] @ a[:, columns]
+            local = (local.float() + self.scale * product).to(weight.dtype)
+        return _like(weight, local)
+
+    def _by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
+        """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
+        if self._everywhere:
+            return b_OR
+        return (b_OR.unsqueeze(1) * rows_ON.unsqueeze(2)).flatten(1)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
+    """Yield the adapted layers of a model with their adapters."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, LowRank):
+                base = module.get_submodule(base_name(name))
+                assert isinstance(base, nn.Linear)
+                yield base, child
+
+
+def follow_base_layers(model: nn.Module) -> None:
+    """Shard all adapters like their layers; call it after tensor parallelism and before data parallelism."""
+    for base, adapter in adapted_layers(model):
+        adapter.follow(base.weight)
+
+
+_SUFFIX = "_lora"
+
+
+def adapter_name(base: str) -> str:
+    """Return the attribute name of the adapter next to the child `base`."""
+    return f"{base}{_SUFFIX}"
+
+
+def base_name(adapter: str) -> str:
+    return adapter.removesuffix(_SUFFIX)
+
+
+def _laid_out(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None))
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part; the gradient of a replicated tensor is then a partial sum."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    grads = [Partial() if p.is_replicate() else p for p in tensor.placements]
+    return tensor.to_local(grad_placements=grads)
+
+
+def _like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Wrap `local` as this rank's part of a tensor with the shape and layout of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of the whole weight that this rank holds; it must hold some."""
+    num_rows, num_columns = weight.shape
+    rows = torch.arange(num_rows, device=weight.device).unsqueeze(1).expand(num_rows, num_columns)
+    columns = torch.arange(num_columns, device=weight.device).expand(num_rows, num_columns)
+    return local_shard_of(rows, weight)[:, 0], local_shard_of(columns, weight)[0]

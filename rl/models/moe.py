@@ -1,0 +1,215 @@
+"""Mixture-of-experts layer, in place of a decoder's feed-forward layer.
+
+    Decoder.Config(..., block=TransformerBlock.Config(attention=..., feed_forward=MoE.Config(...)))
+
+A router chooses K of N experts for each token; each expert is a SwiGLU. The experts' weights are stacked and the
+rows of a batch sorted by expert, so that one grouped product serves all experts.
+
+The rows of an expert's fused gate and up projection are ordered by key-value head, as in the dense layer
+(`rl.models.decoder`), so tensor parallelism splits an expert at the same places.
+
+Shape legend: T tokens, E model width, N experts, K chosen for each token, S = T * K rows in the order of their
+experts, F width of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from rl.config.configurable import Configurable
+from rl.distributed.expert_parallel import ExpertExchange, inverse_permutation, select_rows
+
+_ALIGNMENT = 16
+"""Bytes; rows of the grouped kernel have to start at a multiple."""
+
+
+class Router(nn.Module):
+    """Choice of experts for each token, with their weights.
+
+    A bias on the scores, used for the choice only, evens out the load: after every optimizer step the trainer
+    lowers it for experts chosen more often than the mean and raises it for the others (Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). At zero this is Hugging Face's router.
+    """
+
+    load_balance_bias: Tensor
+    """[N] float32 in every layout and dtype, whole on every rank."""
+
+    def __init__(self, *, config: MoE.Config, dim: int) -> None:
+        super().__init__()
+        self.num_chosen = config.num_experts_per_token
+        self.normalize = config.normalize_weights
+        self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.register_buffer("load_balance_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        self.force_balance = False
+        """Choose the experts in turn regardless of the scores; for measurements."""
+        self.last_chosen_TK: Tensor | None = None
+        """Experts chosen in the last forward with a graph; read by the trainer's load counters."""
+
+    def reset_buffers(self) -> None:
+        """Zero the bias after `to_empty` has moved the module off the meta device."""
+        self.load_balance_bias = torch.zeros_like(self.load_balance_bias, dtype=torch.float32)
+
+    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [T, K] in the dtype of `x_TE` and the chosen experts [T, K] int64."""
+        scores_TN = F.linear(x_TE, local_part(self.weight)).softmax(-1, dtype=torch.float32)
+        if self.force_balance:
+            chosen_TK = self._in_turn(scores_TN)
+        else:
+            chosen_TK = (scores_TN.detach() + self.load_balance_bias).topk(self.num_chosen).indices
+        weights_TK = scores_TN.gather(1, chosen_TK)
+        if self.normalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if torch.is_grad_enabled():
+            self.last_chosen_TK = chosen_TK
+        return weights_TK.to(x_TE.dtype), chosen_TK
+
+    def _in_turn(self, scores_TN: Tensor) -> Tensor:
+        num_tokens, num_experts = scores_TN.shape
+        turns = torch.arange(num_tokens * self.num_chosen, device=scores_TN.device)
+        return (turns % num_experts).view(num_tokens, self.num_chosen)
+
+
+class GroupedExperts(nn.Module):
+    """Weights of N experts; under expert parallelism N / P of them on each of P ranks."""
+
+    def __init__(self, *, config: MoE.Config, dim: int, num_groups: int) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.group_width = config.hidden_dim // num_groups
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
+        self.exchange: ExpertExchange | None = None
+        """Transport of rows to the ranks that hold their experts, under expert parallelism."""
+
+    # Not compiled: the number of rows of each expert changes with every batch.
+    @torch.compiler.disable
+    def forward(self, x_TE: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' results, [T, E]."""
+        expert_S, order_S = chosen_TK.flatten().sort(stable=True)
+        experts = torch.arange(self.num_experts, device=x_TE.device)
+        ends_N = torch.searchsorted(expert_S, experts, right=True)
+        places_S = inverse_permutation(order_S)
+        rows_SE = select_rows(x_TE, rows_S=order_S // chosen_TK.size(1), places_S=places_S)
+        if self.exchange is None:
+            out_SE = self.compute(rows_SE, ends_N)
+        else:
+            out_SE = self.exchange(rows_SE, ends_N, self.compute)
+        out_TKE = select_rows(out_SE, rows_S=places_S, places_S=order_S).unflatten(0, chosen_TK.shape)
+        return (out_TKE * weights_TK.unsqueeze(-1)).sum(1)
+
+    def compute(self, rows_SE: Tensor, ends_N: Tensor) -> Tensor:
+        """Return each row's result from its expert, [S, E]; rows of expert n end at `ends_N[n]`."""
+        gate_up = grouped_linear(rows_SE, local_part(self.gate_up_proj), ends_N)
+        # Under tensor parallelism this rank holds some of the groups: -1 counts them.
+        gate, up = gate_up.unflatten(-1, (-1, 2, self.group_width)).unbind(dim=2)
+        return grouped_linear((F.silu(gate) * up).flatten(1), local_part(self.down_proj), ends_N)
+
+
+class MoE(Configurable, nn.Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        num_experts: int
+        num_experts_per_token: int
+        hidden_dim: int
+        """Feed-forward width of one expert."""
+        normalize_weights: bool = True
+        """Scale the weights of a token's experts to a sum of 1."""
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.num_experts_per_token <= self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_token={self.num_experts_per_token}: must be 1 to "
+                    f"num_experts={self.num_experts}"
+                )
+
+    def __init__(self, *, config: Config, dim: int, num_groups: int) -> None:
+        super().__init__()
+        if config.hidden_dim % num_groups:
+            raise ValueError(f"hidden_dim={config.hidden_dim} is not a multiple of num_kv_heads={num_groups}")
+        self.router = Router(config=config, dim=dim)
+        self.experts = GroupedExperts(config=config, dim=dim, num_groups=num_groups)
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        weights_TK, chosen_TK = self.router(x_TE)
+        out_TE: Tensor = self.experts(x_TE, weights_TK, chosen_TK)
+        return out_TE
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return this rank's part as a plain tensor, with gradient.
+
+    Ranks that hold the same part use it for different tokens, or for their own share of each token's result:
+    the gradient of the whole parameter is the sum of theirs.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements: list[Placement] = [Partial() if p.is_replicate() else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
+
+
+def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+    """Multiply each run of rows by the weight of its group, [S, F].
+
+    One kernel without host synchronization for bfloat16 on a GPU; one product per group elsewhere.
+
+    Args:
+        ends_N: int64, end of each group's run of rows; non-decreasing, the last one S.
+    """
+    if _has_kernel(x_SE, weight_NFE):
+        return one_kernel(x_SE, weight_NFE, ends_N)
+    product: Tensor = _GroupedLinear.apply(x_SE, weight_NFE, ends_N.tolist())
+    return product
+
+
+def one_kernel(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:
+    """Compute `grouped_linear` with PyTorch's grouped product."""
+    out = torch.nn.functional.grouped_mm(x_SE, weight_NFE.transpose(1, 2), offs=ends_N.to(torch.int32))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _has_kernel(x_SE: Tensor, weight_NFE: Tensor) -> bool:
+    # An empty batch would launch nothing and leave gradients None where zeros are needed.
+    if not x_SE.is_cuda or x_SE.dtype != torch.bfloat16 or not x_SE.size(0):
+        return False
+    aligned = all(size * x_SE.element_size() % _ALIGNMENT == 0 for size in weight_NFE.shape[1:])
+    return aligned and torch.cuda.get_device_capability(x_SE.device) >= (8, 0)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One product per group; the gradient of a group without rows is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SE: Tensor, weight_NFE: Tensor, ends: list[int]) -> Tensor:
+        ctx.save_for_backward(x_SE, weight_NFE)
+        ctx.ends = ends
+        # Separate products, so that selective checkpointing can keep them.
+        pairs = zip(_slices(ends), weight_NFE, strict=True)
+        return torch.cat([torch.mm(x_SE[rows], weight_FE.t()) for rows, weight_FE in pairs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_SE, weight_NFE = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        grad_SF = grad_SF.contiguous()
+        grad_x = torch.empty_like(x_SE) if wants_x else None
+        grad_weight = torch.empty_like(weight_NFE) if wants_weight else None
+        for n, rows in enumerate(_slices(ctx.ends)):
+            if grad_x is not None:
+                torch.mm(grad_SF[rows], weight_NFE[n], out=grad_x[rows])
+            if grad_weight is not None:
+                torch.mm(grad_SF[rows].t(), x_SE[rows], out=grad_weight[n])
+        return grad_x, grad_weight, None
+
+
+def _slices(ends: list[int]) -> list[slice]:
+    return [slice(start, end) for start, end in pairwise([0, *ends])]

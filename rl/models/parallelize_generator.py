@@ -1,0 +1,137 @@
+"""The generator's parallel plan for decoders: tensor parallelism alone, for any number of tokens.
+
+Every rank sees all tokens. The fused projections, the embedding and the output head hold this rank's rows; the
+output projections hold its columns and sum their results over the ranks. A mixture's router is whole on every
+rank and chooses the same experts there; each rank computes its part of each expert, and one sum per layer
+combines the parts.
+
+Parameters are DTensors, so weights move between this layout and any other by name. The forward works on their
+local shards with explicit collectives, because DTensor's dispatch costs a small layer several times its
+arithmetic. There is no backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from rl.distributed.sharding import local_tensor
+from rl.models.decoder import Decoder, linear_head
+from rl.models.moe import MoE
+from rl.models.parallelize import COLUMNS_OF_EXPERT, ROWS_OF_EXPERT, check_tensor_parallel
+
+ROWS = 0
+COLUMNS = 1
+_DIMS = {
+    "embed_tokens": ROWS, "lm_head": ROWS, "qkv_proj": ROWS, "gate_up_proj": ROWS,
+    "o_proj": COLUMNS, "down_proj": COLUMNS,
+}  # fmt: skip
+"""Dimension over which the plan splits each layer's weight."""
+
+
+def is_split(name: str) -> bool:
+    """Return whether the plan splits this parameter over the ranks; all others are whole on each rank."""
+    dims = {_DIMS[part] for part in name.split(".") if part in _DIMS}
+    # The bias of a layer that is split by columns is added to the sum over the ranks.
+    return ROWS in dims or (COLUMNS in dims and not name.endswith("bias"))
+
+
+def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
+    """Shard the model in place over a mesh of one axis, preferably on the meta device.
+
+    Nothing is sent: every rank holds the same weights, or none yet. On a mesh of size 1 the model keeps its
+    plain tensors. Norms are whole, plain tensors on every rank.
+
+    Raises:
+        ValueError: if the size of the mesh does not divide the key-value heads or the vocabulary.
+    """
+    if mesh.size() == 1:
+        return model
+    check_tensor_parallel(model.config, mesh.size())
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if name in _DIMS and isinstance(layer, nn.Linear):
+                setattr(parent, name, ShardedLinear(layer, mesh, dim=_DIMS[name]))
+            elif name in _DIMS and isinstance(layer, nn.Embedding):
+                setattr(parent, name, VocabShardedEmbedding(layer, mesh))
+            elif isinstance(layer, MoE):
+                experts = layer.experts
+                experts.gate_up_proj = sharded(experts.gate_up_proj, mesh, dim=ROWS_OF_EXPERT)
+                experts.down_proj = sharded(experts.down_proj, mesh, dim=COLUMNS_OF_EXPERT)
+                layer.register_forward_hook(_SumOverRanks(mesh.get_group()))
+    return model
+
+
+def generator_head(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return the logits [T, V] on every rank, from a plain or a vocabulary-sharded head weight."""
+    if not isinstance(weight_VE, DTensor):
+        return linear_head(hidden_TE, weight_VE)
+    mesh = weight_VE.device_mesh
+    part = F.linear(hidden_TE, local_tensor(weight_VE))
+    parts = [torch.empty_like(part) for _ in range(mesh.size())]
+    dist.all_gather(parts, part, group=mesh.get_group())
+    return torch.cat(parts, dim=1)
+
+
+class ShardedLinear(nn.Module):
+    """Linear layer with this rank's rows, which returns its part of the output, or columns, which returns the sum
+    over all ranks."""
+
+    def __init__(self, layer: nn.Linear, mesh: DeviceMesh, *, dim: int) -> None:
+        super().__init__()
+        self.weight = sharded(layer.weight, mesh, dim=dim)
+        self.bias = None
+        if layer.bias is not None:
+            whole = nn.Parameter(layer.bias.detach(), requires_grad=False)
+            self.bias = sharded(layer.bias, mesh, dim=ROWS) if dim == ROWS else whole
+        self.group = mesh.get_group() if dim == COLUMNS else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else local_tensor(self.bias)
+        if self.group is None:
+            return F.linear(x, local_tensor(self.weight), bias)
+        out = F.linear(x, local_tensor(self.weight))
+        dist.all_reduce(out, group=self.group)
+        return out if bias is None else out + bias
+
+
+class VocabShardedEmbedding(nn.Module):
+    """Embedding of which each rank looks up its part of the vocabulary; the sum over ranks is complete."""
+
+    def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = sharded(layer.weight, mesh, dim=ROWS)
+        self.group = mesh.get_group()
+        self.num_rows = layer.num_embeddings // mesh.size()
+        self.first_row = mesh.get_local_rank() * self.num_rows
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        rows_T = token_ids_T - self.first_row
+        elsewhere_T = (rows_T < 0) | (rows_T >= self.num_rows)
+        out_TE = F.embedding(rows_T.masked_fill(elsewhere_T, 0), local_tensor(self.weight))
+        out_TE.masked_fill_(elsewhere_T.unsqueeze(-1), 0)
+        dist.all_reduce(out_TE, group=self.group)
+        return out_TE
+
+
+class _SumOverRanks:
+    """Forward hook that sums the ranks' outputs in place."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
+        dist.all_reduce(out_TE, group=self.group)
+        return out_TE
+
+
+def sharded(weight: Tensor, mesh: DeviceMesh, *, dim: int) -> nn.Parameter:
+    """Return the weight split over the ranks of the mesh, without a gradient."""
+    shard = distribute_tensor(weight.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    return nn.Parameter(shard, requires_grad=False)

@@ -1,0 +1,165 @@
+"""Qwen3 MoE: Qwen3 with a mixture of experts in every feed-forward layer.
+
+Hugging Face's files hold three matrices per expert; ours, two stacks of all experts (`rl.models.moe`). The
+load-balance bias has no place in their model; it is written beside the router's weight, and other readers
+ignore it.
+
+Shape legend: E model width, N experts, F width of one expert, K key-value heads, W = F / K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl.models.adapter import (
+    DecoderAdapter,
+    decoder_from_hf,
+    read_field,
+    refuse_other_values,
+    split_name,
+)
+from rl.models.decoder import Attention, Decoder, RoPE, TransformerBlock
+from rl.models.moe import MoE
+from rl.models.spec import ModelSpec, choose_flavor
+
+_EXPERTS, _ROUTER = "feed_forward.experts", "feed_forward.router"
+_ROUTER_NAMES = {"weight": "mlp.gate.weight", "load_balance_bias": "mlp.gate.e_score_correction_bias"}
+
+
+class Qwen3MoeAdapter(DecoderAdapter):
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+
+    def __init__(self, config: Decoder.Config) -> None:
+        super().__init__(config)
+        self.num_experts = _mixture(config).num_experts
+
+    def hf_names(self, name: str) -> list[str]:
+        layer, module, leaf = split_name(name)
+        if module == _ROUTER and leaf in _ROUTER_NAMES:
+            return [f"model.layers.{layer}.{_ROUTER_NAMES[leaf]}"]
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        if module != _EXPERTS or leaf not in parts:
+            return super().hf_names(name)
+        expert = f"model.layers.{layer}.mlp.experts"
+        return [f"{expert}.{n}.{part}.weight" for n in range(self.num_experts) for part in parts[leaf]]
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        _, module, leaf = split_name(name)
+        if module != _EXPERTS:
+            return super().from_hf(name, tensors)
+        if leaf == "down_proj":
+            return torch.stack(tensors)
+        grouped_KWE = [x.unflatten(0, (self.num_kv_heads, -1)) for x in tensors]
+        num_groups, width, dim = grouped_KWE[0].shape
+        # Filled in place: a layer's experts are the largest of all parameters.
+        stack_NK2WE = tensors[0].new_empty(self.num_experts, num_groups, 2, width, dim)
+        for i, x_KWE in enumerate(grouped_KWE):
+            stack_NK2WE[i // 2, :, i % 2] = x_KWE
+        return stack_NK2WE.flatten(1, 3)
+
+    def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        _, module, leaf = split_name(name)
+        if module != _EXPERTS:
+            return super().to_hf(name, tensor)
+        parts = list(tensor)
+        if leaf == "gate_up_proj":
+            x_N2KWE = tensor.unflatten(1, (self.num_kv_heads, 2, -1)).transpose(1, 2)
+            parts = [x.flatten(0, 1) for pair in x_N2KWE for x in pair]
+        return dict(zip(self.hf_names(name), parts, strict=True))
+
+    def hf_config(self) -> dict[str, Any]:
+        mixture = _mixture(self.config)
+        return {
+            # transformers 5 writes the second name; published folders and vLLM have the first.
+            "num_experts": mixture.num_experts,
+            "num_local_experts": mixture.num_experts,
+            "num_experts_per_tok": mixture.num_experts_per_token,
+            "moe_intermediate_size": mixture.hidden_dim,
+            "norm_topk_prob": mixture.normalize_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+            **super().hf_config(),
+        }
+
+
+def _mixture(config: Decoder.Config) -> MoE.Config:
+    assert isinstance(config.block.feed_forward, MoE.Config)
+    return config.block.feed_forward
+
+
+def config_from_hf(hf: dict[str, Any]) -> Decoder.Config:
+    """Return the model config of a `config.json`.
+
+    Raises:
+        ValueError: if it is not of a supported Qwen3 MoE: layers without experts and the router's auxiliary
+            loss are not, nor what a dense decoder does not implement.
+    """
+    refuse_other_values(
+        hf,
+        {
+            "decoder_sparse_step": (None, 1),
+            "mlp_only_layers": (None, []),
+            "output_router_logits": (None, False),
+        },
+    )
+    named = {f: hf[f] for f in ("num_experts", "num_local_experts") if hf.get(f) is not None}
+    if len(set(named.values())) > 1:
+        raise ValueError(f"config.json: {named} are not equal: both are the number of experts")
+    mixture = MoE.Config(
+        num_experts=read_field(named, next(iter(named), "num_experts"), int),
+        num_experts_per_token=read_field(hf, "num_experts_per_tok", int),
+        hidden_dim=read_field(hf, "moe_intermediate_size", int),
+        normalize_weights=read_field(hf, "norm_topk_prob", bool, False),
+    )
+    return decoder_from_hf(hf, adapter=Qwen3MoeAdapter, feed_forward=mixture, head_dim=128)
+
+
+def _flavors() -> dict[str, Decoder.Config]:
+    return {
+        # The dense tiny model with as many feed-forward weights at work for each token.
+        "tiny": Decoder.Config(
+            vocab_size=320,
+            dim=128,
+            num_layers=3,
+            tie_embeddings=True,
+            init_std=0.06,
+            block=TransformerBlock.Config(
+                attention=Attention.Config(num_heads=8, num_kv_heads=4, head_dim=32),
+                feed_forward=MoE.Config(num_experts=8, num_experts_per_token=2, hidden_dim=192),
+            ),
+            rope=RoPE.Config(theta=10_000.0, max_positions=1024),
+        ),
+        "30B-A3B": Decoder.Config(
+            vocab_size=151_936,
+            dim=2048,
+            num_layers=48,
+            tie_embeddings=False,
+            block=TransformerBlock.Config(
+                attention=Attention.Config(num_heads=32, num_kv_heads=4, head_dim=128),
+                feed_forward=MoE.Config(num_experts=128, num_experts_per_token=8, hidden_dim=768),
+            ),
+            rope=RoPE.Config(theta=1_000_000.0, max_positions=40_960),
+        ),
+    }
+
+
+def make_spec(*, flavor: str, model: Decoder.Config) -> ModelSpec:
+    return ModelSpec(
+        name=Qwen3MoeAdapter.model_type,
+        flavor=flavor,
+        model=model,
+        adapter=Qwen3MoeAdapter,
+        from_hf_config=config_from_hf,
+    )
+
+
+def model_registry(flavor: str) -> ModelSpec:
+    """Return a fresh spec of one size, free to edit; raise ValueError for an unknown flavor."""
+    return make_spec(
+        flavor=flavor, model=choose_flavor(_flavors(), flavor, family=Qwen3MoeAdapter.model_type)
+    )

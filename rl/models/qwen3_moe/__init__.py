@@ -1,3 +1,0 @@
-from rl.models.qwen3_moe.registry import model_registry
-
-__all__ = ["model_registry"]

@@ -1,0 +1,177 @@
+"""Clients of TensorBoard, Weights & Biases and trackio. All calls of one logger come from one thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from rl.observability.sinks import TrackioConfig, WandbConfig
+
+
+class MetricsLogger(Protocol):
+    """Client of one package. Any call may raise."""
+
+    name: str
+
+    def open(self, last_step: int | None) -> None:
+        """Start, or continue a run after this step; called again when the run goes back to an earlier step."""
+        ...
+
+    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+        """Log one record."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Release everything. Idempotent."""
+        ...
+
+
+class TensorBoardLogger:
+    """Event files of TensorBoard."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def open(self, last_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close(failed=False)
+        has_files = self._folder.is_dir() and any(self._folder.iterdir())
+        first_step = 0 if last_step is None else last_step + 1
+        # Readers drop earlier points from the purge step on.
+        self._writer = SummaryWriter(str(self._folder), purge_step=first_step if has_files else None)
+
+    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+        assert self._writer is not None
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class WandbLogger:
+    """Run of Weights & Biases. W&B keeps its records of steps that are trained again."""
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        *,
+        folder: Path,
+        title: str,
+        run_id: str,
+        settings: Mapping[str, Any],
+        finish_s: float,
+    ) -> None:
+        """`finish_s` limits the time to reach the server, and the time to send what is left at the end."""
+        self._config = config
+        self._finish_s = finish_s
+        self._arguments: dict[str, Any] = {
+            "id": run_id,
+            "name": title,
+            "dir": str(folder),
+            "config": dict(settings),
+        }
+        self._run: Any = None
+
+    def open(self, last_step: int | None) -> None:
+        if self._run is not None:
+            return
+        if self._config.mode == "offline":
+            # W&B's own error reports need the network.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        hooks = sys.excepthook, sys.exit
+        try:
+            self._run = wandb.init(
+                **self._arguments,
+                entity=self._config.entity,
+                project=self._config.project,
+                group=self._config.group,
+                tags=list(self._config.tags) or None,
+                mode=self._config.mode,
+                resume="allow",
+                reinit="create_new",  # a notebook may have another run
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    save_code=False,
+                    disable_git=True,
+                    init_timeout=self._finish_s,
+                    finish_timeout=self._finish_s,
+                    x_transaction_log_flush_interval=1.0,
+                ),
+            )
+        finally:
+            # W&B's hooks print tracebacks that the log already has.
+            sys.excepthook, sys.exit = hooks
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+        assert self._run is not None
+        # W&B takes one row for each of its steps, and none again; a step has a record and an evaluation.
+        self._run.log({"step": step, **values}, step=2 * step + is_evaluation, commit=True)
+
+    def close(self, *, failed: bool) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        import wandb
+
+        try:
+            run.finish(exit_code=int(failed))
+        finally:
+            if wandb.run is None:  # no other run of this process needs W&B's service
+                wandb.teardown()
+
+
+class TrackioLogger:
+    """Run in trackio's local database.
+
+    The storage is used directly: `trackio.init` starts a dashboard server and hides errors of the database.
+    """
+
+    name = "trackio"
+
+    def __init__(
+        self, config: TrackioConfig, *, title: str, run_id: str, settings: Mapping[str, Any]
+    ) -> None:
+        self._project = config.project
+        self._title = title
+        self._run_id = run_id
+        self._settings: dict[str, Any] | None = {**settings, "_Group": config.group}
+
+    def open(self, last_step: int | None) -> None:
+        pass
+
+    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        SQLiteStorage.bulk_log(
+            project=self._project,
+            run=self._title,
+            run_id=self._run_id,
+            metrics_list=[dict(values)],
+            steps=[step],
+            config=self._settings,
+            log_ids=[f"{self._run_id}-{2 * step + is_evaluation}"],  # an existing row stays as it is
+        )
+        self._settings = None
+
+    def close(self, *, failed: bool) -> None:
+        pass

@@ -1,0 +1,387 @@
+"""Metrics of a run beside metrics.jsonl: the console, TensorBoard, Weights & Biases and trackio.
+
+    async with open_sinks(SinksConfig(), folder=folder, title="try-1", num_steps=80) as sinks:
+        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+            loop = config.loop.build(sinks=[metrics, sinks], watch=sinks.watch, ...)
+            await loop.run()
+
+Each package's logger runs in a thread with a bounded queue, so that a logger that fails or hangs neither stops
+nor delays training. A resumed run continues the loggers' records by step number; the records that a logger has
+lost are in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+from rl.config.effect import only_if
+from rl.loop.stop_request import StopRequestedError
+from rl.observability.console import Console, ConsoleConfig, make_console
+from rl.observability.loggers import MetricsLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from rl.observability.metrics import Record, read_metrics, reduced
+from rl.observability.run_folder import METRICS, TENSORBOARD
+from rl.observability.spans import span
+from rl.utils.threads import run_aside
+
+INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"
+RUN_ID = "sinks/run_id"
+"""File in a run's logs with the id under which W&B and trackio know the run."""
+MAX_QUEUED = 1000
+FINISH_SHARE = 0.8
+"""Part of `close_s` that W&B may use, so that it can still end in order."""
+CANCELLED_CLOSE_S = 2.0
+"""Time to close after a second Ctrl-C."""
+_ENABLED = only_if("enable", True)
+
+logger = logging.getLogger(__name__)
+
+
+# Config
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorBoardConfig:
+    """Event files for `tensorboard --logdir outputs`, in tensorboard/ of the run's folder."""
+
+    enable: bool = False
+    """Write the event files; needs the extra `sinks`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    enable: bool = False
+    """Log to W&B; needs the extra `sinks`."""
+    mode: Literal["offline", "online"] = field(default="offline", metadata=_ENABLED)
+    """offline: write to wandb/ of the run's folder, without network, for a later `wandb sync`; online: send to
+    the server during the run, with the key of `wandb login` or WANDB_API_KEY."""
+    project: str = field(default="relay", metadata=_ENABLED)
+    """Project of the run."""
+    entity: str | None = field(default=None, metadata=_ENABLED)
+    """Team or user; None means the key's default."""
+    group: str | None = field(default=None, metadata=_ENABLED)
+    """Group of runs that are shown together."""
+    tags: tuple[str, ...] = field(default=(), metadata=_ENABLED)
+    """Tags of the run."""
+
+    def __post_init__(self) -> None:
+        _check_project(self.project)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackioConfig:
+    """Trackio, a local dashboard: `trackio show`."""
+
+    enable: bool = False
+    """Write to trackio's database on this machine, in the folder TRACKIO_DIR or the cache of Hugging Face;
+    needs the extra `sinks`."""
+    project: str = field(default="relay", metadata=_ENABLED)
+    """Project of the run."""
+    group: str | None = field(default=None, metadata=_ENABLED)
+    """Group of runs that are shown together."""
+
+    def __post_init__(self) -> None:
+        _check_project(self.project)
+
+
+@dataclass(kw_only=True, slots=True)
+class SinksConfig:
+    """Destinations of a run's metrics beside metrics.jsonl, which is always written: docs/metrics.md."""
+
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    write_s: float = 60.0
+    """Seconds after which a warning says that a logger hangs."""
+    close_s: float = 30.0
+    """Seconds that the loggers have at the end of the run to write what is left; the rest is dropped."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("write_s", self.write_s), ("close_s", self.close_s)):
+            if not 0.0 < value < math.inf:
+                raise ValueError(f"{name}={value}: must be above 0 and finite")
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """Names of the enabled loggers, which are those of their packages too."""
+        names = ("tensorboard", "wandb", "trackio")
+        return tuple(name for name in names if getattr(self, name).enable)
+
+
+def _check_project(project: str) -> None:
+    if not project or set(project) & set("/\\#?%:"):
+        raise ValueError(f"project={project!r}: must be a name without / \\ # ? % or :")
+
+
+def check_installed(config: SinksConfig) -> None:
+    """Raise a ValueError if a package of an enabled logger is not installed; import nothing."""
+    for name in config.enabled:
+        found = importlib.util.find_spec(name)
+        # A folder of that name, such as W&B's in the working directory, is a package without a file.
+        if found is None or found.origin is None:
+            raise ValueError(
+                f"sinks.{name}.enable=True: the package {name} is not installed. Install the extra "
+                f"`sinks` ({INSTALL}), or set it to False"
+            )
+
+
+def check_sinks(config: SinksConfig) -> None:
+    """Raise a ValueError if a package or W&B's key is missing."""
+    check_installed(config)
+    if config.wandb.enable and config.wandb.mode == "online":
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        if not wandb.login(prompt=False, verify=False):
+            raise ValueError(
+                "sinks.wandb.mode='online': there is no key for W&B. Run `wandb login`, set WANDB_API_KEY, or "
+                "choose offline"
+            )
+
+
+# Threads
+
+
+class LoggerThread:
+    """Thread that hands records to one logger, through a bounded queue."""
+
+    def __init__(
+        self, metrics_logger: MetricsLogger, *, write_s: float, max_queued: int = MAX_QUEUED
+    ) -> None:
+        """`write_s` is the time after which a call of the logger counts as hanging."""
+        self.name = metrics_logger.name
+        self._num_given = self._num_taken = 0
+        self._logger = metrics_logger
+        self._write_s = write_s
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
+        self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
+        self._last_step: int | None = None
+        self._busy_since: float | None = None
+        self._is_open = False
+        self._has_warned = False
+
+    @property
+    def num_lost(self) -> int:
+        """Number of records that the logger has not taken, or not yet."""
+        return self._num_given - self._num_taken
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the logger has taken all records so far."""
+        return self._jobs.empty() and self._busy_since is None
+
+    def begin(self, last_step: int | None) -> None:
+        """Start the logger, or let it continue after this step."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._put(partial(self._open, last_step))
+
+    def write(self, record: Record) -> None:
+        """Queue a record; return at once."""
+        values = {name: value for name, entry in record.items() if (value := reduced(entry)) is not None}
+        self._num_given += 1
+        self._put(partial(self._write, values))
+        busy_since = self._busy_since
+        if busy_since is not None and (busy_s := time.monotonic() - busy_since) > self._write_s:
+            self._warn(f"has not answered for {busy_s:.0f} s")
+
+    def end(self, *, failed: bool) -> None:
+        """Ask the thread to close the logger after the queued records."""
+        self._put(partial(self._logger.close, failed=failed))
+        self._put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; return whether the logger took all records, and log what it lacks."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(max(0.0, timeout_s))
+        if not self._thread.is_alive() and not self.num_lost:
+            return True
+        how = "was not done when the run ended" if self._thread.is_alive() else "has not taken everything"
+        logger.warning("%s %s: it lacks %d records, which are in %s", self.name, how, self.num_lost, METRICS)
+        return False
+
+    def _put(self, job: Callable[[], None] | None) -> None:
+        with suppress(queue.Full):
+            self._jobs.put_nowait(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._busy_since = time.monotonic()
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  (a logger never stops training)
+                self._is_open = False
+                self._warn(f"failed: {type(error).__name__}: {error}")
+            finally:
+                self._busy_since = None
+
+    def _open(self, last_step: int | None) -> None:
+        self._last_step = last_step
+        self._logger.open(last_step)
+        self._is_open = True
+
+    def _write(self, record: dict[str, float]) -> None:
+        if not self._is_open:  # it failed before
+            with suppress(Exception):
+                self._logger.close(failed=True)
+            self._open(self._last_step)
+        is_evaluation = any(name.startswith("eval/") for name in record)
+        step = int(record["step"])
+        values = {name: value for name, value in record.items() if name != "step"}
+        self._logger.write(step, values, is_evaluation=is_evaluation)
+        self._last_step = step
+        self._num_taken += 1
+
+    def _warn(self, text: str) -> None:
+        level = logging.INFO if self._has_warned else logging.WARNING
+        self._has_warned = True
+        logger.log(level, "%s %s; training goes on, and %s has all metrics", self.name, text, METRICS)
+
+
+# All sinks of a run
+
+
+class RunSinks:
+    """Sink that hands records to the console and the loggers; an async context manager around the run."""
+
+    def __init__(
+        self, *, console: Console, threads: Sequence[LoggerThread], metrics: Path, close_s: float
+    ) -> None:
+        """`close_s` is the time that all loggers together have to close."""
+        self.console = console
+        self.threads = threads
+        self._metrics = metrics
+        self._close_s = close_s
+        self._has_warned = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Show a loop that continues after the records of metrics.jsonl."""
+        records = read_metrics(self._metrics) if self._metrics.exists() else []
+        for thread in self.threads:
+            thread.begin(int(records[-1]["step"]) if records else None)
+        with self._tolerate(lambda: self.console.shown(records)):
+            yield
+
+    def write(self, record: Record) -> None:
+        """Hand on the record of a step or an evaluation."""
+        for thread in self.threads:
+            thread.write(record)
+        try:
+            self.console.write(record)
+        except Exception as error:  # noqa: BLE001  (a sink never stops training)
+            self._warn(error)
+
+    def watch(self, title: str, /) -> AbstractContextManager[object]:
+        """Show the title of a long operation while it runs."""
+        return self._tolerate(lambda: self.console.watch(title))
+
+    @contextmanager
+    def _tolerate(self, enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Enter a context of the console, and go on without the context if the console fails."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(enter())
+            except Exception as error:  # noqa: BLE001  (a sink never stops training)
+                self._warn(error)
+            yield
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            logger.warning("the console failed: %r; training goes on", error, exc_info=error)
+        self._has_warned = True
+
+    async def close(self, *, failed: bool = False, timeout_s: float = math.inf) -> None:
+        """Let the loggers take the queued records and close, for at most `timeout_s` and `close_s`."""
+        for thread in self.threads:
+            thread.end(failed=failed)
+        deadline_s = time.monotonic() + min(timeout_s, self._close_s)
+
+        def join() -> None:
+            for thread in self.threads:
+                thread.join(deadline_s - time.monotonic())
+
+        if self.threads:
+            with span("waits for its sinks"):
+                await run_aside(join, name="sinks")
+
+    async def __aenter__(self) -> RunSinks:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_cancelled = error is not None and not isinstance(error, Exception)
+        failed = error is not None and not isinstance(error, StopRequestedError)
+        await self.close(failed=failed, timeout_s=CANCELLED_CLOSE_S if is_cancelled else math.inf)
+
+
+def open_sinks(
+    config: SinksConfig,
+    *,
+    folder: Path,
+    title: str,
+    num_steps: int,
+    settings: Mapping[str, Any] | None = None,
+    stream: TextIO | None = None,
+) -> RunSinks:
+    """Return the sinks that the config enables; no logger is opened before the first attempt.
+
+    Args:
+        folder: the run's folder.
+        title: the run's name in the dashboards.
+        settings: the run's config, for the dashboards.
+        stream: the console's stream; standard output if None.
+
+    Raises:
+        ValueError: a package, or something that it needs, is missing.
+    """
+    check_sinks(config)
+    loggers: list[MetricsLogger] = []
+    named: dict[str, Any] = {"title": title, "settings": settings or {}}
+    if config.wandb.enable or config.trackio.enable:
+        named["run_id"] = _run_id(folder / "logs")
+    if config.tensorboard.enable:
+        loggers.append(TensorBoardLogger(folder / TENSORBOARD))
+    if config.wandb.enable:
+        finish_s = FINISH_SHARE * config.close_s
+        loggers.append(WandbLogger(config.wandb, folder=folder, finish_s=finish_s, **named))
+    if config.trackio.enable:
+        loggers.append(TrackioLogger(config.trackio, **named))
+    return RunSinks(
+        console=make_console(
+            config.console, num_steps=num_steps, logs=folder / "logs", title=title, stream=stream
+        ),
+        threads=[LoggerThread(each, write_s=config.write_s) for each in loggers],
+        metrics=folder / METRICS,
+        close_s=config.close_s,
+    )
+
+
+def _run_id(logs: Path) -> str:
+    """Return the id of the run, which is made once; without room on the disk, for this process only."""
+    file, run_id = logs / RUN_ID, uuid.uuid4().hex
+    try:
+        if file.exists():
+            return file.read_text().strip() or run_id
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(run_id)
+    except OSError as error:
+        logger.warning("%s was not written: %s", file, error.strerror or error)
+    return run_id

@@ -1,0 +1,227 @@
+"""Everything that a run has left in its folder: finished, running, killed, or of an older version.
+
+    run = read_run(Path("outputs/try-1"))
+    run.steps[-1]["reward/mean"], run.problems
+
+Nothing in the folder is written or locked. What cannot be read is named in `problems`, and the rest is
+returned. Only a folder that is not a run's is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl.observability.run_folder import EVENTS, METRICS, ROLLOUTS, STATUS, read_status
+from rl.observability.span_reader import Span, read_spans
+from rl.observability.spans import SPANS_FOLDER
+
+CONFIG, LOGS = "config.json", "logs"
+TOKENS_MB = 48.0
+"""Size of rollout files above which the tokens of some steps are dropped."""
+TOKEN_FIELDS = ("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "advantages", "mask")
+"""Fields of a turn with one entry a token, without versions, which are mostly one number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunData:
+    """Contents of a run's folder."""
+
+    folder: Path
+    status: Literal["running", "finished"] | None
+    """`running` includes runs that were killed; None for a version without the status file."""
+    config: dict[str, Any]
+    """config.json: `module`, `config` (the function's name) and `values`; empty if unreadable."""
+    steps: list[dict[str, float]]
+    """Records of steps, by step."""
+    evaluations: list[dict[str, float]]
+    """Records of evaluations, by step."""
+    rollouts: list[dict[str, Any]]
+    """Lines of rollouts.jsonl and of the file before it, oldest first (`rl.observability.recorder`)."""
+    events: list[dict[str, Any]]
+    spans: list[Span]
+    problems: list[str]
+    """Sentences about files that are missing or unreadable."""
+
+    @property
+    def went_back(self) -> list[dict[str, Any]]:
+        """Returns to a checkpoint because the trainer was lost, without those of a resumed process."""
+        found = []
+        resumes = False
+        for event in self.events:
+            if event["event"] == "went_back" and not resumes:
+                found.append(event)
+            resumes = event["event"] == "resumed" or (resumes and event["event"] != "went_back")
+        return found
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
+        value: Any = self.config.get("values")
+        for name in path.split("."):
+            if not isinstance(value, dict) or name not in value:
+                return default
+            value = value[name]
+        return value
+
+
+def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
+    """Read a run's folder.
+
+    Args:
+        tokens_mb: megabytes of rollouts above which the tokens of only every second, third, ... step are
+            kept, to bound memory; texts and rewards are always kept.
+
+    Raises:
+        ValueError: the folder is missing, or is not a run's.
+    """
+    folder = Path(folder)
+    _check(folder)
+    problems: list[str] = []
+    steps, evaluations = _records(folder, problems)
+    rollouts = _rollouts(folder, problems, tokens_mb=tokens_mb)
+    return RunData(
+        folder=folder,
+        status=read_status(folder) if (folder / STATUS).exists() else None,
+        config=_config(folder, problems),
+        steps=steps,
+        evaluations=evaluations,
+        rollouts=rollouts,
+        events=_lines(folder / EVENTS, problems, _event),
+        spans=_spans(folder / LOGS, problems),
+        problems=[*problems, *_missing(folder, steps)],
+    )
+
+
+def _check(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}: there is no such folder; give the folder of a run, such as outputs/<name>"
+        )
+    of_run = (STATUS, METRICS, CONFIG)
+    if not any((folder / name).is_file() for name in of_run):
+        raise ValueError(f"{folder} is not the folder of a run: it has none of {', '.join(of_run)}")
+
+
+def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if isinstance(config["values"], dict):
+            return dict(config)
+        problems.append(f"{CONFIG} has no values")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems.append(f"{CONFIG} cannot be read, so the settings of the run are unknown: {error!r}")
+    return {}
+
+
+def _records(folder: Path, problems: list[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Return steps and evaluations by step; the later of two records of a step counts."""
+    if not (folder / METRICS).exists():
+        problems.append(f"{METRICS} is missing: no step is done, or the file was removed")
+    by_step: tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]] = ({}, {})
+    for record in _lines(folder / METRICS, problems, _record):
+        is_evaluation = any(name.startswith("eval/") for name in record)
+        by_step[is_evaluation][int(record["step"])] = record
+    steps, evaluations = ([of[step] for step in sorted(of)] for of in by_step)
+    return steps, evaluations
+
+
+def _record(line: dict[str, Any]) -> dict[str, Any] | None:
+    record = {name: number for name, value in line.items() if (number := _number(value)) is not None}
+    return record if math.isfinite(record.get("step", math.nan)) else None
+
+
+def _event(line: dict[str, Any]) -> dict[str, Any] | None:
+    return line if isinstance(line.get("event"), str) else None
+
+
+def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[dict[str, Any]]:
+    files = [folder / name for name in reversed(ROLLOUTS) if (folder / name).exists()]
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
+    keep_every = max(1, math.ceil(megabytes / tokens_mb))
+    if keep_every > 1:
+        problems.append(
+            f"rollouts have {megabytes:.0f} MB: their tokens are shown of one in {keep_every} recorded steps"
+        )
+    numbers: dict[int, int] = {}
+
+    def take(line: dict[str, Any]) -> dict[str, Any] | None:
+        turns = line.get("turns")
+        is_rollout = isinstance(line.get("step"), int) and isinstance(line.get("kind"), str)
+        if not is_rollout or not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            return None
+        number = numbers.setdefault(line["step"], len(numbers))
+        left_out = TOKEN_FIELDS if number % keep_every else ()
+        kept = [
+            {name: value for name, value in turn.items() if value is not None and name not in left_out}
+            for turn in turns
+        ]
+        return {name: value for name, value in line.items() if value is not None} | {"turns": kept}
+
+    return [rollout for file in files for rollout in _lines(file, problems, take)]
+
+
+def _spans(logs: Path, problems: list[str]) -> list[Span]:
+    try:
+        return read_spans(logs)
+    except OSError as error:
+        problems.append(f"{LOGS}/{SPANS_FOLDER} cannot be read: {error}")
+        return []
+
+
+Take = Callable[[dict[str, Any]], dict[str, Any] | None]
+"""Function that returns what is kept of a line, or None if the line is not a record of its file."""
+
+
+def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
+    """Return what `take` keeps of a JSON-lines file, and add the number of damaged lines to the problems."""
+    found: list[dict[str, Any]] = []
+    broken: list[int] = []
+    if not file.exists():
+        return found
+    try:
+        with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                kept = _parse(line, take)
+                if kept is not None:
+                    found.append(kept)
+                elif line.strip():
+                    broken.append(number)
+    except OSError as error:
+        problems.append(f"{file.name} cannot be read to its end: {error}")
+    if broken:
+        problems.append(
+            f"{file.name}: {len(broken)} damaged lines are skipped, the first of them line {broken[0]}; the "
+            "rest is shown"
+        )
+    return found
+
+
+def _parse(line: str, take: Take) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return take(value) if isinstance(value, dict) else None
+
+
+def _missing(folder: Path, steps: list[dict[str, float]]) -> list[str]:
+    """Return sentences about files that every run of this version has and this run lacks."""
+    missing = []
+    if not (folder / STATUS).exists():
+        missing.append(f"{STATUS} is missing: whether the run finished is unknown")
+    if steps and not (folder / EVENTS).exists():
+        missing.append(f"{EVENTS} is missing: losses and recoveries are unknown")
+    if steps and not (folder / LOGS / SPANS_FOLDER).is_dir():
+        missing.append(f"{LOGS}/{SPANS_FOLDER} is missing: there is no timeline")
+    return [f"an older format: {what}" for what in missing]
+
+
+def _number(value: object) -> float | None:
+    """Return a number of metrics.jsonl, where numbers that are not finite are strings; else None."""
+    if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None

@@ -1,0 +1,271 @@
+"""Parts of a report that are shown at once: facts, curves, the config's differences, findings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from rl.config.json import leaves, to_dict
+from rl.config.registry import resolve
+from rl.config.tree import ConfigError
+from rl.reporting.data import RunData
+from rl.reporting.evidence import Evidence, Finding, RolloutEvidence
+
+_OUTSIDE_STEP = ("step", "push", "pull", "canary", "eval")
+"""Times that do not add up to the step."""
+_IDLE = "_idle"
+LIMITS = ("decode", "train", "sync", "idle")
+MAX_POINTS = 1000
+"""Points of a curve."""
+MAX_BAD_STEPS = 100
+"""Listed steps of a curve whose value is not finite."""
+_DIGITS = 6
+
+Records = Sequence[Mapping[str, float]]
+
+
+# Facts
+
+
+def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
+    """Return the numbers at the top of a run's page; unknown ones are None.
+
+    Args:
+        is_alive: whether the run's controller is alive, if known.
+    """
+    values = run.config.get("values") or {}
+    last = run.steps[-1] if run.steps else {}
+    return {
+        "description": values.get("description"),
+        "config": ".".join(str(run.config[key]) for key in ("module", "config") if key in run.config),
+        "model": values.get("model"),
+        "state": state(run, is_alive=is_alive),
+        "started": _time_of(run.events[:1]),
+        "last_event": _time_of(run.events[-1:]),
+        "step": last.get("step"),
+        "num_steps": run.setting("loop.num_steps"),
+        "policy_version": last.get("policy_version"),
+        "reward": _first_and_last(run.steps, "reward/mean"),
+        "evaluation": _first_and_last(run.evaluations, "eval/correct"),
+        "num_problems": _last(run.evaluations, "eval/num_problems"),
+        "step_s": _median(run.steps, "time/step_s"),
+        "training_s": sum(_finite(run.steps, "time/step_s")),
+        "samples_per_s": _median(run.steps, "perf/samples_per_s"),
+        "generated_tokens_per_s": _median(run.steps, "perf/generated_tokens_per_s"),
+        "trained_tokens_per_s": _median(run.steps, "perf/trained_tokens_per_s"),
+        "completion_tokens": _last(run.steps, "completion/tokens_mean"),
+        "logprob_diff_max": max(_finite(run.steps, "logprob_diff/max"), default=None),
+        "num_lost": sum(event.get("event") == "lost" for event in run.events),
+        "num_recovered": sum(event.get("event") == "recovered" for event in run.events),
+        "num_went_back": len(run.went_back),
+    }
+
+
+def state(run: RunData, *, is_alive: bool | None) -> str:
+    """Return running, finished, stopped (with an event), ended (without one), or unknown."""
+    if run.status == "finished":
+        return "finished"
+    if run.events and run.events[-1].get("event") == "stopped":
+        return "stopped"
+    if is_alive is False:
+        return "ended"
+    return "unknown" if run.status is None else "running"
+
+
+def breakdown(run: RunData) -> dict[str, Any]:
+    """Return the time of a step by parts, and the use of the machine.
+
+    `parts` are mean seconds that the loop waited, which add up to the step, largest first; `beside` are those
+    of overlapping work; `idle` is the idle share of the steps by role; `limits` are mean shares of the
+    machine's measured limits.
+    """
+    times = _means(run.steps, "time/", "_s")
+    evaluation = _means(run.evaluations, "time/", "_s")
+    step_s = times.get("step", math.nan)
+    parts = {n: s for n, s in times.items() if n not in _OUTSIDE_STEP and not n.endswith(_IDLE)}
+    idle = {n.removesuffix(_IDLE): s / step_s for n, s in times.items() if n.endswith(_IDLE) and step_s > 0}
+    limits = _means(run.steps, "limit/", "")
+    return {
+        "step_s": None if math.isnan(step_s) else step_s,
+        "parts": dict(sorted(parts.items(), key=lambda part: -part[1])),
+        "beside": {n: s for n, s in (times | evaluation).items() if n in _OUTSIDE_STEP and n != "step"},
+        "idle": {role: min(1.0, share) for role, share in idle.items()},
+        "limits": {name: limits[name] for name in LIMITS if name in limits},
+    }
+
+
+def _means(records: Records, prefix: str, suffix: str) -> dict[str, float]:
+    names = dict.fromkeys(
+        name for r in records for name in r if name.startswith(prefix) and name.endswith(suffix)
+    )
+    found = {name: _finite(records, name) for name in names}
+    inner = slice(len(prefix), -len(suffix) or None)
+    return {name[inner]: sum(of) / len(of) for name, of in found.items() if of}
+
+
+def _finite(records: Iterable[Mapping[str, float]], name: str) -> list[float]:
+    return [record[name] for record in records if name in record and math.isfinite(record[name])]
+
+
+def _median(records: Records, name: str) -> float | None:
+    values = _finite(records, name)
+    return median(values) if values else None
+
+
+def _last(records: Records, name: str) -> float | None:
+    return next(reversed(_finite(records, name)), None)
+
+
+def _first_and_last(records: Records, name: str) -> list[float] | None:
+    values = _finite(records, name)
+    return [values[0], values[-1]] if values else None
+
+
+def _time_of(events: Sequence[Mapping[str, Any]]) -> float | None:
+    return next((float(e["time"]) for e in events if isinstance(e.get("time"), int | float)), None)
+
+
+# Curves
+
+
+def curves(*sources: Records, max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """Return every metric of the records as a curve over `step`.
+
+        {"xs": [[1, 2]], "series": {"reward/mean": {"x": 0, "y": [0.1, null], "bad": [2], "num_bad": 1}}}
+
+    `x` is an index into `xs`, which curves share. In a curve with more than `max_points` steps, neighbours are
+    merged: x is the middle step, y the mean, `low` and `high` the smallest and largest value. `bad` are the
+    first steps whose value is not finite.
+
+    Args:
+        sources: records of steps and of evaluations; a metric is taken from the first source that has it.
+    """
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for records in sources:
+        of_source: dict[str, tuple[list[float], list[float]]] = {}
+        for record in records:
+            for name, value in record.items():
+                if name != "step" and name not in found:
+                    steps, values = of_source.setdefault(name, ([], []))
+                    steps.append(record["step"])
+                    values.append(value)
+        found |= of_source
+    xs: dict[tuple[float | None, ...], int] = {}
+    series = {}
+    for name, (steps, values) in found.items():
+        x, curve = _curve(np.asarray(steps, float), np.asarray(values, float), max_points=max_points)
+        series[name] = {"x": xs.setdefault(tuple(x), len(xs)), **curve}
+    return {"xs": [list(x) for x in xs], "series": series}
+
+
+def _curve(
+    steps_N: np.ndarray, values_N: np.ndarray, *, max_points: int
+) -> tuple[list[float | None], dict[str, Any]]:
+    finite_N = np.isfinite(values_N)
+    bad = steps_N[~finite_N]
+    listed = {"bad": [_short(s) for s in bad[:MAX_BAD_STEPS]], "num_bad": len(bad)} if len(bad) else {}
+    if len(steps_N) <= max_points:
+        return [_short(s) for s in steps_N], {"y": [_short(v) for v in values_N], **listed}
+    width = math.ceil(len(steps_N) / max_points)
+    x: list[float | None] = []
+    columns: dict[str, list[float | None]] = {"y": [], "low": [], "high": []}
+    for start in range(0, len(steps_N), width):
+        part, kept = slice(start, start + width), finite_N[start : start + width]
+        good = values_N[part][kept]
+        x.append(_short(steps_N[part][(len(kept) - 1) // 2]))
+        for name, merge in (("y", np.mean), ("low", np.min), ("high", np.max)):
+            columns[name].append(_short(merge(good)) if len(good) else None)
+    return x, {**columns, **listed}
+
+
+def _short(value: float) -> float | None:
+    """Return the number with few digits, as an integer if it is one; None if it is not finite."""
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{_DIGITS}g}") if abs(value) < 10**_DIGITS else float(value)
+    return int(short) if short.is_integer() else short
+
+
+# Config
+
+
+def config_rows(config: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the options of a config.json, and a sentence if their defaults are unknown.
+
+    A row has `path`, `value` and, where it differs, `default`, as JSON texts. The defaults come from the config
+    function as it is now; it may have changed since the run.
+    """
+    values = dict(leaves(config.get("values") or {}))
+    base, problem = _defaults(config)
+    rows = []
+    for path, value in values.items():
+        row = {"path": path, "value": json.dumps(value)}
+        if base is not None:
+            default = json.dumps(base[path]) if path in base else "absent"
+            if default != row["value"]:
+                row["default"] = default
+        rows.append(row)
+    return rows, problem
+
+
+def _defaults(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    module, function = str(config.get("module")), str(config.get("config"))
+    try:
+        return dict(leaves(to_dict(resolve(module, function).config))), None
+    except (ConfigError, ImportError, TypeError, ValueError) as error:
+        return None, f"the differences from {module}.{function} are unknown: {error}"
+
+
+def config_differences(configs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the options whose values differ between runs; None stands for a missing option."""
+    values = [{row["path"]: row["value"] for row in rows} for rows in configs]
+    paths = dict.fromkeys(path for of in values for path in of)
+    rows = [{"path": path, "values": [of.get(path) for of in values]} for path in paths]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+# Findings
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding in the form that static/overview.js reads."""
+    return {
+        "kind": finding.kind,
+        "title": finding.title,
+        "since_step": finding.since_step,
+        "sentence": finding.sentence,
+        "advice": finding.advice,
+        "evidence": [_evidence_json(evidence) for evidence in finding.evidence],
+    }
+
+
+def _evidence_json(evidence: Evidence) -> dict[str, Any]:
+    if isinstance(evidence, RolloutEvidence):
+        rollout = {
+            "step": evidence.step,
+            "problem": evidence.problem,
+            "sample": evidence.sample,
+            "excerpt": evidence.text,
+        }
+        return {"rollout": rollout, "note": evidence.note}
+    return {"series": evidence.name, "x": list(evidence.steps), "y": list(evidence.values)}
+
+
+def referenced_lines(findings: Iterable[Finding], lines: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the numbers of the recorded rollouts that are evidence of a finding."""
+    wanted = {
+        (evidence.step, evidence.problem, evidence.sample)
+        for finding in findings
+        for evidence in finding.evidence
+        if isinstance(evidence, RolloutEvidence)
+    }
+    return frozenset(
+        number
+        for number, line in enumerate(lines)
+        if wanted and (line.get("step"), line.get("problem"), line.get("sample")) in wanted
+    )

@@ -1,0 +1,271 @@
+"""Rows of local files: reading, splits by content, the order of training problems, and pass rates.
+
+Hugging Face `datasets` reads rows into memory-mapped Arrow tables, so a file may be larger than memory and any
+row can be read directly. Nothing is downloaded: a missing path is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from rl.types import Problem
+from rl.utils.files import atomic_write
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Reader of `datasets` by a file's suffix."""
+
+
+# Optional packages
+
+
+def import_for_tasks(module: str, *, needed_by: str) -> ModuleType:
+    """Import a module of a package in the optional group `tasks`.
+
+    Raises:
+        ValueError: the package is not installed; says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise  # a dependency of the package is missing
+        raise ValueError(
+            f"{needed_by} needs the package {package!r}, which is not installed: "
+            "python3 tools/setup_env.py tasks, or pip install 'relay-rl[tasks]'"
+        ) from error
+
+
+def decode_settings(settings: Mapping[str, Any], *, name: str = "settings") -> dict[str, Any]:
+    """Decode strings that start with `[` or `{` as JSON, for nested settings on the command line.
+
+    Raises:
+        ValueError: such a string is not JSON.
+    """
+    decoded = {}
+    for key, value in settings.items():
+        decoded[key] = value
+        if isinstance(value, str) and value[:1] in ("[", "{"):
+            try:
+                decoded[key] = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}.{key}={value!r}: starts like JSON, but is not: {error}") from error
+    return decoded
+
+
+# Rows
+
+
+def read_rows(path: str, *, columns: Mapping[str, str], cache_folder: str | None = None) -> Any:
+    """Read a file, or a folder of `Dataset.save_to_disk`, as a `datasets.Dataset`.
+
+    Args:
+        columns: the needed columns, by the setting that names each.
+        cache_folder: where `datasets` keeps its Arrow copy of a file; None: its default.
+
+    Raises:
+        ValueError: the file is missing, unreadable or empty, or a column is missing (lists the present ones).
+    """
+    datasets = import_for_tasks("datasets", needed_by=f"reading {path}")
+    local = Path(path).expanduser()
+    if not local.exists():
+        raise ValueError(
+            f"{path!r} is not a local file or folder: data is only read from this machine, so download it first"
+        )
+    if local.is_file() and local.suffix not in BUILDERS:
+        raise ValueError(f"{path} ends in {local.suffix!r}, which is not one of {', '.join(BUILDERS)}")
+    show = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        table = (
+            datasets.load_from_disk(str(local))
+            if local.is_dir()
+            else datasets.load_dataset(
+                BUILDERS[local.suffix], data_files=str(local.resolve()), split="train", cache_dir=cache_folder
+            )
+        )
+    except Exception as error:  # each format's reader has errors of its own
+        raise ValueError(f"{path} cannot be read: {_innermost(error)}") from error
+    finally:
+        if show:
+            datasets.enable_progress_bars()
+    if isinstance(table, Mapping):
+        names = ", ".join(str(local / name) for name in table)
+        raise ValueError(f"{path} holds several splits: name one of {names}")
+    if not len(table):
+        raise ValueError(f"{path} has no rows")
+    for setting, column in columns.items():
+        if column not in table.column_names:
+            present = ", ".join(map(repr, table.column_names))
+            raise ValueError(f"{path} has no column {column!r} ({setting}); its columns are {present}")
+    return table.select_columns(sorted(set(columns.values())))
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+# Splits, which depend only on the content of a row
+
+
+def content_key(text: str) -> int:
+    """Return 64 bits that identify a question, ignoring white space."""
+    digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def is_held_out(key: int, *, share: float) -> bool:
+    """Return True if a problem belongs to the held-out share (0 to 1) of all possible problems."""
+    return key < share * 2**64
+
+
+def choose(keys: Sequence[int], most: int | None) -> list[int]:
+    """Return the indices of at most `most` rows, in order; the choice depends only on their content.
+
+    Keys of a held-out share are all small, so they are hashed again before the comparison.
+    """
+    places = range(len(keys))
+    if most is None or most >= len(keys):
+        return list(places)
+    return sorted(sorted(places, key=lambda place: (content_key(str(keys[place])), place))[:most])
+
+
+# Order
+
+
+class ProblemsByNumber(ABC):
+    """Endless problems; problem number n depends only on the seed and n.
+
+    So a run that continues at number n needs no saved state and no replay.
+    """
+
+    _number = 0
+
+    @abstractmethod
+    def problem(self, number: int) -> Problem:
+        """Return the problem of a number from 0 on."""
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self
+
+    def __next__(self) -> Problem:
+        problem = self.problem(self._number)
+        self._number += 1
+        return problem
+
+
+class ShuffledProblems(ProblemsByNumber):
+    """Endless problems that repeat `num_problems` of them, each once per epoch.
+
+    Args:
+        problem_at: returns the problem at an index from 0 to `num_problems` - 1.
+        seed: determines the order.
+        shuffle: shuffle each epoch anew; off, every epoch is in the order of the indices.
+    """
+
+    def __init__(
+        self, problem_at: Callable[[int], Problem], *, num_problems: int, seed: str, shuffle: bool = True
+    ) -> None:
+        assert num_problems > 0
+        self._problem_at = problem_at
+        self._num_problems = num_problems
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch: tuple[int, list[int]] | None = None
+
+    def problem(self, number: int) -> Problem:
+        epoch, place = divmod(number, self._num_problems)
+        return self._problem_at(self._places(epoch)[place] if self._shuffle else place)
+
+    def _places(self, epoch: int) -> list[int]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            places = list(range(self._num_problems))
+            random.Random(f"{self._seed} epoch {epoch}").shuffle(places)
+            self._epoch = (epoch, places)
+        return self._epoch[1]
+
+
+# Pass rates
+
+
+@dataclass(kw_only=True, slots=True)
+class DifficultyFilter:
+    """Keeps training rows whose pass rate, the share of solved attempts, lies within bounds.
+
+    The rates are a column of the data, or a file that an evaluation wrote.
+    """
+
+    column: str | None = None
+    """Column of the training files with the pass rate of each row, 0 to 1."""
+    file: str | None = None
+    """JSON lines with `id` and `pass_rate` of each problem, as an evaluation writes them."""
+    min: float = 0.0
+    """Lowest pass rate that is kept; above 0 drops problems that were never solved."""
+    max: float = 1.0
+    """Highest pass rate that is kept; below 1 drops problems that were always solved."""
+    unrated: Literal["keep", "drop"] = "keep"
+    """Treatment of rows without a rate."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.max <= 1:
+            raise ValueError(f"min={self.min}, max={self.max}: must be 0 <= min <= max <= 1")
+        if (self.column is None) == (self.file is None):
+            raise ValueError(
+                f"column={self.column!r}, file={self.file!r}: exactly one must say where the pass rates are"
+            )
+
+    def keeps(self, rate: Any) -> bool:
+        """Return True if a rate, or None, is within the bounds; raises ValueError for an invalid one."""
+        if rate is None:
+            return self.unrated == "keep"
+        return self.min <= _checked(rate) <= self.max
+
+
+def read_pass_rates(path: str) -> dict[str, float]:
+    """Read rates by problem id from JSON lines of `id` and `pass_rate`; other keys are ignored.
+
+    Raises:
+        ValueError: names the file and the line.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"difficulty.file={path!r} is not a local file")
+    rates: dict[str, float] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+                key, rate = str(entry["id"]), _checked(entry["pass_rate"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: not an 'id' with a 'pass_rate': {error}") from error
+            if key in rates:
+                raise ValueError(f"{path}, line {number}: problem {key!r} is rated twice")
+            rates[key] = rate
+    return rates
+
+
+def write_pass_rates(path: Path, rates: Mapping[str, float]) -> None:
+    """Write rates by problem id for `read_pass_rates`; the file appears whole or not at all."""
+    lines = (
+        json.dumps({"id": key, "pass_rate": _checked(rate)}, ensure_ascii=False)
+        for key, rate in rates.items()
+    )
+    with atomic_write(path) as file:
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _checked(rate: Any) -> float:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ValueError(f"the pass rate {rate!r} is not a number from 0 to 1")
+    return float(rate)

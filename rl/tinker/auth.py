@@ -1,0 +1,226 @@
+"""API keys, and the middleware that every request passes before its body is looked at.
+
+A key is never stored: its SHA-256 stands for it, and configured keys are compared by that hash in constant time.
+The text of a key never gets into a log or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rl.tinker.codec import PROTOBUF
+from rl.tinker.http_errors import ErrorResponse
+from rl.tinker.limits import HttpLimits
+
+PREFIX = "tml-"
+"""First characters of every key; the official client refuses others."""
+MIN_LENGTH, MAX_LENGTH = 20, 4096
+KEY_HEADER = "X-API-Key"
+OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
+"""Paths that need no key, because they reveal nothing about any owner."""
+
+
+class Keys:
+    """The keys that may call. Without configured keys any key may, and each is its own owner."""
+
+    def __init__(self, keys: Iterable[str] | None = None) -> None:
+        """Hash the keys.
+
+        Raises:
+            ValueError: a key is unsafe; the text names it by its position.
+        """
+        self._digests: tuple[str, ...] | None = None
+        if keys is not None:
+            texts = list(keys)
+            for number, key in enumerate(texts, start=1):
+                if not (key.isascii() and key.isprintable() and key.startswith(PREFIX)) or " " in key:
+                    raise ValueError(f"API key {number}: must be printable ASCII that begins with {PREFIX!r}")
+                if len(key) < MIN_LENGTH:
+                    raise ValueError(
+                        f"API key {number}: {len(key)} characters, must be at least {MIN_LENGTH}"
+                    )
+            if not texts:
+                raise ValueError("API keys: there are none; leave them out to accept any key on loopback")
+            self._digests = tuple(_digest(key.encode()) for key in texts)
+
+    @property
+    def configured(self) -> bool:
+        return self._digests is not None
+
+    def owner(self, key: bytes) -> str | None:
+        """Return the owner that a key stands for, or None if the key may not call."""
+        digest = _digest(key)
+        if self._digests is None:
+            return digest if key else None
+        # Every key is compared, so that the time reveals neither whether one matches nor which.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest if any(matches) else None
+
+
+def read_keys(*, file: str | None, environment: str | None) -> Keys:
+    """Read keys from a file, one per line with `#` comments, or from a comma-separated environment variable.
+
+    Raises:
+        ValueError: both are given, one is missing or has no key, or other users can read the file.
+    """
+    if file is not None and environment is not None:
+        raise ValueError(f"keys_file={file!r} and keys_env={environment!r}: give one of them")
+    if file is not None:
+        return _parse_keys(_lines(Path(file).expanduser()), source=f"keys_file={file!r}")
+    if environment is not None:
+        if environment not in os.environ:
+            raise ValueError(f"keys_env={environment!r}: no such environment variable")
+        return _parse_keys(os.environ[environment].split(","), source=f"keys_env={environment!r}")
+    return Keys()
+
+
+def _parse_keys(texts: Iterable[str], *, source: str) -> Keys:
+    try:
+        return Keys([text.strip() for text in texts if text.strip()])
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(f"keys_file={str(path)!r}: others may read or write it; chmod 600 it")
+        return [line.partition("#")[0] for line in path.read_text().splitlines()]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"keys_file={str(path)!r}: cannot be read: {error}") from None
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.response = ErrorResponse(status, detail)
+
+
+class Guard:
+    """ASGI middleware that checks host, key, size and encoding, and reads the body within its limits.
+
+    Args:
+        app: application behind the guard, which finds the owner in `request.state.owner`.
+        keys: the keys that may call.
+        hosts: valid names of the Host header, without port; None accepts any. A page of another site in a browser
+            on this machine could reach a loopback server through a name of its own that resolves here.
+        limits: bytes and seconds of bodies. JSON grows many times while it is parsed, and blocks all others
+            meanwhile, so every body that does not say that it is protobuf has the smaller limit.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, hosts: Collection[str] | None, limits: HttpLimits
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+        self._limits = limits
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+        timeout_s = self._limits.body_timeout_s
+        try:
+            try:
+                self._admit(scope)
+                async with asyncio.timeout(timeout_s):
+                    await self._read(body, scope, receive)
+            except _RefusedError as refused:
+                await refused.response(scope, receive, send)
+            except TimeoutError:
+                late = ErrorResponse(408, f"the body did not arrive within {timeout_s:g} s")
+                await late(scope, receive, send)
+            else:
+                await self._app(scope, _replayed(bytes(body), receive), send)
+        finally:
+            self._held_bytes -= len(body)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._hosts is not None and _without_port(host) not in self._hosts:
+            raise _RefusedError(421, f"Host: {host!a}, must be one of {', '.join(sorted(self._hosts))}")
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise _RefusedError(415, f"Content-Encoding: {encoding!a}, must be identity")
+        if scope["path"] not in OPEN_PATHS:
+            key = headers.get(KEY_HEADER, "").encode("latin-1")
+            owner = self._keys.owner(key) if len(key) <= MAX_LENGTH else None
+            if owner is None:
+                raise _RefusedError(401, f"{KEY_HEADER}: must be an API key that this server knows")
+            scope.setdefault("state", {})["owner"] = owner
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > (most := self._most(headers)):
+            raise _too_large(most)
+
+    def _most(self, headers: Headers) -> int:
+        limits = self._limits
+        return (
+            limits.body_bytes
+            if media_type(headers) == PROTOBUF
+            else min(limits.json_bytes, limits.body_bytes)
+        )
+
+    async def _read(self, body: bytearray, scope: Scope, receive: Receive) -> None:
+        most = self._most(Headers(scope=scope))
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise _RefusedError(400, "the connection ended within the body")
+            chunk = message.get("body", b"")
+            if len(body) + len(chunk) > most:
+                raise _too_large(most)
+            if self._held_bytes + len(chunk) > self._limits.held_bytes:
+                raise _RefusedError(
+                    429, f"bodies of more than {self._limits.held_bytes} bytes are being worked on"
+                )
+            body += chunk
+            self._held_bytes += len(chunk)
+            if not message.get("more_body", False):
+                return
+
+
+def _too_large(most: int) -> _RefusedError:
+    return _RefusedError(413, f"the body is larger than the allowed {most} bytes")
+
+
+def media_type(headers: Headers) -> str:
+    """Return the Content-Type without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the whole body, and then the messages that follow, such as a disconnect."""
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _without_port(host: str) -> str:
+    """Return the name in `name:8000` or `[::1]:8000`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()

@@ -1,0 +1,317 @@
+"""Data, losses and optimizer settings of the wire, checked and translated into relay's own.
+
+A datum's entry i belongs to the model's prediction after token i; a sample's entry t belongs to token t as a target.
+A datum of N tokens is therefore a sample of N + 1, whose last token is never read.
+
+All losses are plain sums over the tokens of a call, without any division. With p the logprob of a target, q the
+logprob that came with it, A its advantage, w its weight, and r = exp(p - q) with p - q clamped to +-20 nats:
+
+    cross_entropy          - sum w p
+    importance_sampling    - sum r A
+    ppo                    - sum min(r A, clamp(r, lo, hi) A)
+    cispo                  - sum sg(clamp(r, lo, hi)) p A                          sg: stop-gradient
+    dro                    - sum [p A - beta / 2 (p - q)^2]
+    gspo                   - sum min(s A, clamp(s, lo, hi) A), s = exp(mean of sg(p) - q) exp(p - sg(p)), the mean
+                           taken over sequence_ratio_mask or, without one, over the tokens with an advantage
+
+Shape legend: N tokens of one datum, K targets of each, T = N + 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from tinker import types as wire
+
+from losses.cross_entropy import CrossEntropyLoss
+from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
+from losses.types import Loss
+from rl.tinker.types import BaseModel, Datum, InvalidRequestError, LossCall
+from rl.types import ForwardBackwardResult, OptimParams, TrainingSample
+
+TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
+RATIO_MASK = "sequence_ratio_mask"
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+MAX_TARGETS = 2**25
+"""Most targets of a call with several per token, where every token is padded to the largest number."""
+MIN_EPS = 1e-30
+"""Smallest eps: with 0 in float32, a parameter without gradient becomes 0 / 0, as LoRA's first factors in the
+first step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireLoss:
+    """A loss of the wire: the inputs and settings that it takes, and how to build it."""
+
+    required: tuple[str, ...]
+    """Inputs that every datum must have; a policy loss adds `logprobs` and `advantages`."""
+    optional: tuple[str, ...] = ()
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """All settings, with their default values."""
+    make: Callable[[Mapping[str, float]], Loss]
+    many_targets: bool = False
+    """True if a token may have several targets, [N, K]."""
+    only_advantages: bool = True
+    """True if a token with advantage 0 contributes exactly 0, to the gradient too."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional)
+
+
+def _clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
+    """Translate thresholds of the ratio into relay's distances from 1."""
+    return lambda settings: make(
+        normalization="none", clip_low=1.0 - settings[LOW], clip_high=settings[HIGH] - 1.0
+    )
+
+
+_POLICY = (TARGETS, LOGPROBS, ADVANTAGES)
+
+LOSSES: Mapping[str, WireLoss] = {
+    "cross_entropy": WireLoss(
+        required=(TARGETS,),
+        optional=(WEIGHTS,),
+        make=lambda settings: CrossEntropyLoss(normalization="none", weights="advantages"),
+        many_targets=True,
+    ),
+    "importance_sampling": WireLoss(
+        required=_POLICY, make=lambda settings: ImportanceSamplingLoss(normalization="none")
+    ),
+    "ppo": WireLoss(required=_POLICY, defaults={LOW: 0.8, HIGH: 1.2}, make=_clipping(PPOLoss)),
+    "cispo": WireLoss(required=_POLICY, defaults={LOW: 0.0, HIGH: 4.0}, make=_clipping(CISPOLoss)),
+    "dro": WireLoss(
+        required=_POLICY,
+        defaults={"beta": 0.05},
+        make=lambda settings: DROLoss(normalization="none", beta=settings["beta"]),
+        only_advantages=False,
+    ),
+    "gspo": WireLoss(
+        required=_POLICY,
+        optional=(RATIO_MASK,),
+        defaults={LOW: 0.8, HIGH: 1.2},
+        make=_clipping(partial(GSPOLoss, level="token")),
+    ),
+}
+
+
+def make_loss(call: LossCall) -> Loss:
+    """Build a loss.
+
+    Raises:
+        InvalidRequestError: the name or a setting is unknown, or a setting is out of range.
+    """
+    found = _wire_loss(call)
+    for name, value in call.settings.items():
+        if name not in found.defaults:
+            valid = f"its settings are {', '.join(found.defaults)}" if found.defaults else "it has none"
+            raise InvalidRequestError(f"loss_fn_config: has {name!r}, unknown to {call.name}: {valid}")
+        lowest, highest = {LOW: (0.0, 1.0), HIGH: (1.0, math.inf)}.get(name, (0.0, math.inf))
+        if not (lowest <= value <= highest and math.isfinite(value)):
+            rule = f"from {lowest:g} to {highest:g}" if math.isfinite(highest) else f"of at least {lowest:g}"
+            raise InvalidRequestError(f"loss_fn_config: {name}={value}: must be a finite number {rule}")
+    return found.make({**found.defaults, **call.settings})
+
+
+def _wire_loss(call: LossCall) -> WireLoss:
+    found = LOSSES.get(call.name)
+    if found is None:
+        raise InvalidRequestError(f"loss_fn={call.name!r}: must be one of {', '.join(LOSSES)}")
+    return found
+
+
+def metrics_of(result: ForwardBackwardResult, call: LossCall) -> dict[str, float]:
+    """Return sums and maxima only: the client adds up those of its chunks."""
+    num_tokens = result.num_valid_tokens
+    metrics = {
+        "loss:sum": result.loss_sum,
+        "num_tokens:sum": float(num_tokens),
+        "entropy:sum": result.entropy_mean * num_tokens,
+    }
+    if HIGH in _wire_loss(call).defaults:
+        metrics["num_clipped:sum"] = float(round(result.clipped_fraction * num_tokens))
+    if call.name != "cross_entropy":
+        metrics["logprob_diff:sum"] = result.logprob_diff_mean * num_tokens
+        metrics["logprob_diff:max"] = result.logprob_diff_max
+    return metrics
+
+
+def optim_params(params: wire.AdamParams) -> OptimParams:
+    """Translate the settings of an optimizer step.
+
+    Raises:
+        InvalidRequestError: a setting is out of range; the text names it.
+    """
+    for name, lowest, above in (
+        ("learning_rate", 0.0, math.inf),
+        ("beta1", 0.0, 1.0),
+        ("beta2", 0.0, 1.0),
+        ("eps", MIN_EPS, math.inf),
+        ("weight_decay", 0.0, math.inf),
+        ("grad_clip_norm", 0.0, math.inf),
+    ):
+        if not lowest <= (value := getattr(params, name)) < above:
+            raise InvalidRequestError(
+                f"adam_params.{name}={value}: must be at least {lowest:g} and below {above:g}"
+            )
+    return OptimParams(
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        max_norm=params.grad_clip_norm if params.grad_clip_norm > 0.0 else math.inf,
+    )
+
+
+# Data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireSamples:
+    """The data of one call as training samples."""
+
+    samples: tuple[TrainingSample, ...]
+    widths: tuple[int | None, ...]
+    """K of each datum; None where its targets are [N]."""
+
+    def logprobs(self, of_samples: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Return each datum's [N] or [N, K] logprobs, from the samples' [T] or [T, K]."""
+
+        def of_datum(values: np.ndarray, width: int | None) -> np.ndarray:
+            if values.ndim == 1:
+                return values
+            return values[:, 0] if width is None else values[:, :width]
+
+        return tuple(
+            of_datum(values[1:], width) for values, width in zip(of_samples, self.widths, strict=True)
+        )
+
+
+def wire_samples(data: Sequence[Datum], call: LossCall, base: BaseModel) -> WireSamples:
+    """Check data and translate them, in order.
+
+    If all targets are the tokens that follow, the samples are plain ones, whose prompts can be shared. Targets of
+    different K in one call are padded with ones that count for nothing.
+
+    Raises:
+        InvalidRequestError: the loss, a setting or a datum is invalid; the text names datum and field.
+    """
+    loss = _wire_loss(call)
+    if not data:
+        raise InvalidRequestError("data: has no entries")
+    for index, datum in enumerate(data):
+        _check_datum(datum, loss, base, where=f"data[{index}]", loss_name=call.name)
+    targets = [datum.loss_inputs[TARGETS] for datum in data]
+    widths = tuple(t.shape[1] if t.ndim == 2 else None for t in targets)
+    most = max((width for width in widths if width is not None), default=None)
+    num_tokens = sum(len(datum.tokens) for datum in data)
+    if most is not None and num_tokens * most > MAX_TARGETS:
+        raise InvalidRequestError(
+            f"data: {num_tokens} tokens, of which data[{widths.index(most)}].{TARGETS} gives each {most} targets: "
+            f"must be at most {MAX_TARGETS} targets together; send data of similar widths together"
+        )
+    plain = most is None and all(
+        np.array_equal(t[:-1], datum.tokens[1:]) for t, datum in zip(targets, data, strict=True)
+    )
+    samples = tuple(_sample(datum, loss, width=most, plain=plain) for datum in data)
+    return WireSamples(samples=samples, widths=widths)
+
+
+def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> TrainingSample:
+    inputs = datum.loss_inputs
+    targets = inputs[TARGETS]
+    weights = inputs.get(WEIGHTS if LOGPROBS not in loss.required else ADVANTAGES)
+    advantages = np.ones(targets.shape, np.float32) if weights is None else weights
+    mask = advantages != 0 if loss.only_advantages else np.ones(targets.shape, np.bool_)
+    last = targets[-1] if plain else 0
+
+    def shifted(values: np.ndarray, dtype: type) -> np.ndarray:
+        """Return [N] or [N, K] as [T] or [T, width], with False or 0 where nothing is predicted."""
+        if width is not None and values.ndim == 1:
+            values = values[:, None]
+        missing = [(1, 0)] if width is None else [(1, 0), (0, width - values.shape[1])]
+        return np.pad(values, missing).astype(dtype)
+
+    # A prompt's tokens have advantages and logprobs of 0: in the mean they would drown those of the completion.
+    counted = mask if RATIO_MASK in loss.optional else None
+    ratio_mask = inputs.get(RATIO_MASK, counted)
+    logprobs = inputs.get(LOGPROBS, np.full(targets.shape, np.nan, np.float32))
+    return TrainingSample(
+        token_ids=np.append(datum.tokens, last).astype(np.int32),
+        mask=shifted(mask, np.bool_),
+        generator_logprobs=shifted(logprobs, np.float32),
+        advantages=shifted(advantages, np.float32),
+        policy_versions=np.full(len(datum.tokens) + 1, -1, np.int32),
+        targets=None if plain else shifted(targets, np.int64),
+        ratio_mask=None if ratio_mask is None else shifted(ratio_mask != 0, np.bool_),
+    )
+
+
+def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str, loss_name: str) -> None:
+    tokens, inputs = datum.tokens, datum.loss_inputs
+    longest = base.max_context_length - 1
+    _check_ids(tokens, base.vocab_size, where=f"{where}.model_input")
+    if tokens.ndim != 1 or not 1 <= len(tokens) <= longest:
+        raise InvalidRequestError(
+            f"{where}.model_input: has shape {list(tokens.shape)}: must be 1 to {longest} tokens, the model's "
+            "context without the last target"
+        )
+    for name in inputs:
+        if name not in loss.inputs:
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs: has {name!r}, which {loss_name} does not read: it reads "
+                f"{', '.join(loss.inputs)}"
+            )
+    for name in loss.required:
+        if name not in inputs:
+            raise InvalidRequestError(f"{where}.loss_fn_inputs: has no {name!r}, which {loss_name} needs")
+    targets = inputs[TARGETS]
+    _check_targets(targets, len(tokens), loss, base, where=f"{where}.{TARGETS}", loss_name=loss_name)
+    for name, values in inputs.items():
+        if name != TARGETS:
+            _check_values(values, targets.shape, where=f"{where}.{name}")
+    ratio_mask = inputs.get(RATIO_MASK)
+    if ratio_mask is not None and not np.isin(ratio_mask, (0, 1)).all():
+        wrong = ratio_mask[~np.isin(ratio_mask, (0, 1))][0]
+        raise InvalidRequestError(f"{where}.{RATIO_MASK}: has {wrong}: must be 0 or 1 each")
+
+
+def _check_targets(
+    targets: np.ndarray, num_tokens: int, loss: WireLoss, base: BaseModel, *, where: str, loss_name: str
+) -> None:
+    shape = list(targets.shape)
+    is_many = targets.ndim == 2 and shape[0] == num_tokens and 1 <= shape[1] <= base.vocab_size
+    if shape != [num_tokens] and not (is_many and loss.many_targets):
+        many = f" or [{num_tokens}, K]" if loss.many_targets else ""
+        raise InvalidRequestError(
+            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss_name}, one for each token of "
+            "model_input"
+        )
+    _check_ids(targets, base.vocab_size, where=where)
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, *, where: str) -> None:
+    if ids.dtype.kind not in "iu":
+        raise InvalidRequestError(f"{where}: has dtype {ids.dtype}: must be integers, token ids")
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        outside = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise InvalidRequestError(
+            f"{where}: has token id {outside}: must be 0 to {vocab_size - 1}, the model's vocabulary"
+        )
+
+
+def _check_values(values: np.ndarray, shape: tuple[int, ...], *, where: str) -> None:
+    if values.dtype.kind not in "iuf":
+        raise InvalidRequestError(f"{where}: has dtype {values.dtype}: must be numbers")
+    if values.shape != shape:
+        raise InvalidRequestError(
+            f"{where}: has shape {list(values.shape)}: must be {list(shape)}, as target_tokens"
+        )
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(values.astype(np.float32))
+    if not finite.all():
+        raise InvalidRequestError(f"{where}: has {values[~finite][0]}: must be finite numbers of float32")

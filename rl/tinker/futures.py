@@ -1,0 +1,186 @@
+"""Requests, from their acceptance until their results are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import pydantic
+
+from rl.tinker.limits import Limits
+from rl.tinker.types import (
+    BusyError,
+    Failure,
+    ForwardBackwardOutput,
+    GoneError,
+    InvalidRequestError,
+    SampleOutput,
+    TinkerError,
+)
+
+log = logging.getLogger(__name__)
+
+Result: TypeAlias = ForwardBackwardOutput | SampleOutput | pydantic.BaseModel
+"""The small results are the official client's own types."""
+
+SMALL_BYTES = 1024
+"""Bytes counted for a result besides its tensors."""
+_CLOSED = "the service is closing"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An accepted request."""
+
+    request_id: str
+    owner: str
+    num_bytes: int
+    """Bytes that it takes while it waits."""
+    result: Result | Failure | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    """Task of a request that can be cancelled by itself."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """Requests and results of one owner."""
+
+    num_waiting: int = 0
+    waiting_bytes: int = 0
+    results: dict[str, int] = field(default_factory=dict)
+    """Bytes of the results by request id, oldest first."""
+    result_bytes: int = 0
+
+
+class Futures:
+    """Table of requests by id. The caller has checked that an id belongs to its owner."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._requests: dict[str, Request] = {}
+        self._held: defaultdict[str, _Held] = defaultdict(_Held)
+        self._closed = False
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def begin(self, request_id: str, *, owner: str, num_bytes: int = 0, unblocks: bool = False) -> Request:
+        """Accept a request.
+
+        One that `unblocks` others is exempt from the limits: refusing it would keep the others waiting.
+
+        Raises:
+            BusyError: one of `limits.waiting*` is reached.
+        """
+        if self._closed:
+            raise GoneError(_CLOSED)
+        held, limits = self._held[owner], self._limits
+        for name, value, limit in (
+            ("waiting", held.num_waiting + 1, limits.waiting),
+            ("waiting_bytes", held.waiting_bytes + num_bytes, limits.waiting_bytes),
+        ):
+            # A single request above the limit has to pass at some time.
+            if value > limit and held.num_waiting and not unblocks:
+                raise BusyError(f"limit {name}: this request would make it {value}, above {limit}; wait")
+        request = Request(request_id=request_id, owner=owner, num_bytes=num_bytes)
+        self._requests[request_id] = request
+        held.num_waiting += 1
+        held.waiting_bytes += num_bytes
+        return request
+
+    async def run(self, request: Request, work: Callable[[], Awaitable[Result]]) -> None:
+        """Do the work of a request; an exception becomes its Failure."""
+        result: Result | Failure
+        try:
+            result = await work()
+        except TinkerError as error:
+            result = Failure(error=str(error), category="user")
+        except asyncio.CancelledError:
+            self.fail([request], "it was cancelled")
+            raise
+        except Exception:
+            log.exception("request %s failed", request.request_id)
+            result = Failure(
+                error=f"the server failed; its log has the reason under request {request.request_id}",
+                category="server",
+            )
+        self._finish(request, result)
+
+    def fail(self, requests: Iterable[Request], error: str) -> None:
+        for request in requests:
+            self._finish(request, Failure(error=error, category="user"))
+
+    def _finish(self, request: Request, result: Result | Failure) -> None:
+        """Set a request's result, unless it has one."""
+        if request.result is not None:
+            return
+        request.result, request.task = result, None
+        held = self._held[request.owner]
+        held.num_waiting -= 1
+        held.waiting_bytes -= request.num_bytes
+        held.results[request.request_id] = num_bytes = SMALL_BYTES + getattr(result, "num_bytes", 0)
+        held.result_bytes += num_bytes
+        request.done.set()
+        asyncio.get_running_loop().call_later(self._limits.result_kept_s, self._drop, request)
+        while len(held.results) > 1 and held.result_bytes > self._limits.result_bytes:
+            self._drop(self._requests[next(iter(held.results))])
+
+    async def retrieve(self, request_id: str, *, wait_s: float) -> Result | Failure | None:
+        """Return a result, or None when there is none after `wait_s`."""
+        request = self._find(request_id)
+        if request.result is None:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await request.done.wait()
+            except TimeoutError:
+                return None
+            if self._closed:
+                raise GoneError(_CLOSED)
+        return request.result
+
+    def cancel(self, request_id: str) -> None:
+        request = self._find(request_id)
+        if request.result is None:
+            if request.task is None:
+                raise InvalidRequestError(
+                    f"request {request_id} trains a model; only samples can be cancelled"
+                )
+            self._cancel(request, "it was cancelled")
+
+    def end_samples(self, session_id: str, error: str) -> None:
+        """Fail and cancel the samples of a session that has ended."""
+        for request in tuple(self._requests.values()):
+            if request.task is not None and request.request_id.startswith(f"{session_id}:"):
+                self._cancel(request, error)
+
+    def _cancel(self, request: Request, error: str) -> None:
+        task = request.task
+        assert task is not None
+        # A task that has not begun would not report its cancellation.
+        self.fail([request], error)
+        task.cancel()
+
+    def close(self) -> None:
+        """Wake every waiting caller, and accept nothing more. Finished results can still be retrieved."""
+        self._closed = True
+        for request in self._requests.values():
+            request.done.set()
+
+    def _find(self, request_id: str) -> Request:
+        if (request := self._requests.get(request_id)) is None:
+            raise GoneError(
+                f"there is no result of request {request_id}: it ended more than {self._limits.result_kept_s:g} s "
+                "ago, too many newer results came after it, or it came after it was given up"
+            )
+        return request
+
+    def _drop(self, request: Request) -> None:
+        held = self._held[request.owner]
+        if (num_bytes := held.results.pop(request.request_id, None)) is not None:
+            held.result_bytes -= num_bytes
+            del self._requests[request.request_id]

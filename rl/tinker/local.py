@@ -1,0 +1,65 @@
+"""The Tinker backend in this process, on one device, with PyTorch alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rl.distributed.runtime import use_threads
+from rl.local import LocalBackend
+from rl.tinker.backend import TinkerBackend, Workers
+from rl.tinker.base import Base
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+
+
+class LocalTinkerBackend(TinkerBackend):
+    """LoRA models share the frozen weights of the base; samplers hold copies of the trained tensors only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TinkerBackend.Config):
+        training: TrainingConfig = field(default_factory=TrainingConfig)
+        """Dtypes and micro-batch sizes of every model in training. Clipping is up to the client."""
+        device: str | None = None
+        """Device such as "cpu" or "cuda:0"; None: the GPU if there is one."""
+        num_threads: int = 1
+        """CPU threads of PyTorch's kernels, for training and for sampling each."""
+        max_sequences: int = 256
+        """Most completions decoded at once."""
+        gather_s: float = 0.005
+        """Seconds that a request to sample waits for others to join it."""
+
+        def __post_init__(self) -> None:
+            for name in ("num_threads", "max_sequences"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            if not 0.0 <= self.gather_s < float("inf"):
+                raise ValueError(f"gather_s={self.gather_s}: must be a finite number of at least 0")
+
+    def __init__(self, *, config: Config) -> None:
+        super().__init__(config=config)
+        self.config = config
+
+    def _open_base(self) -> Base:
+        config = self.config
+        base: Base = config.base.build(training=config.training, cache=config.cache)
+        return base
+
+    async def _start_workers(self, base: Base) -> Workers:
+        config = self.config
+
+        def start() -> LocalBackend:
+            return LocalBackend(
+                TrainingEngine.Config(training=config.training),
+                spec=base.spec,
+                hf_assets_path=str(base.folder),
+                device=config.device,
+                models=True,
+                max_sequences=config.max_sequences,
+                gather_s=config.gather_s,
+            )
+
+        workers = await asyncio.to_thread(start)
+        for thread in workers.threads:
+            await thread.run(use_threads, config.num_threads)
+        return workers

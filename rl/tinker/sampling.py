@@ -1,0 +1,300 @@
+"""Sampling sessions, the weights behind them, and requests to sample.
+
+Saved weights open with the first sample, and all sampling sessions of the same version share them. At most
+`limits.samplers` snapshots and saved weights of one owner are open: the next one closes the least recently used
+one. A snapshot is then gone; saved weights open again with their next sample. Base models stay open. Nothing
+closes before its samples have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+from tinker import types as wire
+
+from rl.tinker.futures import Result
+from rl.tinker.ids import check_seq_id, parse_path
+from rl.tinker.models import find_base
+from rl.tinker.parts import Parts
+from rl.tinker.sample_calls import checked_request
+from rl.tinker.sessions import Session
+from rl.tinker.storage import Stored
+from rl.tinker.types import (
+    BaseModel,
+    GoneError,
+    InvalidRequestError,
+    LimitReachedError,
+    ModelSettings,
+    NotFoundError,
+    TinkerError,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Sampler:
+    """Weights that the backend holds to sample from."""
+
+    sampler_id: str
+    owner: str | None
+    """Owner, or None for base models, which all owners share."""
+    num_samples: int = 0
+    """Samples that are not finished."""
+    opening: asyncio.Task[None] | None = None
+    """Task that opens the weights; None for snapshots, which exist from the start."""
+    closed: str | None = None
+    """Reason why no more samples are accepted."""
+    closing: asyncio.Task[None] | None = None
+
+    @property
+    def could_not_open(self) -> bool:
+        task = self.opening
+        return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+
+
+class Samplers:
+    """The backend's samplers, and when to close them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._open: dict[str, Sampler] = {}
+        """Samplers by base model, folder or snapshot id, least recently used first."""
+        self._numbers = itertools.count(1)
+
+    async def publish(self, model_id: str, sampler_id: str, owner: str) -> Sampler:
+        """Snapshot a model's weights.
+
+        Raises:
+            LimitReachedError: the backend has no room, and all of the owner's samplers are in use.
+        """
+        while True:
+            try:
+                await self._parts.backend.publish(model_id, sampler_id)
+                break
+            except LimitReachedError as error:
+                closed = self._close_oldest(owner, str(error))
+                if closed is None or closed.closing is None:
+                    raise
+                await asyncio.wait([closed.closing])
+        sampler = self._open[sampler_id] = Sampler(sampler_id=sampler_id, owner=owner)
+        self._make_room(owner)
+        return sampler
+
+    def of_base(self, name: str) -> Sampler:
+        """Return the sampler of a base model, which may still be opening."""
+        return self._opened(f"base {name}", None, ModelSettings(base_model=name, lora=None), None)
+
+    def of_saved(self, stored: Stored, owner: str) -> Sampler:
+        """Return the sampler of saved weights, which may still be opening."""
+        return self._opened(str(stored.folder), owner, stored.record.settings, stored)
+
+    def _opened(self, key: str, owner: str | None, settings: ModelSettings, stored: Stored | None) -> Sampler:
+        found = self._open.pop(key, None)
+        if found is None or found.could_not_open:
+            found = Sampler(sampler_id=f"sampler-{next(self._numbers)}", owner=owner)
+            opening = self._open_weights(found.sampler_id, settings, stored)
+            found.opening = self._parts.background.start(opening, f"opening of {key}")
+        self._open[key] = found
+        return found
+
+    async def _open_weights(self, sampler_id: str, settings: ModelSettings, stored: Stored | None) -> None:
+        folder = None if stored is None else stored.data
+        await self._parts.backend.open_sampler(sampler_id, settings, folder)
+
+    def acquire(self, sampler: Sampler) -> None:
+        """Keep the weights until `release`."""
+        sampler.num_samples += 1
+        self._make_room(sampler.owner)
+
+    def release(self, sampler: Sampler) -> None:
+        sampler.num_samples -= 1
+        if not sampler.num_samples and sampler.closed is not None:
+            self._forget(sampler)
+        else:
+            self._make_room(sampler.owner)
+
+    def use(self, sampler: Sampler) -> None:
+        """Note that a snapshot is in use, which makes it the most recently used."""
+        self._open[sampler.sampler_id] = self._open.pop(sampler.sampler_id)
+
+    def close(self, key: str, why: str) -> None:
+        """Close a sampler once its samples have ended, if it is open."""
+        if (sampler := self._open.pop(key, None)) is not None:
+            sampler.closed = why
+            if not sampler.num_samples:
+                self._forget(sampler)
+
+    def _make_room(self, owner: str | None) -> None:
+        most = self._parts.limits.samplers
+        why = (
+            f"only the {most} most recently used weights stay open (limit samplers); save the weights under a "
+            "name to keep them"
+        )
+        while owner is not None and sum(one.owner == owner for one in self._open.values()) > most:
+            if self._close_oldest(owner, why) is None:
+                break
+
+    def _close_oldest(self, owner: str, why: str) -> Sampler | None:
+        """Close the owner's least recently used sampler without samples; return it, or None if there is none."""
+        for key, sampler in self._open.items():
+            if sampler.owner == owner and not sampler.num_samples:
+                self.close(key, why)
+                return sampler
+        return None
+
+    def _forget(self, sampler: Sampler) -> None:
+        async def forget() -> None:
+            if sampler.opening is not None:
+                await asyncio.wait([sampler.opening])
+            if not sampler.could_not_open:
+                await self._parts.backend.close_sampler(sampler.sampler_id)
+
+        sampler.closing = self._parts.background.start(forget(), f"closing of {sampler.sampler_id}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SamplingSession:
+    sampling_session_id: str
+    session: Session
+    base: BaseModel
+    source: Sampler | Stored | None
+    """Snapshot in memory, saved weights, or None for the base model itself."""
+
+    @property
+    def model_path(self) -> str | None:
+        return str(self.source.path) if isinstance(self.source, Stored) else None
+
+
+class SamplingSessions:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._samplers = Samplers(parts)
+        self._sampling: dict[str, SamplingSession] = {}
+        parts.sessions.on_end.append(self._end_session)
+
+    def create(self, body: wire.CreateSamplingSessionRequest, *, owner: str) -> str:
+        """Open a sampling session of saved sampler weights or of a base model, and return its id.
+
+        The same call returns the same id. Weights load with the first sample; if they are replaced or deleted
+        before, that sample fails.
+
+        Raises:
+            InvalidRequestError: the base model is missing, unknown or not the path's, or the path has weights for
+                training.
+            NotFoundError, GoneError: there is no such session or path.
+        """
+        session = self._parts.sessions.live(body.session_id, owner)
+        sampling_session_id = self.id_of(session, body.sampling_session_seq_id)
+        if sampling_session_id in self._sampling:
+            return sampling_session_id
+        stored, name = None, body.base_model
+        if body.model_path is not None:
+            stored = self._find_weights(body.model_path, body.base_model, owner)
+            name = stored.record.settings.base_model
+        self._add(session, sampling_session_id, find_base(self._parts.backend, name), stored)
+        return sampling_session_id
+
+    def _find_weights(self, model_path: str, base_model: str | None, owner: str) -> Stored:
+        path = parse_path(model_path)
+        if path.kind != "sampler":
+            raise InvalidRequestError(
+                f"model_path={model_path}: has weights for training; save_weights_for_sampler saves those to "
+                "sample from"
+            )
+        stored = self._parts.storage.find(path, owner)
+        own = stored.record.settings.base_model
+        if base_model not in (None, own):
+            raise InvalidRequestError(f"base_model={base_model!r}: must be {own!r}, as in {model_path}")
+        return stored
+
+    def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
+        number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
+        return f"{session.session_id}:sample:{number}"
+
+    async def publish(
+        self, model_id: str, sampling_session_id: str, session: Session, base: BaseModel
+    ) -> None:
+        """Open a sampling session of a model's weights as they are now."""
+        self._check_new(sampling_session_id)
+        sampler = await self._samplers.publish(model_id, sampling_session_id, session.owner)
+        try:
+            if not self._parts.sessions.is_live(session):
+                raise GoneError(f"session {session.session_id} has ended")
+            self._add(session, sampling_session_id, base, sampler)
+        except TinkerError as error:
+            self._samplers.close(sampler.sampler_id, str(error))
+            raise
+
+    def _check_new(self, sampling_session_id: str) -> None:
+        if sampling_session_id in self._sampling:
+            raise InvalidRequestError(
+                f"sampling_session_seq_id: there is a sampling session {sampling_session_id} already"
+            )
+
+    def _add(
+        self, session: Session, sampling_session_id: str, base: BaseModel, source: Sampler | Stored | None
+    ) -> None:
+        self._check_new(sampling_session_id)
+        self._sampling[sampling_session_id] = SamplingSession(
+            sampling_session_id=sampling_session_id, session=session, base=base, source=source
+        )
+        session.sampling_session_ids.append(sampling_session_id)
+
+    def sample(self, body: wire.SampleRequest, *, owner: str) -> str:
+        """Start a sample and return its request id; its result is a `SampleOutput`.
+
+        The same (sampling_session_id, seq_id) is the same request as long as its result is kept. Seq ids count
+        from 0, in any order.
+
+        Raises:
+            InvalidRequestError, NotFoundError, BusyError
+            GoneError: the session has ended, or its weights were closed for newer ones.
+        """
+        if body.sampling_session_id is None:
+            raise InvalidRequestError("sampling_session_id: is missing; create_sampling_session returns it")
+        one = self.live(body.sampling_session_id, owner)
+        seq_id = check_seq_id("seq_id", body.seq_id, first=0)
+        request = checked_request(body, one.base, self._parts.limits)
+        request_id = f"{one.sampling_session_id}:{seq_id}"
+        futures = self._parts.futures
+        if request_id not in futures:
+            sampler = self._sampler(one)
+            future = futures.begin(request_id, owner=owner, num_bytes=request.prompt.nbytes)
+
+            async def sampled() -> Result:
+                if sampler.opening is not None:
+                    await asyncio.shield(sampler.opening)
+                return await self._parts.backend.sample(sampler.sampler_id, request)
+
+            self._samplers.acquire(sampler)
+            future.task = self._parts.background.start(futures.run(future, sampled), f"sample {request_id}")
+            future.task.add_done_callback(lambda _: self._samplers.release(sampler))
+        return request_id
+
+    def live(self, sampling_session_id: str, owner: str) -> SamplingSession:
+        """Return a sampling session and keep its session alive."""
+        self._parts.sessions.live(sampling_session_id, owner)
+        if (one := self._sampling.get(sampling_session_id)) is None:
+            raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
+        return one
+
+    def _sampler(self, one: SamplingSession) -> Sampler:
+        if one.source is None:
+            return self._samplers.of_base(one.base.name)
+        if isinstance(one.source, Stored):
+            return self._samplers.of_saved(one.source, one.session.owner)
+        if (why := one.source.closed) is not None:
+            raise GoneError(f"the weights of {one.sampling_session_id} are no longer in memory: {why}")
+        self._samplers.use(one.source)
+        return one.source
+
+    def _end_session(self, session: Session, why: str) -> None:
+        self._parts.futures.end_samples(session.session_id, why)
+        ended = [self._sampling.pop(one_id) for one_id in session.sampling_session_ids]
+        still_used = {one.source.folder for one in self._sampling.values() if isinstance(one.source, Stored)}
+        for one in ended:
+            if isinstance(one.source, Sampler):
+                self._samplers.close(one.source.sampler_id, why)
+            elif isinstance(one.source, Stored) and one.source.folder not in still_used:
+                self._samplers.close(str(one.source.folder), why)

@@ -1,0 +1,306 @@
+"""The Tinker server: a backend, the service and the HTTP application, in a process or in a thread of one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from rl.config.configurable import Configurable
+from rl.config.registry import ResolvedRun
+from rl.tinker.app import make_app
+from rl.tinker.auth import PREFIX, Keys, read_keys
+from rl.tinker.limits import HttpLimits, Limits
+from rl.tinker.routes import Context
+from rl.tinker.service import Service
+from rl.utils.files import locked_folder
+
+if TYPE_CHECKING:
+    from rl.tinker.backend import TinkerBackend
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+KEY_FILE = ".api_key"
+DRAIN_TIMEOUT_S = 5.0
+"""Time for answers in progress once the server is stopping."""
+END_TIMEOUT_S = 40.0
+"""Time from the stop signal to the forced end of the process."""
+
+
+class TinkerServer(Configurable):
+    """Server process that runs until SIGTERM or Ctrl-C and then exits with status 0."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        description: str = ""
+        """One line about what the server serves."""
+        backend: Configurable.Config
+        """Config whose `build()` returns a `rl.tinker.backend.TinkerBackend`."""
+        host: str = "127.0.0.1"
+        """Address to listen on. Any address beyond loopback needs API keys and a TLS proxy in front."""
+        port: int = 8000
+        """Port to listen on; 0 picks a free one, which the first printed line names."""
+        storage_folder: str = "outputs/tinker"
+        """Folder of training runs and checkpoints; the next server on the same folder finds them again."""
+        keys_file: str | None = None
+        """File with one API key per line, readable by its owner only."""
+        keys_env: str | None = None
+        """Name of an environment variable with comma-separated API keys."""
+        limits: Limits = field(default_factory=lambda: Limits(session_timeout_s=600.0))
+        """Limits on the work and the state of one API key."""
+        http: HttpLimits = field(default_factory=HttpLimits)
+        """Limits on single HTTP requests."""
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.port <= 65_535:
+                raise ValueError(f"port={self.port}: must be from 0 to 65535")
+            if self.keys_file is not None and self.keys_env is not None:
+                raise ValueError(
+                    f"keys_file={self.keys_file!r}, keys_env={self.keys_env!r}: give one of them"
+                )
+            if not self.storage_folder:
+                raise ValueError("storage_folder='': must be a folder's name")
+
+    def __init__(self, *, config: Config, run: ResolvedRun | None = None) -> None:
+        """Read the API keys.
+
+        Raises:
+            ValueError: the keys cannot be read, or are missing although the address is public.
+        """
+        self._config = config
+        self._keys = read_keys(file=config.keys_file, environment=config.keys_env)
+        if not is_loopback(config.host) and not self._keys.configured:
+            raise ValueError(
+                f"host={config.host!r}: can be reached from other machines, so API keys are needed; give "
+                "keys_file or keys_env, or listen on 127.0.0.1"
+            )
+
+    def run(self) -> None:
+        """Serve until a signal arrives.
+
+        Raises:
+            ValueError: the address or the storage folder is unavailable, or the backend refuses its config.
+        """
+        config = self._config
+        folder = Path(config.storage_folder).expanduser()
+        with locked_storage(folder), listening(config.host, config.port) as listener:
+            service = Service(backend=config.backend.build(), storage_folder=folder, limits=config.limits)
+            if not is_loopback(config.host):
+                print(f"warning: {config.host} speaks plain HTTP: put TLS in front of it", file=sys.stderr)
+            asyncio.run(self._serve(service, listener))
+
+    async def _serve(self, service: Service, listener: socket.socket) -> None:
+        await serve(
+            service,
+            listener,
+            keys=self._keys,
+            hosts=None if self._keys.configured else (*LOOPBACK_NAMES, self._config.host.lower()),
+            http=self._config.http,
+            stop=_stop_signal(),
+            ready=lambda: print(f"serving the Tinker API at {url_of(listener)}", flush=True),
+        )
+
+
+class ServerThread:
+    """Server on a free loopback port in a thread of this process.
+
+    Its API key is random and kept in the storage folder, so that the next server there has the same owner. The
+    thread has its own event loop, so a caller may block on it anywhere, also inside a running loop.
+    """
+
+    def __init__(self, backend: TinkerBackend, *, storage_folder: str | Path) -> None:
+        """Start the backend and wait until the server answers.
+
+        Raises:
+            ValueError: the storage folder is unavailable, or the backend refuses its config.
+        """
+        folder = Path(storage_folder).expanduser().absolute()
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked_storage(folder))
+        self.api_key = _kept_key(folder / KEY_FILE)
+        self._service = Service(backend=backend, storage_folder=folder)
+        self._ready: Future[str] = Future()
+        self._thread = threading.Thread(target=self._run, name="tinker-server", daemon=True)
+        self._thread.start()
+        try:
+            self.url = self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the sessions, the backend and the thread. Idempotent."""
+        with contextlib.suppress(RuntimeError, AttributeError):  # the loop has ended, or never started
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(END_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._lock.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001  (handed to the caller of __init__)
+            if not self._ready.done():
+                self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        with listening("127.0.0.1", 0) as listener:
+            await serve(
+                self._service,
+                listener,
+                keys=Keys([self.api_key]),
+                hosts=LOOPBACK_NAMES,
+                http=HttpLimits(),
+                stop=self._stop,
+                ready=lambda: self._ready.set_result(url_of(listener)),
+            )
+
+
+def locked_storage(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock a storage folder: another process would take half-written checkpoints for leftovers."""
+    return locked_folder(folder, as_what="the storage folder", otherwise="choose another storage_folder")
+
+
+def _kept_key(file: Path) -> str:
+    """Return the key in a file that only its owner can read; make it if it is missing."""
+    with contextlib.suppress(FileExistsError), open(file, "x", opener=_private) as stream:
+        stream.write(PREFIX + secrets.token_hex(16))
+    return file.read_text()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+async def serve(
+    service: Service,
+    listener: socket.socket,
+    *,
+    keys: Keys,
+    hosts: tuple[str, ...] | None,
+    http: HttpLimits,
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+) -> None:
+    """Start the service, answer requests until `stop` is set, and close the service."""
+    context = Context(service=service, limits=http)
+    server = _Uvicorn(make_app(context, keys=keys, hosts=hosts), ready=ready)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        starting = asyncio.create_task(service.start())
+        if not await _finished_first(starting, stopping):
+            return
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        context.stopping.set()
+        server.should_exit = True
+        await serving
+    finally:
+        stopping.cancel()
+        await service.close()
+
+
+async def _finished_first(task: asyncio.Task[None], other: asyncio.Task[Any]) -> bool:
+    """Return whether `task` finished before `other`; cancel it otherwise."""
+    try:
+        await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task.done() and not other.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers, which would end the process by the signal itself."""
+
+    def __init__(self, app: Any, *, ready: Callable[[], None]) -> None:
+        """Call `ready` once requests are answered."""
+        self._ready = ready
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                # Longer than a client's pause between calls; otherwise the client writes to a closing connection.
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _stop_signal() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set; the process is killed if it does not end in time."""
+    stop = asyncio.Event()
+
+    def handle() -> None:
+        stop.set()
+        watchdog = threading.Timer(END_TIMEOUT_S, _give_up)
+        watchdog.daemon = True
+        watchdog.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, handle)
+    return stop
+
+
+def _give_up() -> None:
+    print(f"error: the server did not end within {END_TIMEOUT_S:g} s of the signal", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind a socket.
+
+    Raises:
+        ValueError: the address is unavailable.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio disables Nagle's algorithm, 40 ms of each answer, only on sockets whose protocol is TCP.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"host={host!r}, port={port}: cannot listen there: {error.strerror}") from None
+        yield listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

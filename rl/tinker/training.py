@@ -1,0 +1,392 @@
+"""Requests about models in training, from the official client's types to their results."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from tinker import types as wire
+from tinker.proto import tinker_public_pb2 as pb
+
+from rl.tinker.codec import decode_forward_backward
+from rl.tinker.datums import make_loss, metrics_of, optim_params, wire_samples
+from rl.tinker.futures import Request, Result
+from rl.tinker.ids import CheckpointPath, check_metadata, check_name, check_seq_id, check_ttl, parse_path
+from rl.tinker.models import Model, Models, check_lora, find_base
+from rl.tinker.parts import Parts
+from rl.tinker.sampling import SamplingSessions
+from rl.tinker.storage import Stored
+from rl.tinker.streams import Work
+from rl.tinker.types import (
+    CheckpointKind,
+    ForwardBackwardOutput,
+    InvalidRequestError,
+    LoRASettings,
+    Metadata,
+    ModelSettings,
+    NotFoundError,
+    TinkerError,
+)
+
+_EITHER = (
+    "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and seq_id, for an "
+    "existing one, without base_model"
+)
+
+
+class Training:
+    """Requests of models in training; each returns a request id, whose result `Service.retrieve` returns.
+
+    A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition says. Seq ids count
+    from 1. A request refused as invalid uses up its seq id, so that later ones do not wait for it; one refused
+    with BusyError does not.
+
+    Raises:
+        InvalidRequestError: from any method; the text names the field.
+        NotFoundError: session, model or checkpoint is unknown or belongs to another owner.
+        GoneError: session or model has ended.
+        BusyError: `limits.waiting` or `waiting_bytes` is reached.
+        LimitReachedError: `limits.models` is reached.
+    """
+
+    def __init__(self, parts: Parts, *, models: Models, sampling: SamplingSessions) -> None:
+        self._parts = parts
+        self._backend = parts.backend
+        self._futures = parts.futures
+        self._models = models
+        self._sampling = sampling
+
+    def info(self, model_id: str, *, owner: str) -> Model:
+        return self._models.live(model_id, owner)
+
+    # Creation and end
+
+    def create_model(self, body: wire.CreateModelRequest, *, owner: str) -> str:
+        """Create model `<session_id>:train:<model_seq_id>`, to which requests may follow at once."""
+        config = body.lora_config
+        lora = None if config is None or config.rank == 0 else LoRASettings(**config.model_dump())
+
+        async def work(model: Model) -> Result:
+            await self._create(model, None, optimizer=False)
+            return wire.CreateModelResponse(model_id=model.model_id)
+
+        def settings() -> ModelSettings:
+            _check_optimizer(body.optimizer_config)
+            return ModelSettings(base_model=body.base_model, lora=lora)
+
+        return self._submit_creation(body, settings, work, owner=owner)
+
+    def load_weights(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
+        """Load weights into a model of the same settings, except for the seed, or into a new model."""
+        if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
+            return self._create_from_state(body, owner=owner)
+        if body.model_id is None:
+            raise InvalidRequestError(_EITHER)
+
+        def check(model: Model, seq_id: int) -> Work:
+            if body.session_id is not None or body.model_seq_id is not None or body.base_model is not None:
+                raise InvalidRequestError(_EITHER)
+            stored = self._find_state(body, owner)
+            if _seedless(stored.record.settings) != _seedless(model.settings):
+                raise InvalidRequestError(
+                    f"path={body.path}: has the weights of a model with {stored.record.settings}, but "
+                    f"{body.model_id} has {model.settings}"
+                )
+
+            async def work() -> Result:
+                await self._load(model, stored, optimizer=body.optimizer, seq_id=seq_id)
+                return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
+
+            return work
+
+        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+
+    def _create_from_state(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
+        found: list[Stored] = []
+
+        def settings() -> ModelSettings:
+            found.append(stored := self._find_state(body, owner))
+            own = stored.record.settings
+            if body.base_model not in (None, own.base_model):
+                raise InvalidRequestError(
+                    f"base_model={body.base_model!r}: must be {own.base_model!r}, as in {body.path}"
+                )
+            return own
+
+        async def work(model: Model) -> Result:
+            await self._create(model, found[0], optimizer=body.optimizer)
+            return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
+
+        return self._submit_creation(body, settings, work, owner=owner)
+
+    def _submit_creation(
+        self,
+        body: wire.CreateModelRequest | wire.LoadWeightsRequest,
+        settings: Callable[[], ModelSettings],
+        work: Callable[[Model], Awaitable[Result]],
+        *,
+        owner: str,
+    ) -> str:
+        session = self._parts.sessions.live(str(body.session_id), owner)
+        number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
+        model_id = f"{session.session_id}:train:{number}"
+        request_id = f"{model_id}:0"
+        if self._models.was_added(model_id):
+            return request_id
+        check_metadata(body.user_metadata)
+        checked = settings()
+        base = find_base(self._backend, checked.base_model)
+        if checked.lora is not None:
+            check_lora(checked.lora, base)
+        self._models.check_room(owner)
+        request = self._futures.begin(request_id, owner=owner)
+        model = self._models.add(
+            model_id, checked, base=base, session=session, user_metadata=body.user_metadata
+        )
+        model.stream.submit(0, request, lambda: work(model))
+        return request_id
+
+    async def _create(self, model: Model, stored: Stored | None, *, optimizer: bool) -> None:
+        try:
+            await self._backend.create_model(model.model_id, model.settings)
+            model.is_created = True
+            if stored is not None:
+                await self._load(model, stored, optimizer=optimizer, seq_id=0)
+        except BaseException as error:
+            reason = str(error) if isinstance(error, TinkerError) else "the server failed"
+            await self._models.end(model, f"it could not be created: {reason}", when_idle=False)
+            raise
+
+    def unload(self, model_id: str, *, owner: str) -> str:
+        """End a model: what waits fails, what runs is finished. Checkpoints and samplers stay."""
+        request_id = f"{model_id}:unload"
+        self._parts.sessions.live(model_id, owner)
+        if request_id in self._futures:
+            return request_id
+        model = self._models.live(model_id, owner)
+        request = self._futures.begin(request_id, owner=owner, unblocks=True)
+
+        async def unloaded() -> Result:
+            await self._models.end(model, "it was unloaded")
+            return wire.UnloadModelResponse(model_id=model_id)
+
+        self._parts.background.start(self._futures.run(request, unloaded), f"end of {model_id}")
+        return request_id
+
+    # Steps
+
+    def forward_backward(self, message: pb.ForwardBackwardRequest, *, max_values: int, owner: str) -> str:
+        """Add to the gradient. If the call fails, so does the next `optim_step`, which would step with part of a
+        batch."""
+        backward = not message.forward_only
+
+        def check(model: Model, seq_id: int) -> Work:
+            with model.adding(seq_id, backward=backward):
+                call = decode_forward_backward(message, max_values=max_values)
+                samples = wire_samples(call.data, call.loss, model.base)
+                built = make_loss(call.loss)
+
+            async def work() -> Result:
+                with model.adding(seq_id, backward=backward):
+                    result = await self._backend.forward_backward(
+                        model.model_id, samples.samples, loss=built, backward=backward
+                    )
+                assert result.logprobs is not None
+                return ForwardBackwardOutput(
+                    logprobs=samples.logprobs(result.logprobs), metrics=metrics_of(result, call.loss)
+                )
+
+            return work
+
+        num_bytes = message.ByteSize()
+        return self._submit(message.model_id, message.seq_id, check, owner=owner, num_bytes=num_bytes)
+
+    def optim_step(self, body: wire.OptimStepRequest, *, owner: str) -> str:
+        def check(model: Model, seq_id: int) -> Work:
+            if not isinstance(body.optim_params, wire.AdamParams):
+                raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
+            settings = optim_params(body.optim_params)
+
+            async def work() -> Result:
+                if failed := model.take_incomplete(seq_id):
+                    await self._backend.drop_gradient(model.model_id)
+                    raise InvalidRequestError(
+                        f"optim_step: forward_backward with seq_id {', '.join(map(str, failed))} failed, so the "
+                        "gradient would be that of part of a batch. It is dropped and the weights stay as they "
+                        "were: send the whole batch again, or without the data that failed"
+                    )
+                result = await self._backend.optim_step(model.model_id, settings)
+                return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
+
+            return work
+
+        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+
+    # Checkpoints
+
+    async def _load(self, model: Model, stored: Stored, *, optimizer: bool, seq_id: int) -> None:
+        await self._backend.load_model(model.model_id, stored.data, optimizer=optimizer)
+        model.take_incomplete(seq_id)
+
+    def save_weights(self, body: wire.SaveWeightsRequest, *, owner: str) -> str:
+        """Save weights and optimizer state; without a name, under the seq id. A name that is taken fails without
+        `overwrite`."""
+
+        def check(model: Model, seq_id: int) -> Work:
+            save = self._saving(
+                model,
+                "training",
+                f"{seq_id:06d}" if body.path is None else body.path,
+                overwrite=body.overwrite,
+                ttl_seconds=body.ttl_seconds,
+                user_metadata=body.user_metadata,
+            )
+
+            async def work() -> Result:
+                return wire.SaveWeightsResponse(path=await save(), type="save_weights")
+
+            return work
+
+        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+
+    def save_weights_for_sampler(self, body: wire.SaveWeightsForSamplerRequest, *, owner: str) -> str:
+        """Save weights to sample from under `path`, replacing what has it; or, with `sampling_session_seq_id`
+        in its place, publish them in memory as a sampling session."""
+
+        def check(model: Model, seq_id: int) -> Work:
+            number = body.sampling_session_seq_id
+            if body.kind != "snapshot":
+                raise InvalidRequestError(
+                    f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never change here"
+                )
+            if (body.path is None) == (number is None):
+                raise InvalidRequestError(
+                    f"path={body.path!r}, sampling_session_seq_id={number!r}: give one of them"
+                )
+            if body.path is None:
+                new_id = self._sampling.id_of(model.session, number)
+
+                async def snapshot() -> Result:
+                    await self._sampling.publish(model.model_id, new_id, model.session, model.base)
+                    return _saved_sampler(sampling_session_id=new_id)
+
+                return snapshot
+            save = self._saving(
+                model,
+                "sampler",
+                body.path,
+                overwrite=True,
+                ttl_seconds=body.ttl_seconds,
+                user_metadata=body.user_metadata,
+            )
+
+            async def work() -> Result:
+                return _saved_sampler(path=await save())
+
+            return work
+
+        return self._submit(body.model_id, body.seq_id, check, owner=owner)
+
+    def _saving(
+        self,
+        model: Model,
+        kind: CheckpointKind,
+        name: str,
+        *,
+        overwrite: bool,
+        ttl_seconds: int | None,
+        user_metadata: Metadata | None,
+    ) -> Callable[[], Awaitable[str]]:
+        """Check a save and return the function that makes it and returns its path."""
+        check_name(name)
+        check_ttl(ttl_seconds)
+        check_metadata(user_metadata)
+
+        async def write(folder: Path) -> None:
+            await self._backend.save_model(model.model_id, folder, optimizer=kind == "training")
+
+        async def save() -> str:
+            path = CheckpointPath(model_id=model.model_id, kind=kind, name=name)
+            await self._parts.storage.save(
+                model.record(),
+                path,
+                write,
+                overwrite=overwrite,
+                ttl_seconds=ttl_seconds,
+                user_metadata=user_metadata,
+            )
+            return str(path)
+
+        return save
+
+    def _find_state(self, body: wire.LoadWeightsRequest, owner: str) -> Stored:
+        _check_optimizer(body.optimizer_config)
+        if body.weights_access_token is not None:
+            raise InvalidRequestError(
+                "weights_access_token: must be left out, other keys' weights are private"
+            )
+        parsed = parse_path(body.path)
+        if parsed.kind != "training":
+            raise InvalidRequestError(
+                f"path={body.path}: has weights to sample from; only those of save_state can be trained"
+            )
+        return self._parts.storage.find(parsed, owner)
+
+    # Submission
+
+    def refuse(self, model_id: str, seq_id: int, error: InvalidRequestError, *, owner: str) -> None:
+        """Use up the seq id of a request that is too malformed to become a call. Without effect on a request that
+        came before, and where model or seq id are unusable themselves."""
+
+        def check(model: Model, seq_id: int) -> Work:
+            raise error
+
+        with suppress(TinkerError):
+            self._submit(model_id, seq_id, check, owner=owner)
+
+    def _submit(
+        self,
+        model_id: str,
+        seq_id: int | None,
+        check: Callable[[Model, int], Work],
+        *,
+        owner: str,
+        num_bytes: int = 0,
+    ) -> str:
+        """Queue a request in its model's stream; `check` validates it and returns its work."""
+        self._parts.sessions.live(model_id, owner)
+        number = check_seq_id("seq_id", seq_id, first=1)
+        request_id = f"{model_id}:{number}"
+        if request_id in self._futures:
+            return request_id
+        model = self._models.live(model_id, owner)
+        if model.stream.has_passed(number):
+            return request_id
+
+        def begin(*, unblocks: bool) -> Request:
+            return self._futures.begin(request_id, owner=owner, num_bytes=num_bytes, unblocks=unblocks)
+
+        try:
+            work = check(model, number)
+        except (InvalidRequestError, NotFoundError) as error:
+            model.stream.refuse(number, begin(unblocks=True), str(error))
+            raise
+        model.stream.submit(number, begin(unblocks=model.stream.unblocks(number)), work)
+        return request_id
+
+
+def _check_optimizer(config: wire.OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise InvalidRequestError(f"optimizer_config.type: {config.type!a:.100}, must be 'adamw'")
+
+
+def _saved_sampler(*, path: str | None = None, sampling_session_id: str | None = None) -> Result:
+    return wire.SaveWeightsForSamplerResponseInternal(
+        path=path, sampling_session_id=sampling_session_id, type="save_weights_for_sampler"
+    )
+
+
+def _seedless(settings: ModelSettings) -> ModelSettings:
+    return settings if settings.lora is None else replace(settings, lora=replace(settings.lora, seed=None))

@@ -1,0 +1,311 @@
+"""A sandbox for Python code that a model wrote.
+
+Each call starts a fresh interpreter (`python -I -S`, so only the standard library) in an empty folder that is
+removed afterwards, without environment variables or standard input. The process confines itself before it
+reads the code (`rl/tools/sandbox_child.py`). This side enforces wall-clock time, output, and the numbers of
+files and threads. docs/rewards.md lists what the sandbox prevents and what it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import marshal
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl.config.configurable import Configurable
+from rl.tools.sandbox_child import LAUNCH, NAME, NOT_CONFINED, OUT_OF_MEMORY
+from rl.tools.tool import Slots, ToolError, ToolTimeoutError
+from rl.utils.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+Reason = Literal["ok", "error", "time limit", "memory limit", "output limit", "file limit"]
+
+ROOT = str(Path(__file__).parents[2])
+CHECK_S = 60.0
+"""Time limit of the trial run at the start."""
+TRIAL = """
+import os
+for attempt in (lambda: os._exit(0) if os.fork() == 0 else None, lambda: os.open("/proc/self/environ", 0)):
+    try:
+        attempt()
+    except PermissionError:
+        continue
+    raise SystemExit("the kernel does not enforce what it took")
+"""
+"""Code that tries what confined code must not be able to do."""
+LOOK_S = 0.05
+"""Interval at which files are counted."""
+GRACE_S = 5.0
+"""Time that a killed process may take to disappear."""
+MIB = 1 << 20
+NUM_OPEN_FILES = 64
+STACK_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxResult:
+    """The outcome of one call."""
+
+    reason: Reason
+    stdout: str
+    stderr: str
+    """Last part of stderr, with the traceback of an error."""
+    status: int
+    """Exit status as in `subprocess.Popen.returncode`: negative for a signal."""
+    wall_s: float
+
+    @property
+    def text(self) -> str:
+        """Text that the model is shown."""
+        said = "\n".join(part.rstrip("\n") for part in (self.stdout, self.stderr) if part.strip())
+        if self.reason not in ("ok", "error"):
+            return f"{said}\nError: stopped at its {self.reason}".lstrip("\n")
+        if self.status < 0:
+            number = -self.status
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            return f"{said}\nError: ended by {name}".lstrip("\n")
+        return said or ("(no output)" if self.reason == "ok" else f"Error: exit status {self.status}")
+
+
+class PythonSandbox(Configurable):
+    """The tool `python`: runs code and returns its output and the value of its last expression.
+
+    All episodes share one object; calls overlap up to `num_at_once`.
+
+    Raises:
+        ValueError: this machine is not Linux, or lacks seccomp or Landlock and `allow_unconfined` is off.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        time_limit_s: float = 5.0
+        """Wall-clock time of one call, from the start of its process; waiting for a slot is not counted."""
+        wait_limit_s: float = 30.0
+        """Longest wait for a slot; then the model is told of a timeout. Together with `time_limit_s` less
+        than `loop.episode.step_timeout_s`, or a full sandbox fails rollouts."""
+        cpu_limit_s: int = 5
+        """CPU time of all threads of one call, enforced by the kernel."""
+        memory_limit_mib: int = 512
+        """Address space of the process. Python itself takes about 20."""
+        max_output_bytes: int = 64 * 1024
+        """Bytes of stdout and stderr together."""
+        max_file_mib: int = 16
+        """Size of one file."""
+        max_files: int = 64
+        """Files in the folder, including the file of the code itself."""
+        num_at_once: int = 0
+        """Processes at the same time; other calls wait. 0: as many as this process may use CPU cores."""
+        import_paths: tuple[str, ...] = ()
+        """Folders that the code may read and import from, besides the standard library."""
+        allow_unconfined: bool = False
+        """Run code without seccomp or Landlock on a machine that lacks them, so that it can start processes,
+        use the network, and read and write files."""
+
+        def __post_init__(self) -> None:
+            least = {"time_limit_s": 0.1, "wait_limit_s": 0.1, "memory_limit_mib": 64, "max_file_mib": 0,
+                     "num_at_once": 0}  # fmt: skip
+            for name in (*least, "cpu_limit_s", "max_output_bytes", "max_files"):
+                if not getattr(self, name) >= least.get(name, 1):
+                    raise ValueError(f"{name}={getattr(self, name)} is below {least.get(name, 1)}")
+            for path in self.import_paths:
+                if not os.path.isdir(path):
+                    raise ValueError(f"import_paths: {path!r} is not a folder")
+
+    def __init__(self, *, config: Config) -> None:
+        self.config = config
+        self.name = "python"
+        self.description = (
+            "Run Python code and see what it prints, and the value of its last expression. Every call starts "
+            "afresh: nothing is kept from earlier ones. The standard library is there, the network is not. "
+            f"Limits: {config.time_limit_s:g} s, {config.memory_limit_mib} MiB."
+        )
+        self.parameters: Mapping[str, Any] = {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The Python code to run."}},
+            "required": ["code"],
+            "additionalProperties": False,
+        }
+        if sys.platform != "linux":
+            raise ValueError(f"the Python sandbox runs on Linux only, not on {sys.platform}")
+        if not config.allow_unconfined:
+            self._check()
+        self._slots = Slots(config.num_at_once or len(os.sched_getaffinity(0)))
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        result = await self.run(arguments["code"])
+        if result.reason == "time limit":
+            raise ToolTimeoutError(result.text)
+        if result.reason != "ok":
+            raise ToolError(result.text)
+        return result.text
+
+    async def run(self, code: str) -> SandboxResult:
+        """Run code and return its outcome.
+
+        Raises:
+            ToolTimeoutError: no slot was free for `wait_limit_s`.
+            RunError: the process could not confine itself, so it did not read the code.
+        """
+        slots = self._slots.here()
+        try:
+            async with asyncio.timeout(self.config.wait_limit_s):
+                await slots.acquire()
+        except TimeoutError:
+            raise ToolTimeoutError(
+                f"Error: not run: all {self._slots.num} slots were taken for {self.config.wait_limit_s:g} s"
+            ) from None
+        token, started = secrets.token_hex(), time.monotonic()
+        folder = tempfile.mkdtemp(prefix="relay-sandbox-")
+        try:
+            Path(folder, NAME).write_bytes(code.encode(errors="surrogatepass"))
+            output, status, stopped = await self._run_child(folder, self._request(code, token=token))
+        finally:
+            slots.release()
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                logger.warning("Python sandbox: %s could not be removed: %s", folder, error)
+        stdout, stderr = (bytes(stream).decode(errors="replace") for stream in (output.first, output.last))
+        if status == NOT_CONFINED and stderr.startswith(token):
+            raise RunError(f"the Python sandbox: {stderr.removeprefix(token).strip()}")
+        wall_s = time.monotonic() - started
+        reason = stopped or self._reason(status, wall_s)
+        return SandboxResult(reason=reason, stdout=stdout, stderr=stderr, status=status, wall_s=wall_s)
+
+    def _reason(self, status: int, wall_s: float) -> Reason:
+        # The CPU limit sends SIGXCPU, and SIGKILL a second later if the code blocks the first.
+        killed_late = status == -signal.SIGKILL and wall_s >= self.config.cpu_limit_s
+        if status == -signal.SIGXCPU or killed_late:
+            return "time limit"
+        if status == OUT_OF_MEMORY:
+            return "memory limit"
+        return "ok" if status == 0 else "error"
+
+    async def _run_child(self, folder: str, request: bytes) -> tuple[_Output, int, Reason | None]:
+        """Run one child process; return its output, its exit status and the limit at which it was killed.
+
+        The process and its session are dead when this returns, raises or is cancelled.
+        """
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *self._command(), stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env={}, start_new_session=True
+        )
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # a confined process cannot leave its group
+
+        assert process.stdin is not None
+        process.stdin.write(request)
+        process.stdin.close()
+        output = _Output(self.config.max_output_bytes, at_limit=kill)
+        ended = asyncio.gather(
+            output.read(process.stdout), output.read(process.stderr, last=True), process.wait()
+        )
+        stopped: Reason | None = None
+        try:
+            async with asyncio.timeout(self.config.time_limit_s):
+                while not ended.done():
+                    await asyncio.wait([ended], timeout=LOOK_S)
+                    if _count_files(folder, self.config.max_files) > self.config.max_files:
+                        stopped = "file limit"
+                        break
+        except TimeoutError:
+            stopped = "time limit"
+        finally:
+            kill()
+            await asyncio.wait([ended], timeout=GRACE_S)
+        if process.returncode is None:
+            raise OSError(f"child process {process.pid} still exists {GRACE_S:g} s after it was killed")
+        if output.num_bytes > self.config.max_output_bytes:
+            stopped = "output limit"
+        return output, process.returncode, stopped
+
+    def _command(self) -> list[str]:
+        # The real path: the code may not read the virtual environment's folder.
+        python = os.path.realpath(sys.executable)
+        return [python, "-I", "-S", "-X", "utf8", "-c", LAUNCH, ROOT]
+
+    def _request(self, code: str, *, token: str) -> bytes:
+        limits = {
+            "RLIMIT_AS": self.config.memory_limit_mib * MIB,
+            "RLIMIT_CPU": self.config.cpu_limit_s,
+            "RLIMIT_FSIZE": self.config.max_file_mib * MIB,
+            "RLIMIT_NOFILE": NUM_OPEN_FILES,
+            "RLIMIT_STACK": STACK_BYTES,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+        }
+        request = {
+            "code": code,
+            "token": token,
+            "import_paths": [os.path.realpath(path) for path in self.config.import_paths],
+            "limits": limits,
+            "parent": os.getpid(),
+            "unconfined": self.config.allow_unconfined,
+        }
+        return marshal.dumps(request)
+
+    def _check(self) -> None:
+        """Start a child that confines itself and then tries to break out."""
+        with tempfile.TemporaryDirectory(prefix="relay-sandbox-") as folder:
+            done = subprocess.run(
+                self._command(),
+                input=self._request(TRIAL, token=""),
+                cwd=folder,
+                env={},
+                capture_output=True,
+                timeout=CHECK_S,
+                start_new_session=True,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise ValueError(
+                "the Python sandbox cannot confine code on this machine (exit status "
+                f"{done.returncode}): {done.stderr.decode(errors='replace').strip()}. Set "
+                "allow_unconfined=True to run code anyway, only where it can do no harm"
+            )
+
+
+class _Output:
+    """The beginning of stdout and the end of stderr, each of at most `most` bytes."""
+
+    def __init__(self, most: int, *, at_limit: Callable[[], None]) -> None:
+        self.most = most
+        self.at_limit = at_limit
+        self.first, self.last = bytearray(), bytearray()
+        self.num_bytes = 0
+
+    async def read(self, stream: asyncio.StreamReader | None, *, last: bool = False) -> None:
+        """Read to the end; call `at_limit` when both streams together have too many bytes."""
+        assert stream is not None
+        while data := await stream.read(1 << 16):
+            self.num_bytes += len(data)
+            if last:
+                self.last += data
+                del self.last[: -self.most]
+            else:
+                self.first += data[: self.most - len(self.first)]
+            if self.num_bytes > self.most:
+                self.at_limit()
+
+
+def _count_files(folder: str, most: int) -> int:
+    """Count the files of a folder, up to `most` + 1."""
+    with os.scandir(folder) as entries:
+        return sum(1 for _ in itertools.islice(entries, most + 1))

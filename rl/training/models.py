@@ -1,0 +1,276 @@
+"""Several models in training in one process, by id: an engine each, which share one process group.
+
+A run has one model, and its trainer needs none of this. The Tinker API has as many as its clients create. All are
+LoRA's adapters on one base, whose frozen weights exist once, or copies of all of its parameters. Every rank makes
+the same models and calls the same methods in the same order.
+
+Files of a saved model, of which nothing is ever unpickled:
+
+    model.json               base and adapters, and size and checksum of each other file
+    weights.safetensors      trained tensors: LoRA's factors, or all parameters
+    optimizer.safetensors    the optimizer's running means; missing in weights to sample from
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl.distributed.process_group import World, everywhere
+from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+from rl.models.batch_invariant.model import ROW_MULTIPLE, make_batch_invariant
+from rl.models.converter import ModelConverter
+from rl.models.hf import HFFolder
+from rl.models.lora import LoRA
+from rl.models.spec import ModelSpec
+from rl.training.checkpoint_files import sum_of_file
+from rl.training.engine import TrainingEngine
+from rl.training.rank import RankInfo
+from rl.utils.errors import RunError
+from rl.utils.processes import process_states, restore_process_states
+
+RUN = ""
+"""Model id of a run, which has one model."""
+FORMAT = 2
+DESCRIPTION, WEIGHTS, OPTIMIZER = "model.json", "weights.safetensors", "optimizer.safetensors"
+_SAMPLED_BYTES = 1 << 20
+
+
+class ModelError(RunError, ValueError):
+    """A request about a model that is refused and changes nothing; raised on every rank."""
+
+
+class InvariantKernels(ModelConverter):
+    """The batch-invariant mode of a model with adapters.
+
+    A run's trainer refuses the two together, because its generator has the sums W + s B A, whose products round
+    differently. A sampler in this process runs the adapters unmerged as well, so that both compute the same bits.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(ModelConverter.Config):
+        pass
+
+    token_multiple = ROW_MULTIPLE
+
+    def convert(self, model: nn.Module) -> None:
+        make_batch_invariant(model, spec=replace(self.spec, batch_invariant=True), device=self.device)
+
+
+def adapted(spec: ModelSpec, lora: LoRA.Config | None) -> tuple[ModelSpec, tuple[ModelConverter.Config, ...]]:
+    """Return spec and converters of a model with adapters, or of one with all parameters trained."""
+    if lora is None:
+        return spec, ()
+    kernels = (InvariantKernels.Config(),) if spec.batch_invariant else ()
+    return replace(spec, batch_invariant=False), (lora, *kernels)
+
+
+class TrainedModels:
+    def __init__(
+        self,
+        config: TrainingEngine.Config,
+        *,
+        spec: ModelSpec,
+        hf_assets_path: str,
+        device: torch.device | str | None = None,
+        world: World | None = None,
+    ) -> None:
+        """Join the other ranks; `config` is that of every model, except for its converters.
+
+        Raises:
+            ValueError: the config is invalid, or does not fit the model or the number of ranks.
+        """
+        self.config = config
+        self.spec = spec
+        self._world = World.from_env() if world is None else world
+        self.device = self._world.default_device() if device is None else torch.device(device)
+        self._folder = hf_assets_path
+        self._base = _fingerprint(HFFolder(hf_assets_path))
+        check_config(config)
+        degrees = config.check(spec, world_size=self._world.size, device=self.device)
+        self._rank = RankInfo.join(
+            config, degrees=degrees, world=self._world, device=self.device, record_in=None
+        )
+        self.frozen: dict[str, Tensor] = {}
+        """This rank's shards of the parameters that LoRA models do not train, by our names."""
+        self._engines: dict[str, TrainingEngine] = {}
+        self._adapters: dict[str, LoRA.Config | None] = {}
+
+    def __getitem__(self, model_id: str) -> TrainingEngine:
+        return self._engines[model_id]
+
+    def lora(self, model_id: str) -> LoRA.Config | None:
+        return self._adapters[model_id]
+
+    def create(self, model_id: str, lora: LoRA.Config | None) -> None:
+        """Create a fresh model: adapters whose products are zero, or a copy of the base's parameters."""
+        spec, converters = adapted(self.spec, lora)
+        config = replace(self.config, training=replace(self.config.training), converters=converters)
+        # An engine seeds the process's random generators, which belong to a notebook as well.
+        states = process_states()
+        try:
+            engine = TrainingEngine(
+                config=config,
+                model_spec=spec,
+                hf_assets_path=self._folder,
+                device=self.device,
+                world=self._world,
+                rank=self._rank,
+            )
+        except ValueError as error:
+            raise ModelError(f"the model cannot be created: {error}") from error
+        finally:
+            restore_process_states(states)
+        if lora is not None:
+            share_frozen(engine.policy.parameters, self.frozen)
+        self._engines[model_id], self._adapters[model_id] = engine, lora
+
+    def delete(self, model_id: str) -> None:
+        self._engines.pop(model_id).close()
+        del self._adapters[model_id]
+        gc.collect()  # An engine's hooks refer to it, and would keep its memory for some time.
+
+    def save(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
+        """Write a model's trained tensors into an empty folder from the first rank; all ranks take part."""
+        whole = {
+            file: {name: whole_tensor(tensor).detach().cpu() for name, tensor in content.items()}
+            for file, content in self._tensors(model_id, optimizer=optimizer).items()
+        }
+        if self._world.rank:
+            return
+        sums = {}
+        for file, content in whole.items():
+            save_file({key: tensor.contiguous() for key, tensor in content.items()}, Path(folder) / file)
+            sums[file] = dataclasses.asdict(sum_of_file(Path(folder) / file))
+        description = self._description(model_id) | {"files": sums}
+        (Path(folder) / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, model_id: str, folder: str | Path, *, optimizer: bool) -> None:
+        """Load a folder of `save` and drop the gradient; without `optimizer` the optimizer starts anew.
+
+        Raises:
+            ModelError: a file is missing, damaged or of another model; the text names it, nothing has changed.
+        """
+        into = self._tensors(model_id, optimizer=optimizer)
+        failure: ModelError | None = None
+        found: dict[str, dict[str, Tensor]] = {}
+        try:
+            found = self._read(model_id, Path(folder), into)
+        except ModelError as error:
+            failure = error
+        if not everywhere(failure is None):
+            raise failure or ModelError("the saved model cannot be read on every rank")
+        self[model_id].drop_gradient()
+        with torch.no_grad():
+            for file, present in into.items():
+                for key, tensor in present.items():
+                    local_tensor(tensor).copy_(local_shard_of(found[file][key], tensor))
+        if not optimizer:
+            self[model_id].optimizer.reset()
+
+    def close(self) -> None:
+        """Close every model and leave the other ranks."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+        self._rank.leave()
+
+    def _tensors(self, model_id: str, *, optimizer: bool) -> dict[str, dict[str, Tensor]]:
+        """Return a model's trained tensors by file and name, without copying."""
+        engine = self[model_id]
+        trained = engine.policy.trained_parameters
+        tensors = {WEIGHTS: {name: p.detach() for name, p in trained.items()}}
+        if optimizer:
+            states = engine.optimizer.state_tensors()
+            tensors[OPTIMIZER] = {f"{n}.{k}": t for n, p in trained.items() for k, t in states[p].items()}
+        return tensors
+
+    def _description(self, model_id: str) -> dict[str, Any]:
+        lora = self.lora(model_id)
+        settings = None
+        if lora is not None:
+            settings = {
+                "rank": lora.rank,
+                "alpha": lora.alpha,
+                "target_modules": sorted(lora.target_modules or ()),
+                "unembedding": lora.unembedding,
+            }
+        return {"format": FORMAT, "base": self._base, "lora": settings}
+
+    def _read(
+        self, model_id: str, folder: Path, into: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, dict[str, Tensor]]:
+        file = folder / DESCRIPTION
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            for name, value in self._description(model_id).items():
+                if saved[name] != value:
+                    raise ModelError(
+                        f"the saved model's {name} is {saved[name]!r}, but this model's is {value!r}"
+                    )
+            found = {}
+            for name, present in into.items():
+                file = folder / name
+                if name not in saved["files"]:
+                    raise ModelError(f"the saved model has no {name}: it was saved to sample from")
+                if dataclasses.asdict(sum_of_file(file)) != saved["files"][name]:
+                    raise ModelError(f"the saved model's file {name} is damaged: its checksum is another one")
+                found[name] = load_file(file)
+                if {k: t.shape for k, t in found[name].items()} != {k: t.shape for k, t in present.items()}:
+                    raise ModelError(f"the saved model's file {name} has other tensors than the model")
+        except ModelError:
+            raise
+        except FileNotFoundError as error:
+            raise ModelError(f"the saved model's file {file.name} is missing") from error
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise ModelError(f"the saved model's file {file.name} is damaged: {error!r}") from error
+        return found
+
+
+def check_config(config: TrainingEngine.Config) -> None:
+    """Raise ValueError for options that several models cannot have."""
+    if config.training.cpu_offload:
+        raise ValueError("training.cpu_offload=True: must be False, models share their base's memory")
+    if config.converters:
+        raise ValueError("converters: must be (), each model has adapters of its own")
+
+
+def share_frozen(parameters: Mapping[str, nn.Parameter], frozen: dict[str, Tensor]) -> None:
+    """Replace the memory of parameters that are not trained by `frozen`, and add to it what it lacks.
+
+    Must run before the first forward, when FSDP2 looks where its shards are. A shard that FSDP2 pads to the length
+    of the others stays a copy.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            continue
+        kept = frozen.setdefault(name, local_tensor(parameter).detach())
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = kept
+        else:
+            parameter.data = kept
+
+
+def _fingerprint(folder: HFFolder) -> str:
+    """Hash the sizes, headers and ends of the weights files: enough to tell models apart, and quick."""
+    digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
+    for file in sorted(set(folder.files.values())):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLED_BYTES))
+            stream.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()

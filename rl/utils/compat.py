@@ -1,0 +1,29 @@
+"""Private functions of the Python interpreter (3.11 and 3.12), and the reason for each.
+
+`threading._shutdown`, `atexit._run_exitfuncs`: taking the interpreter apart takes 2.0 s once vllm is imported
+(2026-11-22, 2 cores of an AMD EPYC, no GPU). No public function ends a process properly without that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+
+def exit_process(status: int) -> NoReturn:
+    """End this process like `sys.exit`, but without finalising objects.
+
+    Non-daemon threads are joined, `atexit` handlers run, and standard output and error are flushed; the kernel
+    frees the memory.
+    """
+    # In the interpreter's own order; `multiprocessing` ends its children through the same two functions.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed stream
+            stream.flush()
+    os._exit(status)

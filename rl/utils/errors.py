@@ -1,0 +1,57 @@
+"""Errors that end a run and are shown to the person who started it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl.observability.spans import span
+
+
+class RunError(RuntimeError):
+    """A run cannot go on; the message gives the reason and needs no traceback."""
+
+    where = ""
+    """Position in the run, such as "step 3"; set by `error_context`."""
+    more = ""
+    """Details on lines of their own, after the message."""
+
+    def message(self) -> str:
+        """Return the reason without the position."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        message = f"{self.where}: {self.message()}" if self.where else self.message()
+        return f"{message}\n{self.more}" if self.more else message
+
+
+class UnwrittenError(RunError):
+    """A file of the run could not be written; the previous content is intact."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into an `UnwrittenError` that names the file and the reason."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UnwrittenError(f"{path} was not written, its previous content is intact: {reason}") from error
+
+
+@contextmanager
+def error_context(where: str) -> Iterator[None]:
+    """Add the position in the run to errors: to the message of a `RunError`, as a note to any other.
+
+    The process's activity shows the position too while the block runs.
+    """
+    try:
+        with span(where):
+            yield
+    except RunError as error:
+        error.where = error.where or where
+        raise
+    except Exception as error:
+        error.add_note(where)
+        raise

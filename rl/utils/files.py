@@ -1,0 +1,261 @@
+"""Files and folders that appear whole or not at all, and folders that only one process uses.
+
+`atomic_write` and `atomic_folder` write under a temporary name and rename at the end, so a full disk or a killed
+process never leaves half of anything under the final name. Locks are held by the kernel for a living process
+(`filelock`), hence a killed process releases them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+TMP_SUFFIX = ".tmp"
+"""Suffix of a file that is still being written."""
+LOCK = ".lock"
+"""Name of the lock file in a locked folder."""
+_BEING_WRITTEN = ".being-written"
+_ACQUIRE_S = 10.0
+"""Seconds to wait for a lock that another process holds only for a moment."""
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path` at the end; after an error `path` is unchanged."""
+    temporary = path.with_name(f"{path.name}{TMP_SUFFIX}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):  # already renamed, or never made
+            temporary.unlink()
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a hidden folder that becomes `path`, flushed to disk, unless the block raises.
+
+    Raises:
+        FileExistsError: `path` already exists and is not an empty folder.
+    """
+    path = Path(path).absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} already exists")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent)
+    with temporary_folder(path) as temporary:
+        yield temporary
+        publish(temporary, path)
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a hidden folder next to `path`, hence on the same file system; remove it at the end.
+
+    A lock file next to the folder is held meanwhile, so that `remove_leftovers` can tell a folder in use from
+    the leftover of a killed process.
+    """
+    folder = _hidden(path)
+    lock_file = _lock_of(folder)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        # Without locks on this file system the folder stays unmarked, and no other process touches it.
+        with suppress(OSError):
+            stack.enter_context(FileLock(lock_file, timeout=_ACQUIRE_S, thread_local=False))
+            stack.callback(lock_file.unlink, missing_ok=True)
+        folder.mkdir()
+        yield folder
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the temporary folders in `parent` whose process was killed."""
+    for lock_file in parent.glob(f".*.{'[0-9a-f]' * 32}{_BEING_WRITTEN}{LOCK}"):
+        with suppress(OSError, Timeout), FileLock(lock_file, blocking=False):
+            shutil.rmtree(lock_file.with_name(lock_file.name.removesuffix(LOCK)), ignore_errors=True)
+            lock_file.unlink()
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Flush a temporary folder to disk, then rename it to `path`.
+
+    Raises:
+        FileExistsError: `path` exists and is not an empty folder.
+    """
+    for file in (*temporary.rglob("*"), temporary):
+        _flush(file)
+    try:
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"{path} already exists") from error
+        raise
+    _flush(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder at once under its name; `remove_leftovers` completes a removal that was interrupted."""
+    hidden = _hidden(path)
+    _lock_of(hidden).touch()
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+    if not hidden.exists():
+        _lock_of(hidden).unlink(missing_ok=True)
+
+
+def _hidden(path: Path) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}{_BEING_WRITTEN}"
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{LOCK}")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def folder_errors(path: Path, as_what: str) -> Iterator[None]:
+    """Turn an OSError into a ValueError that names the folder and the option it was given for."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be {as_what}: {error.strerror}") from error
+
+
+def make_folder(path: Path, as_what: str) -> Path | None:
+    """Make `path` and return the topmost folder that had to be made, or None.
+
+    Raises:
+        ValueError: `path` cannot be made or written, or is not a folder.
+    """
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    existing = missing[-1].parent if missing else path
+    if not existing.is_dir():
+        raise ValueError(f"{path} cannot be {as_what}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be {as_what}: {existing} is not writable")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be made: {error.strerror}") from error
+    return missing[-1] if missing else None
+
+
+def remove_empty(path: Path, *, topmost: Path | None) -> None:
+    """Remove the folder and its parents up to `topmost` while they are empty."""
+    with suppress(OSError):  # not empty
+        for folder in (path, *path.parents):
+            if topmost is None or not folder.is_relative_to(topmost):
+                break
+            folder.rmdir()
+
+
+def lock_folder(path: Path, *, as_what: str, otherwise: str, name: str = LOCK) -> FileLock:
+    """Lock a folder for this process; the lock file names the process for other processes to read.
+
+    Raises:
+        ValueError: another process holds the lock, in which case the message ends with `otherwise`, or the
+            lock file cannot be made.
+    """
+    file = path / name
+    lock = FileLock(file, blocking=False, mode=0o644, thread_local=False)
+    with folder_errors(path, as_what):
+        try:
+            lock.acquire()
+        except Timeout as error:
+            holder = file.read_text() or "another process"
+            raise ValueError(f"{path} is in use by {holder}; {otherwise}") from error
+    with suppress(OSError):  # a full disk is reported when something that matters is written
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    return lock
+
+
+def is_unlocked(file: Path) -> bool:
+    """Return True if no process holds the lock file, or if it does not exist."""
+    if not file.exists():
+        return True
+    try:
+        with FileLock(file, blocking=False):
+            return True
+    except Timeout:
+        return False
+
+
+@contextmanager
+def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]:
+    """Hold the lock of a folder, which is made first, and removed again if nothing was written into it.
+
+    Raises:
+        ValueError: the folder cannot be made, or another process holds the lock.
+    """
+    created = make_folder(path, as_what)
+    try:
+        lock = lock_folder(path, as_what=as_what, otherwise=otherwise)
+    except ValueError:
+        remove_empty(path, topmost=created)
+        raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the folder was removed meanwhile
+            if created is not None and [entry.name for entry in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                remove_empty(path, topmost=created)
+        lock.release()
+
+
+class AppendFile:
+    """Append-only file in which each piece of text is stored whole or not at all, also on a full disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def open(self) -> None:
+        """Create the file; raises OSError."""
+        if self._descriptor is None:
+            self._descriptor = os.open(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+            )
+
+    def append(self, text: str) -> None:
+        """Hand the text to the kernel, which writes it even if this process is killed.
+
+        Raises:
+            OSError: the text cannot be written; the file is unchanged.
+        """
+        self.open()
+        assert self._descriptor is not None
+        size = os.fstat(self._descriptor).st_size
+        rest = memoryview(text.encode("utf-8", errors="backslashreplace"))
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            raise
+
+    def sync(self) -> None:
+        """Wait until the text is on the disk; raises OSError."""
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)

@@ -1,0 +1,42 @@
+"""A CPU tensor's memory as a NumPy array.
+
+After `Tensor.numpy()` PyTorch refuses to resize the tensor's storage for good, and a sleeping generator could not
+release the memory of its weights and its key-value cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def memory_of(tensor: Tensor, *, dtype: str, num_elements: int | None = None) -> np.ndarray:
+    """Return a view of the tensor's memory from its first element on, [num_elements] of `dtype`.
+
+    The array keeps the tensor alive, but not its storage: after a resize it points to freed memory.
+
+    Args:
+        dtype: NumPy name of a type with the tensor's element size, such as f4.
+        num_elements: the tensor's own number when None; larger for a tensor that is not contiguous.
+    """
+    num_elements = tensor.numel() if num_elements is None else num_elements
+    if num_elements == 0:
+        return np.empty(0, dtype)
+    return np.asarray(_Memory(tensor, f"<{dtype}", num_elements))
+
+
+class _Memory:
+    """Array interface (version 3) of a tensor; NumPy holds a reference to it for the array's lifetime."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Tensor, typestr: str, num_elements: int) -> None:
+        self.tensor = tensor
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (num_elements,),
+            "typestr": typestr,
+            "data": (tensor.data_ptr(), False),
+        }

@@ -1,0 +1,87 @@
+"""Configs of the Tinker backend's actors that are refused before a process starts."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors import launch
+from actors.config import LaunchConfig
+from actors.generator import VLLMGenerator
+from actors.tinker import ActorBackend
+from actors.trainer import PolicyTrainer
+from rl.distributed.mesh import ParallelismConfig
+from rl.tinker.base import Base
+from rl.training.config import TrainingConfig
+from tests.support.tinker_backends import actor_config
+from tests.tinker.parts import TRAINING
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return actor_config(tmp_path_factory.mktemp("fleet") / "base")
+
+
+def trainer(**fields):
+    return PolicyTrainer.Config(**({"training": TRAINING} | fields))
+
+
+def generator(**fields):
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "cpu_kv_cache_gib": 0.05}
+    return VLLMGenerator.Config(**(settings | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"launch": LaunchConfig(share_gpus=True)}, r"launch\.share_gpus=True: must be False"),
+        ({"generator": generator(initial_weights="folder")}, r"generator\.initial_weights='folder'"),
+        ({"generator": generator(can_sleep=True)}, r"can_sleep=True: must be 'store' and False"),
+        (
+            {"trainer": trainer(training=replace(TRAINING, cpu_offload=True))},
+            r"training\.cpu_offload=True: must be False",
+        ),
+        (
+            {"launch": LaunchConfig(hosts="process", trainer_hosts=2)},
+            r"launch\.trainer_hosts=2 does not divide trainer\.num_procs=1",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_inconsistent_fields_are_named_when_the_backend_is_built(config, fields, says):
+    with pytest.raises(ValueError, match=says):
+        replace(config, **fields).build()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"trainer": trainer(num_procs=2, parallelism=ParallelismConfig(data_parallel_shard_degree=3))},
+            r"^trainer\.parallelism\.data_parallel_replicate_degree=1 .* does not multiply to the world size",
+        ),
+        (
+            {"trainer": trainer(num_procs=4, parallelism=ParallelismConfig(tensor_parallel_degree=4))},
+            "tensor_parallel_degree=4 does not divide num_kv_heads=2",
+        ),
+        ({"generator": generator(max_model_len=65)}, r"generator\.max_model_len=65 is more than the model's"),
+        (
+            {"trainer": trainer(training=TrainingConfig(max_tokens_per_microbatch=32))},
+            r"max_tokens_per_microbatch=32: must be at least 63",
+        ),
+        ({"base": Base.Config(name="x", folder="no/such/folder")}, "no/such/folder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_do_not_fit_the_model_are_refused_before_a_process_starts(config, fields, says):
+    backend = replace(config, **fields).build()
+    with pytest.raises(ValueError, match=says):
+        asyncio.run(backend.start())
+    assert not launch.is_running()
+
+
+def test_context_on_offer_is_that_of_the_generator(tmp_path):
+    backend: ActorBackend = ActorBackend.Config(cache=str(tmp_path)).build()
+    described = backend._open_base().describe()
+    assert (described.name, described.max_context_length) == ("tiny", 1024)

@@ -1,0 +1,32 @@
+"""Pages are reachable from the README, and links lead to files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import options
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (DOCS.parent / "README.md").read_text()
+    linked = {path.name for path in DOCS.glob("*.md") if f"(docs/{path.name})" in readme}
+    assert linked == {path.name for path in DOCS.glob("*.md")}
+
+
+def test_every_link_leads_to_a_file():
+    for page in (DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", ["rewards.md"])
+def test_every_python_snippet_runs(page):
+    for snippet in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL):
+        exec("from __future__ import annotations\n" + snippet, {"__name__": "snippet"})
+
+
+def test_options_page_is_up_to_date():
+    assert options.PAGE.read_text() == options.page(), "run make docs"

@@ -1,0 +1,251 @@
+"""The loop with generation running ahead, in virtual time."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.rollouts.producer import NothingToLearnError
+from rl.rollouts.samples import policy_sample
+from rl.tasks.sum_digits import SumDigits
+from rl.training.checkpoint_config import CheckpointConfig
+from rl.types import SamplingParams, ServeResult
+from rl.utils.errors import RunError
+from tests.support.fakes import FakePolicy, RubricRewarder, prompt_of, rollout_of
+from tests.support.loops import half_right, make_loop, number_of, problems, run, some_right
+from tests.support.simulated import SimulatedPolicy
+from tests.support.virtual_time import run_in_virtual_time
+
+
+def one_of(seed: int, *seconds: float) -> Callable[[str], float]:
+    """Return a function that chooses one of these times for each prompt."""
+    return lambda prompt: random.Random(f"{seed} {prompt}").choice(seconds)
+
+
+def synchronous_losses_see(*, num_steps: int, groups_per_batch: int, group_size: int) -> list[list[tuple]]:
+    """Return the samples of each step of a minimal synchronous loop."""
+    policy = FakePolicy(reply=some_right)
+    rubric = SumDigits.Config(num_integers=2).build().rubric(seed=0)
+    numbered = enumerate(problems())
+
+    async def loop() -> None:
+        for _ in range(num_steps):
+            samples = []
+            for number, problem in (next(numbered) for _ in range(groups_per_batch)):
+                prompt = prompt_of(problem)
+                sampling = SamplingParams(max_tokens=32, num_samples=group_size, seed=number)
+                (group,) = await policy.generate([prompt.token_ids], sampling=sampling)
+                rollouts = [rollout_of(prompt, c, sample=i) for i, c in enumerate(group)]
+                (scores,) = await RubricRewarder(rubric=rubric).score([rollouts])
+                rewards = [s.reward for s in scores]
+                mean = sum(rewards) / len(rewards)
+                samples += [
+                    policy_sample(
+                        rollout,
+                        advantages_C=np.full(rollout.num_completion_tokens, reward - mean),
+                        temperature=1.0,
+                    )
+                    for rollout, reward in zip(rollouts, rewards, strict=True)
+                ]
+            await policy.forward_backward(samples)
+            await policy.optim_step()
+            await policy.serve(await policy.push())
+
+    asyncio.run(loop())
+    return seen(policy)
+
+
+def seen(policy: FakePolicy) -> list[list[tuple]]:
+    return [
+        [(s.token_ids.tolist(), s.advantages.tolist(), s.policy_versions.tolist()) for s in step]
+        for step in policy.trained
+    ]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_on_policy_loop_trains_on_the_same_samples_as_a_plain_synchronous_loop(slow):
+    def generate_s(prompt: str) -> float:
+        return (7 * number_of(prompt) % 5 + 1.0) if slow else 1.0  # they finish in another order
+
+    sizes = {"num_steps": 4, "groups_per_batch": 3, "group_size": 4}
+    policy = SimulatedPolicy(reply=some_right, generate_s=generate_s)
+    run(policy, max_off_policy_steps=0, **sizes)
+    expected = synchronous_losses_see(**sizes)
+    assert [[s[0] for s in step] for step in seen(policy)] == [[s[0] for s in step] for step in expected]
+    assert seen(policy) == expected
+
+
+def test_on_policy_generation_training_and_sync_take_turns():
+    policy = SimulatedPolicy(reply=half_right)
+    _, took_s = run(policy, num_steps=3)
+    # Each step: 1 s of generation, 1 s of training, 0.2 s of sync; one sync before.
+    assert took_s == pytest.approx(0.2 + 3 * 2.2)
+
+
+def test_one_off_policy_step_hides_generation_and_sync_behind_training():
+    policy = SimulatedPolicy(reply=half_right, generate_s=lambda prompt: 0.7)
+    records, took_s = run(policy, num_steps=10, max_off_policy_steps=1)
+    # The first step's rollouts and the first and the last sync are all that training waits for.
+    assert took_s == pytest.approx(0.2 + 0.7 + 10 * 1.0 + 0.2)
+    assert max(policy.age_of_tokens) == 1
+    times = {name: [record[f"time/{name}_s"] for record in records] for name in ("generate", "train", "step")}
+    assert times["generate"] == pytest.approx([0.7] + [0] * 9)
+    assert times["train"] == pytest.approx([1.0] * 10)
+    assert times["step"] == pytest.approx([1.7] + [1.0] * 9)
+    # Of each second, generators work 0.7 but in the first step, which fills the place of the next one too.
+    assert [record["time/generator_idle_s"] for record in records[2:-1]] == pytest.approx([0.3] * 7)
+    assert [record["time/trainer_idle_s"] for record in records] == pytest.approx([0.7] + [0] * 9)
+
+
+def test_push_overlaps_the_next_gradient_and_delays_the_update():
+    policy = SimulatedPolicy(reply=half_right, push_s=1.5, serve_s=0.0)
+    run(policy, num_steps=4, max_off_policy_steps=2)
+    names = [event for _, event in policy.events if event in ("push", "forward_backward")]
+    assert names == ["push", "forward_backward"] * 4 + ["push"]  # the push is always asked for first
+    begun = {name: [at for at, event in policy.events if event == name] for _, name in policy.events}
+    pushes, gradients, updates = begun["push"][1:], begun["forward_backward"], begun["optim_step"]
+    for push, gradient, update in zip(pushes, gradients[1:], updates[1:], strict=False):
+        assert gradient == push  # both begin at once
+        assert update == pytest.approx(push + 1.5)  # later than the gradient's 1 s
+
+
+@pytest.mark.parametrize(("max_age", "publish_every"), [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 3)])
+def test_no_trained_token_exceeds_max_off_policy_steps(max_age, publish_every):
+    for seed in range(12):
+        rng = random.Random(seed)
+        policy = SimulatedPolicy(
+            reply=some_right,
+            generate_s=one_of(seed, 0.1, 1, 1, 6),
+            train_s=rng.choice([0.2, 1.0, 3.0]),
+            push_s=rng.choice([0.0, 0.5, 2.0]),
+            serve_s=rng.choice([0.0, 0.5, 2.0]),
+        )
+        records, _ = run(
+            policy,
+            num_steps=8,
+            groups_per_batch=rng.choice([1, 2, 4]),
+            max_off_policy_steps=max_age,
+            publish_every=publish_every,
+            drop_zero_advantage_groups=rng.choice([False, True]),
+            eval_every=rng.choice([0, 3]),
+        )
+        assert max(policy.age_of_tokens) <= max_age
+        steps = [record for record in records if "age/max" in record]
+        assert len(steps) == 8
+        assert max(record["age/max"] for record in steps) == max(policy.age_of_tokens)
+        ages = policy.age_of_tokens
+        tokens = [sum(int(s.mask.sum()) for s in step) for step in policy.trained]
+        mean = sum(r["age/mean"] * n for r, n in zip(steps, tokens, strict=True)) / sum(tokens)
+        assert mean == pytest.approx(sum(ages) / len(ages))
+
+
+def test_a_slow_group_is_overtaken_until_it_would_be_too_stale():
+    policy = SimulatedPolicy(
+        reply=half_right, generate_s=lambda prompt: 5.0 if number_of(prompt) == 0 else 1.0, train_s=1.0
+    )
+    _, took_s = run(policy, num_steps=6, groups_per_batch=2, max_off_policy_steps=4)
+    first_prompts = [bytes(step[0].token_ids[:9].tolist()).decode() for step in policy.trained]
+    trained_at = [number_of(prompt.split(">")[0]) for prompt in first_prompts].index(0)
+    assert trained_at == 4  # step 5: its tokens are four versions old; the steps before went on
+    assert took_s == pytest.approx(0.2 + 1 + 6 * 1.0 + 0.2, abs=0.3)
+
+
+def test_every_problem_is_trained_on_exactly_once():
+    rng = random.Random(3)
+    policy = SimulatedPolicy(reply=some_right, generate_s=lambda prompt: rng.choice([0.1, 1.0, 4.0]))
+    run(policy, num_steps=10, groups_per_batch=3, max_off_policy_steps=2)
+    numbers = [
+        number_of(bytes(s.token_ids[~s.mask].tolist()).decode()) for step in policy.trained for s in step[::4]
+    ]
+    assert sorted(numbers) == list(range(30))
+
+
+def test_dropped_groups_are_replaced_and_counted():
+    def reply(prompt: str, sample: int) -> str:
+        return "no" if number_of(prompt) % 2 else some_right(prompt, sample)
+
+    policy = SimulatedPolicy(reply=reply)
+    records, _ = run(
+        policy, num_steps=4, groups_per_batch=2, drop_zero_advantage_groups=True, max_off_policy_steps=1
+    )
+    assert [len(step) for step in policy.trained] == [8] * 4
+    assert all(any(a != 0 for s in step for a in s.advantages) for step in policy.trained)
+    dropped = sum(record["groups/dropped_equal"] for record in records)
+    assert dropped >= 7  # half of the problems, for eight groups that were trained on
+    # Rewards are of all groups: half of them are of wrong answers alone.
+    assert 0.3 < sum(record["reward/equal_groups"] for record in records) / 4 < 0.7
+
+
+def test_too_many_consecutive_dropped_groups_stop_the_run():
+    policy = SimulatedPolicy(reply=lambda prompt, i: "no")
+    with pytest.raises(NothingToLearnError, match=r"^step 1: 7 groups in a row .*\(7 equal\).*max_empty"):
+        run(
+            policy,
+            groups_per_batch=2,
+            drop_zero_advantage_groups=True,
+            max_empty_steps=3,
+            max_off_policy_steps=1,
+        )
+
+
+def test_a_rollouts_error_stops_the_loop_and_cancels_other_rollouts():
+    class Failing(SimulatedPolicy):
+        async def generate(self, prompts: Any, **settings: Any) -> Any:
+            if number_of(bytes(prompts[0].tolist()).decode()) == 5:
+                raise RunError("generator 1 is gone")
+            return await super().generate(prompts, **settings)
+
+    policy = Failing(reply=half_right, generate_s=lambda prompt: 30.0)
+
+    async def main() -> list[str]:
+        loop, _ = make_loop(policy, problems=problems(), num_steps=6, max_off_policy_steps=2)
+        with pytest.raises(RunError, match=r"^step 1: generator 1 is gone"):
+            await loop.run()
+        return [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    left, took_s = run_in_virtual_time(main())
+    assert left == []
+    assert policy.num_running == 0
+    assert took_s == pytest.approx(0.2)  # at once, not after the other rollouts' 30 s
+
+
+@pytest.mark.parametrize("phase", ["push", "serve"])
+def test_a_failing_sync_stops_a_loop_that_waits_for_rollouts(phase):
+    class Failing(SimulatedPolicy):
+        async def push(self) -> int:
+            if phase == "push" and self.version == 2:
+                raise RunError("the store is full")
+            return await super().push()
+
+        async def serve(self, policy_version: int) -> ServeResult:
+            if phase == "serve" and policy_version == 2:
+                raise RunError("the store is full")
+            return await super().serve(policy_version)
+
+    policy = Failing(reply=half_right, generate_s=lambda prompt: 100.0 if number_of(prompt) > 3 else 1.0)
+    with pytest.raises(RunError, match=r"^step 3: the store is full"):
+        run(policy, num_steps=6, max_off_policy_steps=1)
+
+
+def test_a_continued_loop_repeats_only_unfinished_groups():
+    def generate_s(prompt: str) -> float:
+        return 9.0 if number_of(prompt) == 1 else 1.0
+
+    whole, rest = (SimulatedPolicy(reply=some_right, generate_s=generate_s) for _ in range(2))
+    settings = {"num_steps": 6, "groups_per_batch": 2, "max_off_policy_steps": 3}
+    run(whole, checkpoint=CheckpointConfig(interval=2), **settings)
+    position = whole.saved[0][0]
+    assert position is not None
+    assert position.step == 2
+    assert 1 in position.outstanding  # the slow one was overtaken
+    rest.version = rest.served_version = 2
+    run(rest, state=position, **settings)
+
+    def trained(policy: SimulatedPolicy) -> list[int]:
+        samples = [s for step in policy.trained for s in step[::4]]
+        return [number_of(bytes(s.token_ids[~s.mask].tolist()).decode()) for s in samples]
+
+    assert sorted(trained(whole)[:4] + trained(rest)) == list(range(12))

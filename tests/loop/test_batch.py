@@ -1,0 +1,312 @@
+"""Samples of a batch: minibatches, KL penalty, long samples, proximal logprobs, recorded tokens."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.loop.batch import TrainingBatch, make_training_batch, recorded_samples, trained_rollouts
+from rl.loop.loop import Loop
+from rl.observability.metrics import reduced
+from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
+from rl.rollouts.advantage import Advantage
+from rl.rollouts.group import Group
+from rl.rollouts.penalties import KLReward
+from rl.rollouts.producer import Batch
+from rl.types import Rollout, Score, TrainingSample
+from rl.utils.errors import RunError
+from tests.support.conversations import conversation, drawn
+from tests.support.fakes import FakePolicy
+from tests.support.loops import half_right, make_loop, some_right
+from tests.support.loops import problems as numbered_problems
+
+
+class Referred(FakePolicy):
+    """A trainer whose reference logprobs are -2 and whose own logprobs are the token ids plus 1."""
+
+    async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        self.calls.append("compute_reference_logprobs")
+        return [np.full(len(s.token_ids), -2.0, dtype=np.float32) for s in samples]
+
+    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        self.calls.append("compute_logprobs")
+        return [s.token_ids.astype(np.float32) + 1 for s in samples]
+
+
+def group(
+    number: int, *completions: int, rewards: Sequence[float] = (1.0, 0.0), failed: Sequence[int] = ()
+) -> Group:
+    """Rollouts of a prompt of 3 tokens and completions of so many."""
+    rollouts = [conversation((3, drawn(*range(10, 10 + n))), sample=i) for i, n in enumerate(completions)]
+    return group_of(number, *rollouts, rewards=rewards, failed=failed)
+
+
+def group_of(
+    number: int, *rollouts: Rollout, rewards: Sequence[float] = (0.0, 1.0), failed: Sequence[int] = ()
+) -> Group:
+    scores = [
+        Score(reward=rewards[i % len(rewards)], correct=False, failure="raised" if i in failed else None)
+        for i in range(len(rollouts))
+    ]
+    return Group(number=number, rollouts=list(rollouts), scores=scores)
+
+
+def make(
+    *groups: Group, adds_proximal: bool = False, policy: FakePolicy | None = None, **config: Any
+) -> TrainingBatch:
+    settings = {"groups_per_batch": len(groups), "group_size": 2} | config
+    return asyncio.run(
+        make_training_batch(
+            Batch(groups=list(groups), dropped=[]),
+            config=Loop.Config(**settings),
+            trainer=policy or Referred(reply=lambda prompt, i: ""),
+            adds_proximal_logprobs=adds_proximal,
+        )
+    )
+
+
+def lengths(made: TrainingBatch) -> list[list[int]]:
+    return [[len(s.token_ids) for s in part] for part in made.minibatches]
+
+
+def counted(made: TrainingBatch) -> dict[str, float | None]:
+    return {name: reduced(metric) for name, metric in made.metrics.items()}
+
+
+def test_minibatches_are_divided_by_prompts_without_failed_rollouts():
+    groups = [group(i, 1 + i, 11 + i, failed=(0,) if i == 2 else ()) for i in range(4)]
+    made = make(*groups, num_minibatches=2)
+    assert lengths(made) == [[4, 14, 5, 15], [16, 7, 17]]
+    assert made.metrics == {}
+    assert made.has_gradient
+    assert [s.advantages[-1] for s in made.minibatches[0]] == [0.5, -0.5, 0.5, -0.5]
+    assert made.minibatches[1][0].advantages[-1] == 0.0  # alone in its group
+    assert {s.temperature for part in made.minibatches for s in part} == {1.0}
+
+
+# Long samples
+
+
+def test_dropped_samples_count_for_their_groups_advantages():
+    made = make(group(0, 4, 2), group(1, 5, 6), num_minibatches=1, max_sample_tokens=7, long_samples="drop")
+    assert lengths(made) == [[7, 5]]
+    assert [s.advantages[-1] for s in made.minibatches[0]] == [0.5, -0.5]
+    made = make(group(0, 5, 2), group(1, 5, 2), max_sample_tokens=7, long_samples="drop")
+    assert [s.advantages[-1] for s in made.minibatches[0]] == [-0.5, -0.5]
+    assert counted(made) == {"samples/dropped": 2}
+
+
+def test_truncated_samples_keep_their_first_tokens():
+    made = make(group(0, 4, 5), group(1, 9, 2), max_sample_tokens=7, long_samples="truncate")
+    assert lengths(made) == [[7, 7, 7, 5]]
+    assert made.minibatches[0][1].token_ids.tolist() == [1, 1, 1, 10, 11, 12, 13]
+    assert [int(s.mask.sum()) for s in made.minibatches[0]] == [4, 4, 4, 2]
+    assert counted(made) == {"samples/dropped": 0, "samples/truncated": 2}
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate"])
+def test_a_step_without_samples_is_an_error_that_names_the_limit(policy):
+    says = (
+        r"none of the step's 4 samples can be trained on: the shortest has 5 tokens, "
+        rf"loop\.max_sample_tokens=3 with loop\.long_samples={policy}"
+    )
+    with pytest.raises(RunError, match=says):
+        make(group(0, 2, 9), group(1, 9, 9), max_sample_tokens=3, long_samples=policy)
+
+
+# Rewards by token, and the penalty in them
+
+
+def kept(seen: list[list[np.ndarray]], **settings: Any) -> Advantage:
+    """Adds the rewards of each group to `seen`."""
+
+    class Kept(Advantage):
+        def __call__(self, rewards_PG: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+            seen.extend([r.copy() for r in rewards] for rewards in rewards_PG)
+            return super().__call__(rewards_PG)
+
+    return Kept(**settings)
+
+
+@pytest.mark.parametrize("credit", ["sequence", "token"])
+def test_the_kl_penalty_is_subtracted_from_token_rewards_before_advantages(credit):
+    seen: list[list[np.ndarray]] = []
+    policy = Referred(reply=lambda prompt, i: "")
+    made = make(
+        group(0, 2, 4),
+        group(1, 3, 1),
+        policy=policy,
+        advantage=kept(seen, credit=credit),
+        kl_reward=KLReward(coef=0.25),
+    )
+    # k1 of logprobs -1 against -2 is 1 for every token; rewards are 1 and 0, at the last.
+    first, second = seen
+    assert [r.tolist() for r in first] == [[-0.25, 0.75], [-0.25] * 4]
+    assert [r.tolist() for r in second] == [[-0.25, -0.25, 0.75], [-0.25]]
+    assert counted(made) == {"reward/kl": 1.0}
+    assert policy.calls == ["compute_reference_logprobs"]
+
+
+@pytest.mark.parametrize(("credit", "turns"), [("sequence", [0.0, 0.0]), ("token", [0.25, 0.0])])
+def test_token_credit_keeps_the_environments_reward_at_its_turn(credit, turns):
+    rollouts = [
+        conversation((3, drawn(5, 6)), (2, drawn(7)), rewards=(given, 0.5), sample=i)
+        for i, given in enumerate((0.25, 0.0))
+    ]
+    scores = [Score(reward=1.0, correct=True), Score(reward=0.5, correct=False)]
+    of_turns = Group(number=0, rollouts=rollouts, scores=scores)
+    seen: list[list[np.ndarray]] = []
+    make(of_turns, advantage=kept(seen, credit=credit))
+    ((first, second),) = seen
+    assert first.tolist() == [0.0, turns[0], 1.0 - turns[0]]
+    assert second.tolist() == [0.0, turns[1], 0.5]
+
+
+# Logprobs from before the step
+
+
+def test_proximal_logprobs_belong_to_the_truncated_samples():
+    policy = Referred(reply=lambda prompt, i: "")
+    groups = [group(0, 9, 2), group(1, 3, 1)]
+    made = make(
+        *groups,
+        policy=policy,
+        adds_proximal=True,
+        num_minibatches=2,
+        max_sample_tokens=7,
+        long_samples="truncate",
+    )
+    assert policy.calls == ["compute_logprobs"]
+    assert lengths(made) == [[7, 5], [6, 4]]
+    for sample in (s for part in made.minibatches for s in part):
+        assert sample.proximal_logprobs is not None
+        assert sample.proximal_logprobs.tolist() == (sample.token_ids + 1).tolist()
+    assert all(s.proximal_logprobs is None for part in make(*groups).minibatches for s in part)
+
+
+# Recorded tokens
+
+
+class Telling(FakePolicy):
+    """The trainer's logprob of a token is minus its id; before the step, a half less."""
+
+    def logprobs_of(self, sample: TrainingSample) -> np.ndarray:
+        return -sample.token_ids.astype(np.float32)
+
+    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
+        return [self.logprobs_of(s) - np.float32(0.5) for s in samples]
+
+
+def trained(
+    *groups: Group, wanted: Sequence[tuple[int, int]], adds_proximal: bool = False, **config: Any
+) -> tuple[list[list[TrainedRollout]], Telling]:
+    """After all minibatches, and the trainer that was asked."""
+    policy = Telling(reply=half_right)
+
+    async def train() -> list[list[TrainedRollout]]:
+        loop = Loop.Config(**{"groups_per_batch": len(groups), "group_size": 2} | config)
+        batch = Batch(groups=list(groups), dropped=[])
+        made = await make_training_batch(
+            batch, config=loop, trainer=policy, adds_proximal_logprobs=adds_proximal
+        )
+        logprobs: dict[Any, np.ndarray] = {}
+        for number, samples in enumerate(made.minibatches):
+            indices = recorded_samples(made, number, recorded=wanted)
+            result = await policy.forward_backward(samples, return_logprobs=indices or False)
+            ids = [made.rollout_ids[number][i] for i in indices]
+            logprobs |= zip(ids, result.logprobs or (), strict=True)
+        return trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
+
+    return asyncio.run(train()), policy
+
+
+def two_turns(sample: int) -> Rollout:
+    """3 + 2 and 1 + 3 tokens."""
+    return conversation((3, drawn(10, 11)), (1, drawn(12, 13, 14)), sample=sample)
+
+
+def test_every_generated_token_has_its_own_logprob():
+    made, policy = trained(group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 1)])
+    (one, other) = made[0]
+    assert other.trainer_logprobs is not None
+    assert other.mask is not None
+    assert other.trainer_logprobs.tolist() == [-10, -11, -12, -13, -14]
+    assert other.mask.tolist() == [True] * 5
+    assert other.advantages.tolist() == [0.5] * 5
+    assert one.advantages.tolist() == [-0.5] * 5
+    assert (one.mask, one.trainer_logprobs) == (None, None)
+    assert policy.asked == [[1]]
+
+
+def test_logprobs_are_requested_for_recorded_samples_in_their_minibatch():
+    short = [conversation((3, drawn(10 + i)), sample=0) for i in range(8)]
+    groups = [group_of(g, short[2 * g], short[2 * g + 1], failed=(0,) if g == 2 else ()) for g in range(4)]
+    made, policy = trained(*groups, wanted=[(0, 1), (2, 0), (3, 0)], num_minibatches=2)
+    # Of the third group one failed: the other is its first scored one, and the first sample of its minibatch.
+    assert policy.asked == [[1], [0, 1]]
+    said = [[None if r.trainer_logprobs is None else r.trainer_logprobs.tolist() for r in of] for of in made]
+    assert said == [[None, [-11]], [None, None], [[-15]], [[-16], None]]
+
+
+def test_proximal_logprobs_are_recorded_if_they_are_known():
+    groups = [group_of(g, two_turns(0), two_turns(1)) for g in range(2)]
+    made, _ = trained(*groups, wanted=[(0, 0), (1, 1)], num_minibatches=2, adds_proximal=True)
+    for logprobs in (made[0][0].trainer_logprobs, made[1][1].trainer_logprobs):
+        assert logprobs is not None
+        assert logprobs.tolist() == [-10.5, -11.5, -12.5, -13.5, -14.5]
+
+
+def test_truncated_tokens_are_masked_and_have_no_logprob():
+    made, _ = trained(
+        group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 0)], max_sample_tokens=7, long_samples="truncate"
+    )
+    record = made[0][0]
+    assert record.mask is not None
+    assert record.trainer_logprobs is not None
+    assert record.mask.tolist() == [True, True, True, False, False]  # 3 + 2 + 1 + 1 tokens are left
+    np.testing.assert_array_equal(record.trainer_logprobs, [-10, -11, -12, np.nan, np.nan])
+
+
+# Over a loop
+
+
+def recorded(tmp_path, policy, **settings):
+    loop, _ = make_loop(policy, problems=numbered_problems(), **settings)
+    loop.recorder = Recorder(tmp_path / "rollouts.jsonl", config=RecorderConfig(num_groups=1))
+    return loop, lambda: read_rollouts(tmp_path / "rollouts.jsonl")
+
+
+def test_recorded_lines_have_both_logprobs_advantages_and_mask(tmp_path):
+    loop, lines = recorded(
+        tmp_path, FakePolicy(reply=some_right, logprob_diff=0.25), num_steps=2, eval_every=2
+    )
+    asyncio.run(loop.run())
+    trains = [line for line in lines() if line["kind"] == "train"]
+    assert [(line["step"], line["sample"]) for line in trains] == [(s, i) for s in (1, 2) for i in range(4)]
+    for line in trains:
+        (turn,) = line["turns"]
+        assert turn["logprobs"] == [-1.0] * len(turn["token_ids"])
+        assert turn["trainer_logprobs"] == [-1.25] * len(turn["token_ids"])
+        assert turn["advantages"] == line["advantage"]
+        assert turn["mask"] == 1
+    evals = [turn for line in lines() if line["kind"] == "eval" for turn in line["turns"]]
+    assert evals
+    assert not any({"trainer_logprobs", "advantages", "mask"} & set(turn) for turn in evals)
+
+
+class Failing(FakePolicy):
+    async def forward_backward(self, samples: Any, **options: Any) -> Any:
+        raise RuntimeError("the trainer is gone")
+
+
+def test_a_batch_that_the_trainer_failed_on_is_recorded(tmp_path):
+    loop, lines = recorded(tmp_path, Failing(reply=some_right))
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        asyncio.run(loop.run())
+    said = lines()
+    assert [(line["step"], line["kind"], line["sample"]) for line in said] == [
+        (1, "train", i) for i in range(4)
+    ]
+    assert all(turn["mask"] == 1 and "trainer_logprobs" not in turn for r in said for turn in r["turns"])

@@ -1,0 +1,89 @@
+"""Share of rewards that may fail, independent of the batch size."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from rl.rollouts.evaluation import Evaluation
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.tasks.sum_digits import make_problem
+from rl.types import Rollout
+from rl.utils.errors import RunError
+from tests.support.loops import PROBLEM, make_loop, number_of, run, some_right
+from tests.support.simulated import SimulatedPolicy
+from tests.support.virtual_time import run_in_virtual_time
+
+
+def failing_every(interval: int) -> tuple[Rubric, Iterator[int]]:
+    """Return a rubric that fails for every `interval`-th rollout, and the counter of its calls."""
+    calls = count(1)
+
+    def has_answer(rollout: Rollout) -> float:
+        if next(calls) % interval == 0:
+            raise ValueError("no judge is there")
+        return float("ANSWER" in rollout.text)
+
+    criterion = Criterion(name="answer", function=has_answer)
+    return Rubric(criteria=(criterion,), correct=lambda rollout: True), calls
+
+
+def rarely_right(prompt: str, sample: int) -> str:
+    """Groups of unequal rewards are one in six."""
+    return some_right(prompt, sample) if number_of(prompt) % 6 == 0 else "no"
+
+
+FAILING: dict[str, Any] = {"num_steps": 8, "groups_per_batch": 8, "group_size": 4, "max_failed_rewards": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings"),
+    [
+        (some_right, {"max_off_policy_steps": 0}),
+        (some_right, {"max_off_policy_steps": 3}),
+        (rarely_right, {"drop_zero_advantage_groups": True}),
+        (rarely_right, {"drop_zero_advantage_groups": True, "max_off_policy_steps": 3}),
+    ],
+)
+def test_half_the_allowed_share_of_failed_rewards_does_not_stop_a_run(reply, settings):
+    rubric, calls = failing_every(20)
+    records, _ = run(SimulatedPolicy(reply=reply), rubric=rubric, **FAILING | settings)
+    assert len(records) == 8
+    assert next(calls) > 8 * 32
+    assert sum(record["reward/num_failed"] for record in records) >= 8 * 32 // 20
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}])
+def test_a_run_whose_rewards_all_fail_stops_within_its_first_step(settings):
+    rubric, _ = failing_every(1)
+    says = r"^step 1: 4 of 4 rewards failed since the last batch; loop\.max_failed_rewards=0\.1 .*no judge"
+    with pytest.raises(RunError, match=says):
+        run(SimulatedPolicy(reply=some_right), rubric=rubric, **FAILING | settings)
+
+
+@pytest.mark.parametrize("settings", [{"max_off_policy_steps": 3}, {"drop_zero_advantage_groups": True}])
+def test_twice_the_allowed_share_of_failed_rewards_stops_the_run(settings):
+    rubric, _ = failing_every(5)
+    with pytest.raises(RunError, match=r"rewards failed since the last batch"):
+        run(SimulatedPolicy(reply=rarely_right), rubric=rubric, **FAILING | settings)
+
+
+def test_max_failed_rewards_applies_to_evaluations():
+    calls = count(1)
+
+    def fails_once(rollout: Rollout) -> float:
+        return 1 / (next(calls) > 1)
+
+    rubric = Rubric(criteria=(Criterion(name="a", function=fails_once),), correct=lambda rollout: True)
+    settings: dict[str, Any] = {"num_steps": 0, "eval_every": 1, "max_failed_rewards": 0.5}
+    loop, sink = make_loop(
+        SimulatedPolicy(reply=lambda prompt, sample: "no"),
+        rubric=rubric,
+        evaluation=Evaluation(num_samples=2),
+        held_out=[PROBLEM, make_problem([56, 78])],
+        **settings,
+    )
+    run_in_virtual_time(loop.run())
+    (record,) = sink.records
+    assert (record["eval/num_failed"], record["eval/num_problems"], record["eval/a"]) == (1, 2, 1.0)

@@ -1,0 +1,175 @@
+import asyncio
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.loop.loop import LogprobMismatchError, Loop
+from rl.rollouts.episode import Sampling
+from rl.rollouts.producer import NothingToLearnError
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.rollouts.staleness import StalePolicyError
+from rl.tasks.sum_digits import is_correct
+from rl.types import Rollout, ServeResult
+from rl.utils.errors import RunError
+from tests.support.fakes import FakePolicy
+from tests.support.loops import PROBLEM, half_right, make_loop
+
+
+def run_loop(policy: FakePolicy, **settings: Any) -> list[dict]:
+    loop, sink = make_loop(policy, **settings)
+    asyncio.run(loop.run())
+    return sink.records
+
+
+def test_a_step_generates_trains_and_publishes_in_this_order():
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, num_steps=2)
+    step = ["generate", "generate", "forward_backward", "optim_step", "push", "serve"]
+    assert policy.calls == ["push", "serve", *step, *step, "save ckpt/step-2"]
+
+
+def test_samples_carry_prompt_mask_logprobs_and_group_advantages():
+    policy = FakePolicy(reply=half_right)
+    run_loop(policy, groups_per_batch=1, group_size=2)
+    right, wrong = policy.trained[0]
+    prompt = list(b"<12 34>")
+    assert right.token_ids.tolist() == [*prompt, *b"[ANSWER] 10", 0]
+    assert right.mask.tolist() == [False] * len(prompt) + [True] * 12
+    assert np.isnan(right.generator_logprobs[: len(prompt)]).all()
+    assert (right.generator_logprobs[len(prompt) :] == -1).all()
+    # Rewards 1 and 0: the mean is 0.5, advantages are +-0.5 on the completion and 0 before it.
+    assert right.advantages.tolist() == [0.0] * len(prompt) + [0.5] * 12
+    assert wrong.advantages[len(prompt) :].tolist() == [-0.5] * 3
+    assert right.policy_versions.tolist() == [-1] * len(prompt) + [0] * 12
+
+
+def test_every_minibatch_is_one_optimizer_step():
+    policy = FakePolicy(reply=half_right)
+    (record,) = run_loop(policy, groups_per_batch=4, group_size=2, num_minibatches=2)
+    assert [len(samples) for samples in policy.trained] == [4, 4]
+    assert policy.calls.count("optim_step") == 2
+    assert record["policy_version"] == 2
+    # The first step's gradient norm is 1, the second's 2.
+    assert (record["loss/grad_norm"], record["loss/grad_norm_max"]) == (1.5, 2)
+
+
+@pytest.mark.parametrize(("num_minibatches", "asks"), [(1, 0), (2, 1)])
+def test_proximal_logprobs_are_computed_only_for_several_updates(num_minibatches, asks):
+    class Asked(FakePolicy):
+        async def compute_logprobs(self, samples):
+            self.calls.append("compute_logprobs")
+            return [s.token_ids.astype(np.float32) for s in samples]
+
+    policy = Asked(reply=half_right)
+    run_loop(policy, groups_per_batch=4, num_minibatches=num_minibatches, proximal_logprobs=True)
+    assert policy.calls.count("compute_logprobs") == asks
+    if asks:
+        assert policy.calls.index("compute_logprobs") < policy.calls.index("forward_backward")
+        for sample in policy.trained[0] + policy.trained[1]:
+            assert sample.proximal_logprobs is not None
+            assert np.array_equal(sample.proximal_logprobs, sample.token_ids)
+    else:
+        assert all(sample.proximal_logprobs is None for sample in policy.trained[0])
+
+
+def test_evaluations_are_greedy_and_run_first_every_n_steps_and_last():
+    policy = FakePolicy(reply=half_right)
+    records = run_loop(policy, num_steps=3, eval_every=2)
+    evaluations = {r["step"]: r["eval/correct"] for r in records if "eval/correct" in r}
+    assert evaluations == {0: 1.0, 2: 1.0, 3: 1.0}  # the one greedy sample is number 0, which is right
+    greedy = [s for s in policy.sampled if s.temperature == 0]
+    assert len(greedy) == 3
+    assert all(s.num_samples == 1 for s in greedy)
+
+
+def test_a_completion_of_another_policy_version_stops_the_run():
+    policy = FakePolicy(reply=half_right)
+
+    async def serve_nothing(policy_version: int) -> ServeResult:
+        return ServeResult()  # the generator kept its old weights
+
+    policy.serve = serve_nothing  # type: ignore[method-assign]
+    says = r"^step 2: .*34' was drawn by policy versions \[0\]: .*steps=0, step 2 may train only on versions \[1\]"
+    with pytest.raises(StalePolicyError, match=says):
+        run_loop(policy, num_steps=2)
+
+
+def test_a_logprob_mismatch_stops_the_run_before_the_update():
+    policy = FakePolicy(reply=half_right, logprob_diff=3e-4)
+    with pytest.raises(LogprobMismatchError, match=r"^step 1: .*0.0003 nats"):
+        run_loop(policy, max_logprob_diff=1e-4)
+    assert "optim_step" not in policy.calls
+
+
+def raises_on_wrong(rollout: Rollout) -> float:
+    if not is_correct(rollout):
+        raise KeyError("missing")
+    return 1.0
+
+
+def nan_on_wrong(rollout: Rollout) -> float:
+    return 1.0 if is_correct(rollout) else float("nan")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"), [(raises_on_wrong, "raised KeyError"), (nan_on_wrong, "is nan")]
+)
+def test_a_failing_reward_stops_the_run_and_names_function_and_problem(function, says):
+    rubric = Rubric(criteria=(Criterion(name="answer", function=function),), correct=is_correct)
+    with pytest.raises(RuntimeError, match=rf"reward 'answer' {says}.*sum-digits/12-34"):
+        run_loop(FakePolicy(reply=half_right), rubric=rubric)
+
+
+def test_a_group_without_any_score_is_replaced():
+    replies = iter(["no", "no", "[ANSWER] 10", "[ANSWER] 10", "[ANSWER] 10", "[ANSWER] 10"])
+    rubric = Rubric(criteria=(Criterion(name="answer", function=nan_on_wrong),), correct=is_correct)
+    policy = FakePolicy(reply=lambda prompt, i: next(replies))
+    (record,) = run_loop(policy, rubric=rubric, groups_per_batch=2, group_size=2, max_failed_rewards=0.5)
+    assert policy.calls.count("generate") == 3
+    assert [len(samples) for samples in policy.trained] == [4]
+    assert record["groups/dropped_failed"] == 1
+    assert record["reward/num_failed"] == 2
+
+
+def test_a_prompt_that_is_too_long_stops_the_run_or_is_replaced():
+    def problems():
+        long = replace(PROBLEM, id="long", question="1" * 60)
+        return iter([long, PROBLEM, PROBLEM])
+
+    with pytest.raises(ValueError, match=r"^the prompt of problem 'long' has 62 tokens; .* room for 32 "):
+        run_loop(FakePolicy(reply=half_right), problems=problems(), sampling=Sampling(max_tokens=64))
+    policy = FakePolicy(reply=half_right)
+    (record,) = run_loop(policy, problems=problems(), sampling=Sampling(max_tokens=64), long_prompts="drop")
+    assert record["groups/dropped_long_prompt"] == 1
+    assert record["reward/equal_groups"] == 0  # of the two others
+    assert [len(samples) for samples in policy.trained] == [8]
+
+
+def test_a_task_without_enough_problems_stops_the_run():
+    run_loop(FakePolicy(reply=half_right), num_steps=2, problems=repeat(PROBLEM, 4))  # just enough
+    says = r"^step 2: the task's training problems are used up: 1 are left, but a step takes "
+    with pytest.raises(RunError, match=says):
+        run_loop(FakePolicy(reply=half_right), num_steps=2, problems=repeat(PROBLEM, 3))
+
+
+def test_too_many_steps_without_gradient_stop_the_run():
+    policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10")
+    with pytest.raises(NothingToLearnError, match=r"3 steps in a row .*max_empty_steps=2"):
+        run_loop(policy, num_steps=9, max_empty_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"group_size": 1}, "group_size=1"),
+        ({"groups_per_batch": 3, "num_minibatches": 2}, "num_minibatches=2 does not divide"),
+        ({"max_failed_rewards": 1.0}, "max_failed_rewards=1.0"),
+        ({"num_steps": -1}, "num_steps=-1"),
+    ],
+)
+def test_invalid_loop_settings_are_refused(settings, names):
+    with pytest.raises(ValueError, match=names):
+        Loop.Config(**settings)

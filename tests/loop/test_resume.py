@@ -1,0 +1,312 @@
+"""Loops that were killed, stopped or failed, and continue from a checkpoint, in virtual time."""
+
+import asyncio
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from rl.loop.state import ATTACHMENT, LoopState
+from rl.loop.stop_request import StopRequest, StopRequestedError
+from rl.rollouts.episode import Sampling
+from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.failures import NonFiniteLossError
+from rl.types import LoopPosition, OptimParams, OptimStepResult, Problem, ServeResult
+from rl.utils.errors import RunError
+from tests.support.fakes import ListSink
+from tests.support.loops import make_loop, number_of, problems, run, some_right
+from tests.support.simulated import SimulatedPolicy
+from tests.support.virtual_time import run_in_virtual_time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint: the trainer's version and the loop's pickled state."""
+
+    version: int
+    position: LoopPosition
+    attachment: bytes
+
+    @property
+    def state(self) -> LoopState:
+        state = pickle.loads(self.attachment)
+        assert isinstance(state, LoopState)
+        return replace(state, position=self.position)
+
+
+@dataclass(kw_only=True)
+class SavingPolicy(SimulatedPolicy):
+    """Policy whose checkpoints appear after `save_s`."""
+
+    save_s: float = 0.3
+    checkpoints: list[Saved] = field(default_factory=list)
+
+    async def save_checkpoint(
+        self,
+        folder: str,
+        *,
+        position: LoopPosition | None = None,
+        model_only: bool = False,
+        wait: bool = True,
+        attachments: Mapping[str, bytes] | None = None,
+    ) -> None:
+        assert position is not None
+        assert attachments is not None
+        assert all(position.step != saved.position.step for saved in self.checkpoints), "saved twice"
+        saved = Saved(version=self.version, position=position, attachment=attachments[ATTACHMENT])
+        await asyncio.sleep(self.save_s)
+        self.checkpoints.append(saved)
+
+
+@dataclass(kw_only=True)
+class Lineage:
+    """One run across any number of processes."""
+
+    make_policy: Callable[[], SavingPolicy]
+    settings: dict[str, Any]
+    make_problems: Callable[[], Iterator[Problem]] = problems
+    sink: ListSink = field(default_factory=ListSink)
+    saved: Saved | None = None
+    trained: list[list[int]] = field(default_factory=list)
+    """Problems of each step."""
+    ages: list[int] = field(default_factory=list)
+    """Staleness of all trained tokens."""
+    num_processes: int = 0
+
+    @property
+    def records(self) -> list[dict[str, float | None]]:
+        """Return the records without metrics that depend on time."""
+        return [without_times(record) for record in self.sink.records]
+
+    def run(self, *, kill_at_s: float | None = None, stop_at_s: float | None = None) -> bool:
+        """Continue in a new process; return True if the run finished."""
+        self.num_processes += 1
+        policy, stop = self.make_policy(), StopRequest()
+        saved, first = self.saved, 0
+        if saved is not None:
+            policy.version, first = saved.version, saved.position.step
+            del self.sink.records[saved.position.num_records :]
+        else:
+            self.sink.records.clear()
+        del self.trained[first:]
+        loop, _ = make_loop(
+            policy, problems=self.make_problems(), sink=self.sink, stop=stop,
+            state=None if saved is None else saved.state, last_saved=None if saved is None else first,
+            **self.settings,
+        )  # fmt: skip
+
+        async def process() -> BaseException | None:
+            running = asyncio.ensure_future(loop.run())
+            if kill_at_s is not None:
+                await asyncio.wait({running}, timeout=kill_at_s)
+                running.cancel()
+            if stop_at_s is not None:
+                await asyncio.wait({running}, timeout=stop_at_s)
+                stop.ask()
+            return (await asyncio.gather(running, return_exceptions=True))[0]
+
+        end, _ = run_in_virtual_time(process())
+        self.trained += [_numbers(step) for step in policy.trained]
+        self.ages += policy.age_of_tokens
+        if policy.checkpoints:
+            self.saved = policy.checkpoints[-1]
+        if end is not None and not isinstance(end, asyncio.CancelledError | StopRequestedError):
+            raise end
+        return end is None
+
+
+def without_times(record: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: v for name, v in record.items() if not name.startswith(("time/", "perf/", "limit/"))}
+
+
+def _numbers(step: list[Any]) -> list[int]:
+    """Return the numbers of a step's problems, in order."""
+    prompts = [bytes(s.token_ids[~s.mask].tolist()).decode() for s in step]
+    return list(dict.fromkeys(map(number_of, prompts)))
+
+
+SYNC = {"num_steps": 5, "groups_per_batch": 2, "eval_every": 2, "checkpoint": CheckpointConfig(interval=2)}
+
+
+def odd_ones_fail(prompt: str, sample: int) -> str:
+    return "no" if number_of(prompt) % 2 else some_right(prompt, sample)
+
+
+def slow_ones(prompt: str) -> float:
+    return 0.5 + number_of(prompt) % 3
+
+
+def saving_policy() -> SavingPolicy:
+    return SavingPolicy(reply=odd_ones_fail, generate_s=slow_ones)
+
+
+def undisturbed(settings: dict[str, Any]) -> Lineage:
+    lineage = Lineage(make_policy=saving_policy, settings=settings)
+    assert lineage.run()
+    return lineage
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_synchronous_run_killed_at_any_time_has_the_same_records(drops):
+    settings = SYNC | {"drop_zero_advantage_groups": drops}
+    whole = undisturbed(settings)
+    assert [int(r["step"] or 0) for r in whole.records] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    killed_at = [0.1 * tenth for tenth in range(1, 600, 7)]
+    for at_s in killed_at:
+        lineage = Lineage(make_policy=saving_policy, settings=settings)
+        if lineage.run(kill_at_s=at_s):
+            break
+        assert lineage.run()
+        assert lineage.records == whole.records, at_s
+        assert lineage.trained == whole.trained
+    else:
+        raise AssertionError("no time was after the end")
+    assert at_s > 15  # there were many
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_run_stopped_at_any_time_has_the_same_records(drops):
+    settings = SYNC | {"drop_zero_advantage_groups": drops, "checkpoint": CheckpointConfig(interval=100)}
+    whole = undisturbed(settings)
+    num_stopped = 0
+    for tenth in range(2, 600, 7):
+        lineage = Lineage(make_policy=saving_policy, settings=settings)
+        if lineage.run(stop_at_s=0.1 * tenth):
+            break
+        num_stopped += 1
+        num_trained = len(lineage.trained)
+        if num_trained:
+            # Nothing that was trained is lost, though no checkpoint was due.
+            assert lineage.saved is not None
+            assert lineage.saved.position.step == num_trained
+        assert lineage.run()
+        assert lineage.records == whole.records, tenth
+        assert lineage.trained == whole.trained
+    assert num_stopped > 20
+
+
+@pytest.mark.parametrize("max_age", [1, 2, 3])
+def test_an_asynchronous_run_killed_at_random_trains_on_every_problem_once(max_age):
+    num_killed = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        groups_per_batch = rng.choice([1, 2, 3])
+        times = [rng.choice([0.1, 0.5, 1.0, 6.0]) for _ in range(7)]
+
+        def make_policy(
+            times: list[float] = times,
+            train_s: float = rng.choice([0.2, 1.0]),
+            save_s: float = 0.5 * (seed % 2),
+        ) -> SavingPolicy:
+            return SavingPolicy(
+                reply=some_right,
+                generate_s=lambda prompt: times[number_of(prompt) % 7],
+                train_s=train_s,
+                save_s=save_s,
+            )
+
+        lineage = Lineage(
+            make_policy=make_policy,
+            settings={
+                "num_steps": 8,
+                "groups_per_batch": groups_per_batch,
+                "max_off_policy_steps": max_age,
+                "publish_every": rng.choice([1, 1 + max_age // 2]),
+                "checkpoint": CheckpointConfig(interval=rng.choice([1, 2])),
+                "eval_every": rng.choice([0, 3]),
+            },
+        )
+        while not lineage.run(**{rng.choice(["kill_at_s", "stop_at_s"]): rng.uniform(0.5, 20.0)}):
+            num_killed += 1
+            assert lineage.num_processes < 60
+        numbers = [number for step in lineage.trained for number in step]
+        assert sorted(numbers) == list(range(8 * groups_per_batch)), seed
+        assert max(lineage.ages) <= max_age
+        steps = [r["step"] for r in lineage.records if "age/max" in r]
+        assert steps == list(range(1, 9))
+    assert num_killed > 25
+
+
+def test_finished_groups_of_other_settings_are_generated_again():
+    lineage = Lineage(
+        make_policy=saving_policy,
+        settings={
+            "num_steps": 6,
+            "groups_per_batch": 2,
+            "max_off_policy_steps": 3,
+            "drawn_with": "temperature 1",
+        },
+    )
+    assert not lineage.run(stop_at_s=4.0)
+    assert lineage.saved is not None
+    held = {group.number for group, _ in lineage.saved.state.held.finished}
+    assert held
+    lineage.settings |= {"drawn_with": "temperature 0.5", "sampling": Sampling(temperature=0.5)}
+    assert lineage.run()
+    assert sorted(number for step in lineage.trained for number in step) == list(range(12))
+
+
+class Failing(SavingPolicy):
+    """A policy whose serve or update fails at given versions."""
+
+    serve_fails_at: int = -1
+    update_fails_at: int = -1
+
+    async def serve(self, policy_version: int) -> ServeResult:
+        if policy_version == self.serve_fails_at:
+            raise RunError("the store is full")
+        return await super().serve(policy_version)
+
+    async def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        if self.version == self.update_fails_at:
+            raise NonFiniteLossError("gradient norm nan", self.version, None)
+        return await super().optim_step(params)
+
+
+@pytest.mark.parametrize(
+    ("update_fails_at", "num_minibatches", "saved"),
+    [(3, 1, 3), (4, 2, 2), (5, 2, None)],
+    ids=["first update of step 4", "first of two in step 3", "second of two in step 3"],
+)
+def test_an_error_saves_the_last_completed_step_if_its_weights_are_intact(
+    update_fails_at, num_minibatches, saved
+):
+    policy = Failing(reply=some_right)
+    policy.update_fails_at = update_fails_at
+    with pytest.raises(NonFiniteLossError):
+        run(policy, num_steps=6, num_minibatches=num_minibatches)
+    steps = [checkpoint.position.step for checkpoint in policy.checkpoints]
+    assert steps == ([] if saved is None else [saved])
+    assert policy.calls.count("drop_gradient") == (saved is not None)
+
+
+def test_a_failed_sync_after_the_update_saves_nothing():
+    policy = Failing(reply=some_right)
+    policy.serve_fails_at = 3
+    with pytest.raises(RunError, match="the store is full"):
+        run(policy, num_steps=6)
+    assert policy.checkpoints == []
+
+
+def test_a_stop_finishes_the_step_saves_and_is_announced(capsys):
+    stop = StopRequest()
+    assert not stop.ask()  # nobody hears
+    policy = SavingPolicy(reply=some_right)
+
+    async def main() -> None:
+        loop, _ = make_loop(policy, problems=problems(), num_steps=6, stop=stop)
+        running = asyncio.ensure_future(loop.run())
+        await asyncio.sleep(0.2 + 2.2 + 1.5)  # the second step trains
+        assert stop.ask()
+        assert not stop.ask()  # the second is for whoever asks
+        with pytest.raises(StopRequestedError):
+            await running
+
+    _, took_s = run_in_virtual_time(main())
+    assert "saving step 2, then ending; again to end at once" in capsys.readouterr().err
+    assert [checkpoint.position.step for checkpoint in policy.checkpoints] == [2]
+    assert policy.num_running == 0
+    assert took_s == pytest.approx(0.2 + 2 * 2.2 + 0.3)  # the step's rest, and the save

@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from rl.models.attention import SequenceLayout
+from rl.models.decoder import linear_head, persistent_buffers, reset_buffers
+from tests.support.policies import ROUTE_BIAS, biased_spec, small_spec
+
+LENGTHS = [5, 1, 9, 3]
+
+
+def batch(lengths):
+    tokens = torch.randint(0, 64, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return tokens, positions, SequenceLayout.from_lengths(lengths)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"num_kv_heads": 2}, {"num_kv_heads": 4}, {"qkv_bias": True, "qk_norm": False}, {"num_experts": 6}],
+    ids=str,
+)
+def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
+    model = make_model(**sizes)
+    tokens, positions, layout = batch(LENGTHS)
+    weights = torch.randn(len(tokens), 64, generator=torch.Generator().manual_seed(1))
+
+    packed = model(tokens, positions=positions, sequences=layout, head=linear_head)
+    packed_gradients = torch.autograd.grad((packed * weights).sum(), list(model.parameters()))
+    alone = torch.cat(
+        [
+            model(
+                part, positions=torch.arange(n), sequences=SequenceLayout.from_lengths([n]), head=linear_head
+            )
+            for part, n in zip(tokens.split(LENGTHS), LENGTHS, strict=True)
+        ]
+    )
+    alone_gradients = torch.autograd.grad((alone * weights).sum(), list(model.parameters()))
+
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    for of_packed, of_alone in zip(packed_gradients, alone_gradients, strict=True):
+        torch.testing.assert_close(of_packed, of_alone, atol=1e-4, rtol=1e-4)
+
+
+def test_token_sees_only_its_own_sequence_and_past(make_model):
+    model = make_model()
+    tokens, positions, layout = batch(LENGTHS)
+    changed = tokens.clone()
+    changed[8] = (changed[8] + 1) % 64  # third token of the third sequence
+    with torch.no_grad():
+        before, after = (
+            model(x, positions=positions, sequences=layout, head=linear_head) for x in (tokens, changed)
+        )
+    differs = (before - after).abs().amax(-1) > 1e-6
+    assert differs.tolist() == [8 <= i < 15 for i in range(18)]
+
+
+def test_random_weights_depend_only_on_the_seed(make_config):
+    def weights(seed):
+        model = make_config(qkv_bias=True).build()
+        model.init_weights(seed=seed)
+        assert not model.layers[0].attention.qkv_proj.bias.any()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+def test_persistent_buffers_exclude_parameters_and_tables():
+    assert persistent_buffers(small_spec().model.build()) == {}
+    buffers = persistent_buffers(biased_spec().model.build())
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {"route_bias": list(ROUTE_BIAS)}
+
+
+def test_load_balance_bias_stays_float32_and_is_zero_after_a_reset(make_config):
+    with torch.device("meta"):
+        model = make_config(num_experts=6).build().to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    reset_buffers(model)
+    buffers = persistent_buffers(model)
+    assert list(buffers) == [f"layers.{i}.feed_forward.router.load_balance_bias" for i in (0, 1)]
+    for bias in buffers.values():
+        assert bias.dtype == torch.float32
+        assert bias.tolist() == [0.0] * 6

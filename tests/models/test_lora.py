@@ -1,0 +1,196 @@
+"""LoRA on one device. `tests/training/test_layouts.py` tests the layouts."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from losses.cross_entropy import CrossEntropyLoss
+from rl.models.lora import ALL_LINEAR, LoRA
+from rl.models.peft import PeftSettings, write_peft_folder
+from tests.training.parts import engine_config, make_engine, make_samples, small_spec, write_assets
+
+SAMPLES = make_samples()
+RANK, SCALE = 3, 2.0
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+def make(assets, *, tie=True, **settings):
+    config = engine_config()
+    config.converters = (LoRA.Config(**({"rank": RANK, "alpha": SCALE * RANK} | settings)),)
+    return config.build(model_spec=small_spec(tie=tie), hf_assets_path=assets, device="cpu")
+
+
+def plain_engine(weights_by_name, *, tie=True):
+    engine = engine_config().build(model_spec=small_spec(tie=tie), hf_assets_path=None, device="cpu")
+    engine.policy.model.load_state_dict(weights_by_name)
+    return engine
+
+
+def weights(engine):
+    return {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
+
+
+def train(engine, num_steps=1, **options):
+    for _ in range(num_steps):
+        engine.forward_backward(SAMPLES, **options)
+        engine.optim_step()
+
+
+def assert_near(actual, expected, *, relative=1e-5):
+    """Compare each tensor by the norm of the difference."""
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
+
+
+def random_factors(spec, *, modules):
+    """Return random (A, B) by the Hugging Face name of the weight."""
+    generator = torch.Generator().manual_seed(5)
+    adapter = spec.adapter(spec.model)
+    with torch.device("meta"):
+        parameters = dict(spec.model.build().named_parameters())
+    tensors = {n: t for name, p in parameters.items() for n, t in adapter.to_hf(name, p).items()}
+    return {
+        name: (
+            0.2 * torch.randn(RANK, tensor.size(1), generator=generator),
+            0.2 * torch.randn(tensor.size(0), RANK, generator=generator),
+        )
+        for name, tensor in tensors.items()
+        if name.removesuffix(".weight").rpartition(".")[2] in modules
+    }
+
+
+def write_adapter(folder, factors):
+    settings = PeftSettings(rank=RANK, alpha=SCALE * RANK, target_modules=(), base_model=None)
+    write_peft_folder(folder, ((name, a, b) for name, (a, b) in factors.items()), settings)
+    return str(folder)
+
+
+def summed_by_hand(spec, plain, factors):
+    """Add s B A to each Hugging Face weight, and fuse the sums into our weights."""
+    adapter = spec.adapter(spec.model)
+    summed = {}
+    for name, weight in plain.items():
+        parts = [
+            part + SCALE * factors[hf_name][1] @ factors[hf_name][0] if hf_name in factors else part
+            for hf_name, part in adapter.to_hf(name, weight).items()
+        ]
+        summed[name] = adapter.from_hf(name, parts)
+    return summed
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_fresh_adapters_change_no_bit_of_the_model(assets, seeded):
+    folder = None if seeded else assets
+    engine, plain = make(folder), make_engine(folder)
+    for ours, theirs in zip(engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True):
+        assert (ours == theirs).all()
+    assert_near(engine.model_state_dict(), plain.model_state_dict(), relative=0.0)
+
+
+@pytest.mark.parametrize("modules", [ALL_LINEAR, ("q_proj", "v_proj", "up_proj")], ids=["all", "qvu"])
+def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules):
+    """The numbers are those of a plain model with weights W + s B A."""
+    factors = random_factors(small_spec(), modules=modules)
+    folder = write_adapter(tmp_path / "adapter", factors)
+    engine = make(assets, target_modules=modules, initial_adapter=folder)
+    before = weights(engine)
+    expected = summed_by_hand(small_spec(), make_engine(assets).model_state_dict(), factors)
+    assert_near(engine.model_state_dict(), expected, relative=1e-6)
+    assert_near(weights(engine), before, relative=0.0)  # merging changes no parameter
+    plain = plain_engine(expected)
+    for ours, theirs in zip(engine.compute_logprobs(SAMPLES), plain.compute_logprobs(SAMPLES), strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=0)
+
+
+def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(assets, tmp_path):
+    """dA = s B^T dW and dB = s dW A^T."""
+    spec = small_spec(tie=False)
+    untied = write_assets(tmp_path / "untied", tie=False)
+    factors = random_factors(spec, modules=(*ALL_LINEAR, "lm_head"))
+    folder = write_adapter(tmp_path / "adapter", factors)
+    engine = make(untied, tie=False, unembedding=True, initial_adapter=folder)
+    engine.forward_backward(SAMPLES)
+
+    plain = plain_engine(engine.model_state_dict(), tie=False)
+    plain.forward_backward(SAMPLES)
+    adapter = spec.adapter(spec.model)
+    parameters = engine.policy.parameters
+    for name, parameter in plain.policy.parameters.items():
+        assert parameters[name].grad is None
+        by_hf_name = adapter.to_hf(name, parameter.grad)
+        if not factors.keys() & by_hf_name.keys():
+            continue
+        beside = name.removesuffix(".weight") + "_lora"
+        expected_b = {n: SCALE * grad @ factors[n][0].T for n, grad in by_hf_name.items()}
+        expected_a = [SCALE * factors[n][1].T @ grad for n, grad in by_hf_name.items()]
+        assert_near(
+            {"a": parameters[f"{beside}.lora_a"].grad, "b": parameters[f"{beside}.lora_b"].grad},
+            {"a": torch.cat(expected_a), "b": adapter.from_hf(name, list(expected_b.values()))},
+        )
+
+
+def test_initial_factors_are_seeded_kaiming_uniform_and_zero(assets):
+    first, same, other = make(assets, seed=1), make(assets, seed=1), make(assets, seed=2)
+    name = "layers.0.feed_forward.gate_up_proj_lora."
+    a, b = (first.policy.parameters[f"{name}lora_{factor}"].detach() for factor in "ab")
+    assert a.shape == (2 * RANK, 36)
+    assert 0.8 / 6 < a.abs().max() <= 1 / 6  # 1 / sqrt(36)
+    assert a.std() == pytest.approx(1 / 6 / math.sqrt(3), rel=0.1)
+    assert not b.any()
+    assert torch.equal(a, same.policy.parameters[f"{name}lora_a"])
+    assert not torch.equal(a, other.policy.parameters[f"{name}lora_a"])
+
+
+def test_adapter_is_written_with_peft_names_and_continues_from_there(assets, tmp_path):
+    engine = make(assets, target_modules=("q_proj", "down_proj"))
+    train(engine, num_steps=2, loss=CrossEntropyLoss())
+    engine.save_adapter(str(tmp_path / "adapter"))
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sorted(tensors) == sorted(
+        f"base_model.model.model.layers.{layer}.{module}.lora_{factor}.weight"
+        for layer in (0, 1)
+        for module in ("self_attn.q_proj", "mlp.down_proj")
+        for factor in "AB"
+    )
+    trained = engine.compute_logprobs(SAMPLES)
+
+    fresh = make(assets, target_modules=("q_proj", "down_proj"))
+    train(fresh)
+    assert fresh.load_checkpoint(str(tmp_path / "adapter")) == 0
+    assert not fresh.optimizer.inner.state
+    started = make(assets, target_modules=("down_proj", "q_proj"), initial_adapter=str(tmp_path / "adapter"))
+    for other in (fresh, started):
+        assert all((a == b).all() for a, b in zip(other.compute_logprobs(SAMPLES), trained, strict=True))
+    with pytest.raises(FileExistsError, match="adapter already exists"):
+        engine.save_adapter(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank=0: must be at least 1"),
+        ({"alpha": math.inf}, "alpha=inf: must be a finite number above 0"),
+        ({"target_modules": ()}, r"target_modules=\(\): must name at least one"),
+        ({"target_modules": ("q_proj", "query")}, r"converters\.0: target_modules has 'query'.*valid are"),
+        ({"target_modules": ("lm_head",)}, r"converters\.0: target_modules has 'lm_head'.*unembedding=True"),
+        ({"unembedding": True}, r"converters\.0: unembedding=True: qwen3 tiny has no output head"),
+        ({"initial_adapter": "/nowhere"}, r"converters\.0: file /nowhere/adapter_config.json is missing"),
+    ],
+)
+def test_invalid_setting_is_rejected(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(None, **settings)
+
+
+def test_two_adapters_on_one_model_are_rejected():
+    config = engine_config()
+    config.converters = LoRA.Config(target_modules=("q_proj",)), LoRA.Config(target_modules=("o_proj",))
+    with pytest.raises(ValueError, match=r"converters\.1: the model has adapters of an earlier LoRA"):
+        config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")

@@ -1,0 +1,149 @@
+"""Tensor-parallel plans of the decoder on two ranks."""
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rl.distributed.compat import use_one_gloo_worker
+from rl.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP, ParallelismConfig
+from rl.distributed.sharding import ShardingOptions, whole_tensor
+from rl.models.attention import SequenceLayout
+from rl.models.logprobs import token_logprobs
+from rl.models.parallelize import check_decoder_layout, parallelize_decoder
+from rl.models.parallelize_generator import generator_head, is_split, parallelize_decoder_generator
+from tests.support.distributed import run_ranks
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied": {"tie": True},
+    "untied": {"tie": False},
+    "biases": {"qkv_bias": True},
+    "biases without norms": {"qkv_bias": True, "qk_norm": False, "tie": False},
+    "experts": {"num_experts": 6, "tie": False},
+}
+
+
+LENGTHS = [5, 1, 4]
+
+
+def compute(models):
+    """Compute logprobs, gradients of all parameters and logits of an odd number of tokens, without and with the
+    plans."""
+    use_one_gloo_worker()
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(TP,))
+    whole_mesh = init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=(DP_REPLICATE, DP_SHARD, CP, TP))
+    results = {}
+    for name, model in models.items():
+        sharded = parallelize_decoder(deepcopy(model), mesh=whole_mesh, config=ShardingOptions())
+        (whole_logprobs, of_whole), (logprobs, ours) = step(model), step(sharded)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        whole = logits(model)
+        assert parallelize_decoder_generator(model, mesh) is model
+        after = model.state_dict()
+        results[name] = {
+            "logprobs": (whole_logprobs.numpy(), logprobs.numpy()),
+            "gradients": {n: (of_whole[n].numpy(), ours[n].numpy()) for n in of_whole},
+            "whole": whole,
+            "sharded": logits(model),
+            "placements": {n: str(p.placements[0]) for n, p in after.items() if isinstance(p, DTensor)},
+            "same_names": list(before) == list(after),
+            "same_values": all(torch.equal(whole_tensor(after[n]), before[n]) for n in before),
+        }
+    dist.destroy_process_group()
+    return results
+
+
+@torch.no_grad()
+def logits(model):
+    ids, positions, layout = batch([5, 1, 3])
+    return model(ids, positions=positions, sequences=layout, head=generator_head).numpy()
+
+
+def step(model):
+    ids, positions, layout = batch(LENGTHS)
+
+    def head(hidden, weight):
+        ones = torch.ones(len(ids))
+        return token_logprobs(hidden, weight, targets_T=ids.roll(-1), temperatures_T=ones)[0]
+
+    logprobs = model(ids, positions=positions, sequences=layout, head=head)
+    (logprobs * torch.arange(1.0, len(ids) + 1)).sum().backward()
+    gradients = {n: whole_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return logprobs.detach(), gradients
+
+
+def batch(lengths):
+    ids = torch.randint(0, 64, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return ids, positions, SequenceLayout.from_lengths(lengths)
+
+
+@pytest.fixture(scope="module")
+def ranks(make_model):
+    models = {name: make_model(**sizes) for name, sizes in CASES.items()}
+    return run_ranks(compute, 2, models, timeout_s=50)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generator_plan_on_two_ranks_computes_the_unsharded_logits(ranks, name):
+    for rank in ranks:
+        np.testing.assert_allclose(rank[name]["sharded"], rank[name]["whole"], atol=2e-5, rtol=0)
+        assert np.abs(rank[name]["whole"]).max() > 3
+        assert rank[name]["same_names"]
+        assert rank[name]["same_values"]
+    # Ranks sample from these logits, so the bits must be equal.
+    assert np.array_equal(ranks[0][name]["sharded"], ranks[1][name]["sharded"])
+
+
+QKV_O = {"attention.qkv_proj.weight": "S(0)", "attention.o_proj.weight": "S(1)"}
+DENSE = {"feed_forward.gate_up_proj.weight": "S(0)", "feed_forward.down_proj.weight": "S(1)"}
+EXPERTS = {"feed_forward.experts.gate_up_proj": "S(1)", "feed_forward.experts.down_proj": "S(2)"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generator_plan_splits_projections_experts_and_vocabulary(ranks, name):
+    sizes = CASES[name]
+    block = QKV_O | (EXPERTS if "num_experts" in sizes else DENSE)
+    if "qkv_bias" in sizes:
+        block["attention.qkv_proj.bias"] = "S(0)"
+    expected = {f"layers.{i}.{n}": placement for i in (0, 1) for n, placement in block.items()}
+    tables = ["embed_tokens.weight"] if sizes.get("tie", True) else ["embed_tokens.weight", "lm_head.weight"]
+    expected |= dict.fromkeys(tables, "S(0)")
+    assert ranks[0][name]["placements"] == expected
+    assert all(is_split(parameter) for parameter in expected)
+    assert not is_split("layers.0.attention.q_norm.weight")
+    assert not is_split("layers.0.attention.o_proj.bias")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trainer_plan_on_two_ranks_computes_the_unsharded_logprobs_and_gradients(ranks, name):
+    for rank in ranks:
+        whole, sharded = rank[name]["logprobs"]
+        np.testing.assert_allclose(sharded, whole, atol=2e-5, rtol=0)
+        assert rank[name]["gradients"]
+        for parameter, (expected, actual) in rank[name]["gradients"].items():
+            np.testing.assert_allclose(actual, expected, atol=2e-4, rtol=1e-4, err_msg=parameter)
+        if CASES[name].get("qkv_bias"):
+            assert np.abs(rank[name]["gradients"]["layers.0.attention.qkv_proj.bias"][0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("sizes", "degrees", "message"),
+    [
+        ({}, {"tensor_parallel_degree": 4}, "tensor_parallel_degree=4 does not divide num_kv_heads=2"),
+        ({"vocab_size": 63}, {"tensor_parallel_degree": 2}, "degree=2 does not divide vocab_size=63"),
+        ({}, {"expert_parallel_degree": 2}, "expert_parallel_degree=2: must be 1: a dense model"),
+        ({"num_experts": 6}, {"expert_parallel_degree": 4}, "degree=4 does not divide num_experts=6"),
+    ],
+)
+def test_degree_that_does_not_fit_the_model_is_rejected(make_config, sizes, degrees, message):
+    fitting = ParallelismConfig(tensor_parallel_degree=1, context_parallel_degree=2)
+    check_decoder_layout(make_config(**sizes), fitting)
+    with pytest.raises(ValueError, match=message):
+        check_decoder_layout(make_config(**sizes), ParallelismConfig(**degrees))

@@ -1,0 +1,233 @@
+"""Sizes of the Qwen3 families and their Hugging Face form, compared with transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rl.models import qwen3, qwen3_moe
+from rl.models.attention import SequenceLayout
+from rl.models.decoder import linear_head
+from rl.models.hf import HFFolder, read_parameters, write_hf_folder
+from rl.models.spec import model_spec, spec_from_hf
+
+# Published parameter counts, with a tied head counted once.
+NUM_PARAMETERS = {
+    "0.6B": 596_049_920,
+    "1.7B": 1_720_574_976,
+    "4B": 4_022_468_096,
+    "8B": 8_190_735_360,
+    "14B": 14_768_307_200,
+    "32B": 32_762_123_264,
+}
+MOE_NUM_PARAMETERS = {"tiny": 2_109_504, "30B-A3B": 30_532_122_624}
+TOKENS = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(5))
+
+
+def spec_of(config):
+    """Make the spec of a config with or without experts."""
+    family = qwen3_moe if config.has_experts else qwen3
+    return family.make_spec(flavor="test", model=config)
+
+
+def adapter_of(config):
+    return spec_of(config).adapter(config)
+
+
+@pytest.mark.parametrize("flavor", ["tiny", *NUM_PARAMETERS])
+def test_dense_flavor_has_the_published_parameters_and_the_tensors_of_transformers(flavor):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    spec = qwen3.model_registry(flavor)
+    adapter = spec.adapter(spec.model)
+    with torch.device("meta"):
+        ours = spec.model.build()
+        theirs = Qwen3ForCausalLM(Qwen3Config(**adapter.hf_config()))
+    if flavor != "tiny":
+        assert sum(p.numel() for p in ours.parameters()) == NUM_PARAMETERS[flavor]
+    assert adapter.hf_config()["tie_word_embeddings"] == (flavor in ("tiny", "0.6B", "1.7B", "4B"))
+    shapes = {
+        name: tensor.shape
+        for our_name, parameter in ours.named_parameters()
+        for name, tensor in adapter.to_hf(our_name, parameter).items()
+    }
+    assert shapes == {name: parameter.shape for name, parameter in theirs.named_parameters()}
+    assert spec.from_hf_config(adapter.hf_config()) == spec.model
+
+
+@pytest.mark.parametrize("flavor", MOE_NUM_PARAMETERS)
+def test_moe_flavor_has_the_published_parameters(flavor):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    spec = qwen3_moe.model_registry(flavor)
+    config = spec.adapter(spec.model).hf_config()
+    with torch.device("meta"):
+        models = spec.model.build(), Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
+    for model in models:
+        assert sum(p.numel() for p in model.parameters()) == MOE_NUM_PARAMETERS[flavor]
+    assert spec.from_hf_config(config) == spec.model
+
+
+def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
+    with pytest.raises(ValueError, match=r"'7B' does not exist.*tiny, 0\.6B, 1\.7B, 4B, 8B, 14B, 32B"):
+        model_spec("qwen3", "7B")
+    with pytest.raises(ValueError, match=r"'30B' does not exist: must be one of tiny, 30B-A3B"):
+        model_spec("qwen3_moe", "30B")
+    with pytest.raises(ValueError, match="model family 'gpt2' does not exist: must be one of qwen3"):
+        model_spec("gpt2", "tiny")
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported: must be one of qwen3"):
+        spec_from_hf({"model_type": "gpt2"})
+
+
+def our_logits(model):
+    layout = SequenceLayout.from_lengths([len(TOKENS)])
+    with torch.no_grad():
+        return model(TOKENS, positions=torch.arange(len(TOKENS)), sequences=layout, head=linear_head)
+
+
+def hf_logits(model):
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
+
+
+def load(folder):
+    opened = HFFolder(folder)
+    spec = spec_from_hf(opened.config)
+    model, adapter = spec.model.build(), spec.adapter(spec.model)
+    opened.check(model, adapter)
+    names = [name for name, _ in model.named_parameters()]
+    missing, _ = model.load_state_dict(dict(read_parameters(opened, adapter, names)), strict=False)
+    assert all(name.endswith("load_balance_bias") for name in missing)
+    return model
+
+
+FOLDERS: list[tuple[dict[str, Any], bool]] = [
+    ({"num_heads": 8, "num_kv_heads": 4}, True),
+    ({"num_heads": 4, "num_kv_heads": 1, "tie": False}, False),
+    ({"num_heads": 8, "num_kv_heads": 4, "num_experts": 6}, True),
+    ({"num_heads": 4, "num_kv_heads": 4, "num_experts": 6, "normalize_weights": False, "tie": False}, False),
+]
+
+
+@pytest.mark.parametrize(("sizes", "whole"), FOLDERS, ids=str)
+def test_transformers_opens_our_folder_with_equal_logits(tmp_path, make_model, sizes, whole):
+    from transformers import AutoModelForCausalLM
+
+    ours = make_model(**sizes)
+    write_hf_folder(
+        tmp_path / "hf",
+        ours.named_parameters(),
+        adapter_of(ours.config),
+        dtype=torch.float32,
+        max_shard_bytes=10**9 if whole else 20_000,
+    )
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() != whole
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert type(theirs).__name__ == ("Qwen3MoeForCausalLM" if "num_experts" in sizes else "Qwen3ForCausalLM")
+    assert theirs.dtype == torch.float32
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    logits = our_logits(ours)
+    assert logits.std() > 0.5
+    torch.testing.assert_close(hf_logits(theirs), logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "whole"), FOLDERS, ids=str)
+def test_we_open_a_folder_of_transformers_with_equal_logits(tmp_path, sizes, whole):
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": sizes["num_heads"], "num_key_value_heads": sizes["num_kv_heads"],
+        "tie_word_embeddings": sizes.get("tie", True), "max_position_embeddings": 128,
+        "initializer_range": 0.2, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    }  # fmt: skip
+    if "num_experts" in sizes:
+        normalize = sizes.get("normalize_weights", True)
+        experts = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalize))
+    else:
+        theirs = Qwen3ForCausalLM(Qwen3Config(**common, intermediate_size=48))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path, max_shard_size="1GB" if whole else "20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists() != whole
+    logits = hf_logits(theirs)
+    assert logits.std() > 0.5
+    ours = load(tmp_path)
+    torch.testing.assert_close(our_logits(ours), logits, atol=1e-5, rtol=1e-5)
+    if "num_experts" in sizes:  # A test of routing needs tokens that go to different experts.
+        ours(TOKENS, positions=torch.arange(11), sequences=SequenceLayout.from_lengths([11]))
+        chosen = ours.layers[0].feed_forward.router.last_chosen_TK.sort().values
+        assert len({tuple(c.tolist()) for c in chosen}) > 4
+
+
+def test_fused_rows_are_ordered_by_key_value_head(make_config):
+    # Two groups; a group has two query heads, each head 8 rows, and 24 feed-forward rows.
+    adapter = adapter_of(make_config(num_heads=4, num_kv_heads=2, qkv_bias=True))
+    q, k, v = torch.arange(32), torch.arange(100, 116), torch.arange(200, 216)
+    qkv = adapter.from_hf("layers.1.attention.qkv_proj.weight", [x[:, None] for x in (q, k, v)])
+    group_0 = [*range(16), *range(100, 108), *range(200, 208)]
+    group_1 = [*range(16, 32), *range(108, 116), *range(208, 216)]
+    assert qkv[:, 0].tolist() == group_0 + group_1
+    assert adapter.from_hf("layers.1.attention.qkv_proj.bias", [q, k, v]).tolist() == group_0 + group_1
+    gate, up = torch.arange(48), torch.arange(100, 148)
+    gate_up = adapter.from_hf("layers.0.feed_forward.gate_up_proj.weight", [x[:, None] for x in (gate, up)])
+    assert gate_up[:, 0].tolist() == [
+        *range(24), *range(100, 124),
+        *range(24, 48), *range(124, 148),
+    ]  # fmt: skip
+
+
+def test_rows_of_each_expert_are_ordered_by_key_value_head(make_config):
+    # Three experts of 24 rows, in two groups of 12.
+    adapter = adapter_of(make_config(num_experts=3))
+    gates = [torch.arange(1000 * n, 1000 * n + 24)[:, None] for n in range(3)]
+    theirs = [x for gate in gates for x in (gate, gate + 100)]
+    name = "layers.1.feed_forward.experts.gate_up_proj"
+    stacked = adapter.from_hf(name, theirs)
+    assert stacked.shape == (3, 48, 1)
+    of_first = [*range(12), *range(100, 112), *range(12, 24), *range(112, 124)]
+    assert stacked[:, :, 0].tolist() == [[1000 * n + row for row in of_first] for n in range(3)]
+    assert adapter.hf_names(name)[:3] == [
+        "model.layers.1.mlp.experts.0.gate_proj.weight",
+        "model.layers.1.mlp.experts.0.up_proj.weight",
+        "model.layers.1.mlp.experts.1.gate_proj.weight",
+    ]
+
+
+REFUSED: list[tuple[int, dict[str, Any], str]] = [
+    (0, {"model_type": "llama"}, "model_type='llama'.*another architecture.*'qwen3'"),
+    (0, {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*another architecture"),
+    (0, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_parameters=.*yarn"),
+    (0, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling=.*linear"),
+    (0, {"attention_bias": True}, "attention_bias=True.*must be False"),
+    (0, {"use_sliding_window": True}, "use_sliding_window=True.*must be False"),
+    (0, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+    (0, {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
+    (0, {"hidden_size": None}, "hidden_size=None"),
+    (0, {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+    (0, {"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+    (0, {"rope_parameters": 5}, "rope_parameters=5 is not supported"),
+    (0, {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+    (6, {"model_type": "qwen3"}, "model_type='qwen3'.*another architecture.*'qwen3_moe'"),
+    (6, {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: must be 1"),
+    (6, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: must be \[\]"),
+    (6, {"output_router_logits": True}, "output_router_logits=True is not supported: must be False"),
+    (6, {"num_local_experts": 5}, "'num_experts': 6, 'num_local_experts': 5.*not equal"),
+    (6, {"num_experts_per_tok": 7}, "num_experts_per_token=7: must be 1 to num_experts=6"),
+    (6, {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be a positive integer"),
+]
+
+
+@pytest.mark.parametrize(("num_experts", "change", "message"), REFUSED)
+def test_unsupported_or_malformed_config_field_is_rejected(make_config, num_experts, change, message):
+    config = make_config(num_experts=num_experts)
+    spec, hf = spec_of(config), adapter_of(config).hf_config()
+    spec.from_hf_config(hf)
+    with pytest.raises(ValueError, match=message):
+        spec.from_hf_config(hf | change)

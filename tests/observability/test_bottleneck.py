@@ -1,0 +1,142 @@
+"""Bottleneck of a run, for records whose bottleneck is known."""
+
+import inspect
+import re
+
+import pytest
+
+from configs.sum_digits import tiny
+from rl.config.json import to_dict
+from rl.observability import bottleneck as bottleneck_module
+from rl.observability.bottleneck import Bottleneck, bottleneck, typical
+
+ASYNC = {"loop": {"max_off_policy_steps": 1, "publish_every": 1, "groups_per_batch": 32, "group_size": 8}}
+
+
+def step(**parts):
+    """Return seconds of each part of a step in which one role idles while the other works."""
+    laps = {"generate": 0.0, "score": 0.0, "train": 0.0, "publish": 0.0} | parts
+    step_s = sum(laps.values())
+    return {f"time/{name}_s": lap for name, lap in laps.items()} | {"time/step_s": step_s}
+
+
+def setting(record, config=None):
+    found = bottleneck(record, config)
+    assert found is not None
+    return found.setting
+
+
+def with_values(config, **values):
+    """Return a copy with values at dotted paths, whose dots are written __."""
+    copy = {name: dict(node) for name, node in config.items()}
+    for path, value in values.items():
+        *nodes, leaf = path.split("__")
+        node = copy
+        for name in nodes:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return copy
+
+
+def test_overlap_is_advised_when_generation_and_training_alternate():
+    record = step(generate=4.5, score=0.5, train=4.0, publish=1.0) | {"limit/idle": 0.52}
+    assert bottleneck(record) == Bottleneck(
+        sentence=(
+            "Generation (50% of a step) and training (50%) take turns, and devices are idle for 52% of it: "
+            "at the same time, a step would take as long as the longer of the two"
+        ),
+        setting="--loop.max_off_policy_steps 1",
+    )
+    assert setting(record, {"loop": {"max_off_policy_steps": 0}}) == "--loop.max_off_policy_steps 1"
+
+
+def test_overlap_on_one_cpu_halves_the_threads():
+    record = step(generate=5.0, train=4.0)
+    config = to_dict(tiny())
+    assert (config["trainer"]["num_threads"], config["generator"]["num_threads"]) == (2, 2)
+    found = bottleneck(record, config)
+    assert found is not None
+    assert "each with half its threads" in found.sentence
+    assert found.setting == "--loop.max_off_policy_steps 1 --trainer.num_threads 1 --generator.num_threads 1"
+    on_gpus = to_dict(tiny())
+    on_gpus["generator"]["dtype"] = "bfloat16"
+    assert setting(record, on_gpus) == "--loop.max_off_policy_steps 1"
+
+
+@pytest.mark.parametrize(
+    ("more", "config"),
+    [({"age/max": 1.0}, None), ({}, ASYNC), ({}, {"launch": {"share_gpus": True}})],
+    ids=["by the record", "by the config", "who shares a device cannot"],
+)
+def test_overlap_is_not_advised_if_it_exists_or_is_impossible(more, config):
+    record = step(generate=4.5, train=4.0) | more
+    assert setting(record, config) != "--loop.max_off_policy_steps 1"
+
+
+def test_largest_part_is_named_with_its_share_of_the_limit():
+    record = step(generate=9.0, train=1.0) | {"limit/decode": 0.084, "limit/train": 0.7}
+    found = bottleneck(record, ASYNC)
+    assert found is not None
+    assert found.sentence.startswith(
+        "Generation takes 90% of a step and reaches 8% of what the machine can do:"
+    )
+    alone = bottleneck(step(generate=9.0, train=1.0), ASYNC)
+    assert alone is not None
+    assert alone.sentence.startswith("Generation takes 90% of a step: ")
+
+
+def test_every_setting_of_the_advice_exists():
+    named = re.findall(r'"(?:--)?([a-z_]+(?:\.[a-z_]+)+)', inspect.getsource(bottleneck_module))
+    assert {"loop.max_off_policy_steps", "loop.groups_per_batch", "weights.num_threads"} <= set(named)
+    config = to_dict(tiny())
+    for path in named:
+        node = config
+        for name in path.split("."):
+            assert name in node, path
+            node = node[name]
+
+
+GENERATOR = with_values(ASYNC, generator__max_num_seqs=256, generator__num_replicas=1)
+TRAINER = with_values(
+    ASYNC,
+    trainer__num_procs=4,
+    trainer__training={"max_tokens_per_microbatch": 4096},
+    trainer__compile={"enable": False},
+    generator__dtype="bfloat16",
+)
+MANY = {"packing/num_micro_batches": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("record", "config", "expected"),
+    [
+        (
+            step(generate=9.0),
+            with_values(GENERATOR, generator__max_num_seqs=64),
+            "--generator.max_num_seqs 256",
+        ),
+        (step(generate=9.0) | {"limit/decode": 0.8}, GENERATOR, "--generator.num_replicas 2"),
+        (step(generate=9.0), None, "--generator.num_replicas"),
+        (step(train=9.0) | {"limit/train": 0.6}, TRAINER, "--trainer.num_procs 8"),
+        (step(train=9.0) | MANY, TRAINER, "--trainer.training.max_tokens_per_microbatch 8192"),
+        (step(train=9.0), TRAINER, "--trainer.compile.enable True"),
+        (step(train=9.0), ASYNC, "--loop.groups_per_batch"),
+        (step(publish=9.0), None, "--loop.max_off_policy_steps 1"),
+        (step(publish=9.0), with_values(ASYNC, weights__num_threads=2), "--weights.num_threads 4"),
+        (step(score=9.0), with_values(ASYNC, reward__num_procs=2), "--reward.num_procs 4"),
+    ],
+)
+def test_advice_depends_on_the_record_and_the_config(record, config, expected):
+    assert setting(record, config) == expected
+
+
+def test_typical_step_is_the_median_without_first_steps():
+    slow_start = [step(train=100.0) | {"step": i} for i in (1, 2)]
+    usual = [step(train=second) | {"step": 3} for second in (1.0, 2.0, 9.0)]
+    record = typical([{"step": 0, "eval/correct": 0.5}, *slow_start, *usual])
+    assert (record["time/train_s"], record["time/step_s"]) == (2.0, 2.0)
+    assert typical(slow_start)["time/train_s"] == 100.0
+    assert typical([]) == {}
+    assert bottleneck(typical([])) is None
+    gone = typical([step(train=1.0) | {"loss/mean": float("nan")}])
+    assert "loss/mean" not in gone

@@ -1,0 +1,224 @@
+"""The real clients of W&B and trackio, in separate processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.observability.sinks import SinksConfig, WandbConfig, check_sinks
+from tests.support.wandb_server import PlayedServer
+
+pytestmark = pytest.mark.medium
+
+ROOT = Path(__file__).parents[2]
+
+
+# W&B
+
+
+def test_online_mode_without_a_key_is_refused(tmp_path, monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith("WANDB"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"there is no key for W&B. Run `wandb login`, set WANDB_API_KEY"):
+        check_sinks(SinksConfig(wandb=WandbConfig(enable=True, mode="online")))
+
+
+NOBODY_ANSWERS = """
+import asyncio, logging, sys
+from pathlib import Path
+from rl.utils.compat import exit_process
+from rl.observability.metrics import MetricsWriter
+from rl.observability.run_folder import METRICS
+from rl.observability.console import ConsoleConfig
+from rl.observability.sinks import SinksConfig, WandbConfig
+from rl.observability.sinks import open_sinks
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+folder = Path(sys.argv[1])
+wandb = WandbConfig(enable=True, mode="online")
+config = SinksConfig(console=ConsoleConfig(style="off"), wandb=wandb, close_s=2.5)
+
+async def run():
+    async with open_sinks(config, folder=folder, title="try-1", num_steps=3) as sinks:
+        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+            for step in range(1, 4):
+                metrics.write({"step": step})
+                sinks.write({"step": step})
+                print("step", step)
+
+asyncio.run(run())
+print("ended")
+exit_process(0)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_hanging_server_delays_neither_the_loop_nor_the_exit(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are accepted, nothing is read
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_ERROR_REPORTING": "false",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", NOBODY_ANSWERS, str(tmp_path)],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=80,  # W&B's own timeout is 90 s
+        )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["step 1", "step 2", "step 3"]
+    assert lines[-1] == "ended"
+    assert "it lacks 3 records, which are in metrics.jsonl" in lines[-2]
+
+
+RUN = """
+import asyncio, json, sys
+from pathlib import Path
+from rl.utils.compat import exit_process
+from rl.observability.metrics import MetricsWriter
+from rl.observability.run_folder import METRICS
+from rl.observability.console import ConsoleConfig
+from rl.observability.sinks import SinksConfig, WandbConfig
+from rl.observability.sinks import open_sinks
+
+folder, mode, records = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+config = SinksConfig(console=ConsoleConfig(style="off"), wandb=WandbConfig(enable=True, mode=mode))
+
+async def run():
+    async with open_sinks(config, folder=folder, title="try-1", num_steps=9) as sinks:
+        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+            for record in records:
+                metrics.write(record)
+                sinks.write(record)
+
+asyncio.run(run())
+exit_process(0)
+"""
+
+
+class Site:
+    """Home folder of a W&B user, and a server."""
+
+    def __init__(self, folder, server):
+        self.folder = folder / "run"
+        self.folder.mkdir()
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "PYTHONPATH": str(ROOT),
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_ERROR_REPORTING": "false",
+        }
+
+    def run(self, mode, *records):
+        self._call("-c", RUN, str(self.folder), mode, json.dumps(records))
+
+    def cut(self, num_lines):
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (self.folder / "metrics.jsonl").write_text("".join(lines[:num_lines]))
+
+    def sync(self):
+        folders = sorted(self.folder.glob("wandb/offline-run-*"))
+        assert len(folders) == 2
+        self._call("-m", "wandb", "sync", *map(str, folders))
+
+    def _call(self, *args):
+        done = subprocess.run(
+            [sys.executable, *args],
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def at(step, **values):
+    return {"step": step, **values}
+
+
+FIRST = [at(0, **{"eval/correct": 0.25}), *(at(step, **{"reward/mean": step / 8}) for step in range(1, 5))]
+SECOND = [at(step, **{"reward/mean": step / 8 + 0.0625}) for step in range(3, 7)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_run_resumed_from_an_earlier_step_is_one_run(mode, tmp_path):
+    with PlayedServer() as server:
+        site = Site(tmp_path, server)
+        site.run(mode, *FIRST)
+        site.cut(3)  # again from step 2
+        site.run(mode, *SECOND)
+        if mode == "offline":
+            assert server.runs == {}
+            site.sync()
+        # W&B ignores the second records of steps 3 and 4, unless both attempts were offline.
+        assert server.rows() == [*FIRST, *SECOND[2 * (mode == "online") :]]
+        (run,) = server.runs.values()
+        assert run.exit_code == 0
+
+
+# trackio
+
+TRACKIO = """
+import json, sys
+from rl.observability.sinks import TrackioConfig
+from rl.observability.loggers import TrackioLogger
+
+run_id, records = sys.argv[1], json.loads(sys.argv[2])
+made = TrackioLogger(TrackioConfig(enable=True), title="try-1", run_id=run_id, settings={"loop": {"num_steps": 3}})
+made.open(None)
+for step, values in records:
+    made.write(step, values, is_evaluation="eval/correct" in values)
+made.close(failed=False)
+
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+runs = list(trackio.Api().runs("relay"))
+logs = [SQLiteStorage.get_logs("relay", run.name, run_id=run.id) for run in runs]
+print(json.dumps([[run.name, run.config, rows] for run, rows in zip(runs, logs, strict=True)]))
+"""
+
+
+def trackio_runs(database, run_id, *records):
+    """Write the records in a new process, and return all runs of the database."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKIO, run_id, json.dumps(records)],
+        env={**os.environ, "TRACKIO_DIR": str(database), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(180)
+def test_trackio_has_each_record_of_a_run_once(tmp_path):
+    first = [(0, {"eval/correct": 0.25}), (1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.75})]
+    ((name, config, _),) = trackio_runs(tmp_path, "a", *first)
+    assert (name, config["loop"]) == ("try-1", {"num_steps": 3})
+    assert len(trackio_runs(tmp_path, "b", first[0])) == 2  # another run with the same title
+    runs = trackio_runs(tmp_path, "a", (2, {"reward/mean": 0.875}), (3, {"reward/mean": 1.0}))
+    rows = max((rows for _, _, rows in runs), key=len)
+    shown = [{k: v for k, v in row.items() if k != "timestamp"} for row in rows]
+    assert shown == [{"step": step, **values} for step, values in [*first, (3, {"reward/mean": 1.0})]]

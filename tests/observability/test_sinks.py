@@ -1,0 +1,222 @@
+"""Sinks of a run: config, threads, console and TensorBoard. test_clients.py has the clients of W&B and
+trackio."""
+
+import asyncio
+import io
+import logging
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from actors.plan import make_plan
+from configs.sum_digits import tiny
+from rl.config.tree import rebuild
+from rl.loop.stop_request import StopRequestedError
+from rl.observability.console import Console
+from rl.observability.loggers import TensorBoardLogger
+from rl.observability.metrics import Mean, MetricsWriter
+from rl.observability.run_folder import METRICS
+from rl.observability.sinks import (
+    LoggerThread,
+    RunSinks,
+    SinksConfig,
+    TensorBoardConfig,
+    open_sinks,
+)
+from tests.support.event_files import points
+
+# Config
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_missing_package_is_refused_before_the_start(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)  # simulates a missing package
+    config = tiny()
+    getattr(config.sinks, name).enable = True
+    with pytest.raises(ValueError, match=f"sinks.{name}.enable=True: the package {name} is not") as error:
+        make_plan(config)
+    assert "python tools/setup_env.py sinks" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("console.num_rows", 0, "console: num_rows=0: must be at least 1"),
+        ("write_s", 0.0, "write_s=0.0: must be above 0 and finite"),
+        ("close_s", float("inf"), "close_s=inf: must be above 0 and finite"),
+        ("wandb.project", "a/b", r"wandb: project='a/b': must be a name without / \\ # \? % or :"),
+        ("trackio.project", "", "trackio: project='': must be a name"),
+        ("console.style", "loud", r"console: style='loud': must be 'auto' \| 'lines' \| 'off'"),
+    ],
+)
+def test_invalid_value_is_refused(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        rebuild(SinksConfig(), {path: value})
+
+
+# Threads
+
+
+class FakeLogger:
+    """Logger that records its calls; the first write of each step in `fails_at` raises."""
+
+    name = "fake"
+
+    def __init__(self, *, fails_at=(), blocks=None):
+        self.calls = []
+        self.fails_at = set(fails_at)
+        self.blocks = blocks
+
+    def open(self, last_step):
+        self.calls.append(("open", last_step))
+
+    def write(self, step, values, *, is_evaluation):
+        if self.blocks is not None:
+            self.blocks.wait()
+        if step in self.fails_at:
+            self.fails_at.remove(step)
+            raise RuntimeError("no connection")
+        self.calls.append((step, dict(values), is_evaluation))
+
+    def close(self, *, failed):
+        self.calls.append(("close", failed))
+
+
+def run_thread(fake, records, *, failed=False):
+    thread = LoggerThread(fake, write_s=60.0)
+    thread.begin(None)
+    for record in records:
+        thread.write(record)
+    thread.end(failed=failed)
+    return thread, thread.join(20.0)
+
+
+def test_each_record_reaches_the_logger_reduced_and_in_order():
+    fake = FakeLogger()
+    records = [
+        {"step": 1, "reward/mean": Mean(1.0, 4), "empty": Mean(0.0, 0)},
+        {"step": 1, "eval/correct": 0.5},
+    ]
+    assert run_thread(fake, records, failed=True)[1]
+    assert fake.calls == [
+        ("open", None), (1, {"reward/mean": 0.25}, False), (1, {"eval/correct": 0.5}, True), ("close", True),
+    ]  # fmt: skip
+
+
+def test_failed_logger_is_reopened_after_its_last_record(caplog):
+    fake = FakeLogger(fails_at=[2, 3])
+    thread, has_all = run_thread(fake, [{"step": step, "x": 1.0} for step in range(1, 5)])
+    assert [call for call in fake.calls if call[0] != "close"] == [
+        ("open", None), (1, {"x": 1.0}, False), ("open", 1), ("open", 1), (4, {"x": 1.0}, False),
+    ]  # fmt: skip
+    assert (thread.num_lost, has_all) == (2, False)
+    first, last = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert first.startswith("fake failed: RuntimeError: no connection; training goes on")
+    assert last == "fake has not taken everything: it lacks 2 records, which are in metrics.jsonl"
+
+
+def test_hanging_logger_blocks_nothing_and_is_a_warning(caplog):
+    release = threading.Event()
+    thread = LoggerThread(FakeLogger(blocks=release), write_s=0.0, max_queued=3)
+    thread.begin(None)
+    for step in range(8):
+        thread.write({"step": step})
+        time.sleep(0.01)
+    thread.end(failed=False)
+    assert not thread.join(0.0)
+    first, last = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert first.startswith("fake has not answered for 0 s; training goes on")
+    assert last == "fake was not done when the run ended: it lacks 8 records, which are in metrics.jsonl"
+    release.set()
+
+
+# TensorBoard
+
+
+RECORDS = [
+    (0, {"eval/correct": 0.25}),
+    (1, {"reward/mean": 0.5, "loss/mean": -1e-3}),
+    (2, {"reward/mean": 0.75, "loss/mean": float("inf")}),
+    (2, {"eval/correct": 0.75}),
+]
+
+
+def write_points(made, records, *, add=0.0):
+    for step, values in records:
+        shifted = {name: value + add for name, value in values.items()}
+        made.write(step, shifted, is_evaluation="eval/correct" in values)
+
+
+@pytest.mark.parametrize(("num_kept", "same_process"), [(0, True), (2, True), (2, False), (4, False)])
+def test_run_resumed_from_an_earlier_step_has_the_points_of_the_second_attempt(
+    tmp_path, num_kept, same_process
+):
+    folder = tmp_path / "tensorboard"
+    made = TensorBoardLogger(folder)
+    made.open(None)
+    write_points(made, RECORDS)
+    (file,) = folder.iterdir()
+    file.rename(folder / f"events.out.tfevents.0.{file.name}")  # readers sort files by the seconds in names
+    if not same_process:
+        made.close(failed=True)
+        made = TensorBoardLogger(folder)
+    made.open(RECORDS[num_kept - 1][0] if num_kept else None)
+    write_points(made, RECORDS[num_kept:], add=0.125)
+    made.close(failed=False)
+    shown = points(folder)["eval/correct"]
+    assert shown == [(0, 0.25 + 0.125 * (num_kept == 0)), (2, 0.75 + 0.125 * (num_kept < 4))]
+
+
+# All sinks of a run
+
+
+def run(folder, steps, *, config, stream=None, error=None):
+    async def go():
+        opened = open_sinks(config, folder=folder, title="try-1", num_steps=9, stream=stream)
+        async with opened as sinks:
+            with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
+                for step in steps:
+                    record = {"step": step, "reward/mean": step / 2}
+                    metrics.write(record)
+                    sinks.write(record)
+                if error is not None:
+                    raise error
+
+    asyncio.run(go())
+
+
+def test_resumed_run_continues_its_curve(tmp_path):
+    config = SinksConfig(tensorboard=TensorBoardConfig(enable=True))
+    stream = io.StringIO()
+    with pytest.raises(StopRequestedError):
+        run(tmp_path, [1, 2], config=config, stream=stream, error=StopRequestedError())
+    run(tmp_path, [3], config=config, stream=stream)
+    assert points(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 1.0), (3, 1.5)]}
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["step", "1", "2", "step", "3"]
+
+
+class BrokenConsole(Console):
+    @contextmanager
+    def shown(self, records):
+        raise OSError(5, "Input/output error")
+        yield
+
+    def watch(self, title):
+        return self.shown([])
+
+    def write(self, record):
+        raise UnicodeEncodeError("ascii", "é", 0, 1, "no such letter")
+
+
+def test_failing_console_is_one_warning_and_hides_no_error_of_the_loop(tmp_path, caplog):
+    sinks = RunSinks(console=BrokenConsole(), threads=[], metrics=tmp_path / METRICS, close_s=1.0)
+    with sinks.attempt(), sinks.watch("evaluation"):
+        for step in range(5):
+            sinks.write({"step": step})
+    with pytest.raises(RuntimeError, match="of the loop"), sinks.attempt():
+        raise RuntimeError("of the loop")
+    (record,) = caplog.records
+    assert record.message.startswith("the console failed: OSError(5")

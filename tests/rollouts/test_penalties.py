@@ -1,0 +1,64 @@
+"""The overlong punishment and the KL penalty."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rl.rollouts.penalties import KLReward, OverlongPunishment, kl_penalty, overlong_punishment
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(0, 0.0), (75, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (120, -1.0)],
+)
+def test_punishment_falls_over_the_buffer(num_tokens, expected):
+    assert overlong_punishment(num_tokens, max_tokens=100, cache_tokens=20) == pytest.approx(expected)
+    settings = OverlongPunishment(enable=True, buffer_tokens=20, penalty=0.5)
+    assert settings(num_tokens, max_tokens=100) == pytest.approx(0.5 * expected)
+    assert OverlongPunishment(buffer_tokens=20)(num_tokens, max_tokens=100) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_tokens", "expected"), [(40, 30, 0.0), (40, 35, -0.5), (3, 3, -1.0)]
+)
+def test_default_buffer_is_a_quarter_of_the_limit(max_tokens, num_tokens, expected):
+    assert OverlongPunishment(enable=True, buffer_tokens=None)(num_tokens, max_tokens=max_tokens) == expected
+
+
+# The policy says 1/2, 1/4 and 1/4, the reference 1/4, 1/2 and 1/4.
+LOGPROBS = np.log([0.5, 0.25, 0.25]).astype(np.float32)
+REFERENCE = np.log([0.25, 0.5, 0.25]).astype(np.float32)
+LOG2 = math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [LOG2, -LOG2, 0.0]),
+        ("k2", [LOG2**2 / 2, LOG2**2 / 2, 0.0]),
+        ("k3", [0.5 - 1 + LOG2, 2 - 1 - LOG2, 0.0]),
+    ],
+)
+def test_kl_penalty_by_hand(estimator, expected):
+    penalty = kl_penalty(LOGPROBS, REFERENCE, estimator)
+    assert penalty.dtype == np.float64
+    assert penalty.tolist() == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: OverlongPunishment(enable=True).check(max_tokens=32),
+            "buffer_tokens=4096: must be at most 32",
+        ),
+        (lambda: OverlongPunishment(buffer_tokens=0), "buffer_tokens=0: must be at least 1"),
+        (lambda: OverlongPunishment(penalty=-1), "penalty=-1: must be a finite number"),
+        (lambda: kl_penalty(LOGPROBS, LOGPROBS * np.nan), "logprobs must be finite"),
+        (lambda: KLReward(coef=-0.1), "coef=-0.1: must be a finite number of at least 0"),
+    ],
+)
+def test_invalid_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

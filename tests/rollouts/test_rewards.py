@@ -1,0 +1,194 @@
+"""Reward functions in a process: order, time limits, deaths, random states, start and end."""
+
+import asyncio
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+
+import pytest
+
+from rl.rollouts.rubric import Criterion, Rubric
+from rl.utils.errors import RunError
+from tests.support.math_functions import MAIN_THREAD
+from tests.support.scored import replied
+from tests.support.scoring_functions import LIMIT_S, MIXED, RUBRIC, Driven, counted, failure_of, never
+
+
+@pytest.fixture(scope="module")
+def driven():
+    driven = Driven(RUBRIC)
+    yield driven
+    driven.close()
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    driven = Driven(MIXED, grace_s=0.6)
+    yield driven
+    driven.close()
+
+
+def failed(scores):
+    return [s.failure is not None for s in scores]
+
+
+def test_scores_come_in_order_with_weights_and_unweighted_parts(driven):
+    first, empty, second = driven.score([replied("1"), replied("0.5")], [], [replied("0")])
+    assert [s.reward for s in first] == [2.0, 1.0]
+    assert first[1].parts == {"obey": 0.5}
+    assert (empty, second[0].reward) == ([], 0.0)
+
+
+@pytest.mark.parametrize("text", ["loop", "swallow", "clear_the_alarm"])
+def test_slow_python_function_is_interrupted_and_fails_alone(driven, text):
+    process = driven.start()
+    (scores,) = driven.score([replied("1"), replied(text), replied("1")])
+    assert failed(scores) == [False, True, False]
+    assert f"reward 'obey' took longer than time_limit_s={LIMIT_S} on problem" in failure_of(scores[1])
+    assert "sum-digits/47-82" in failure_of(scores[1])
+    assert driven.start() is process
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("text", "message", "exitcode"),
+    [
+        ("busy_in_c", f"took longer than time_limit_s={LIMIT_S} on problem", -signal.SIGKILL),
+        ("away_in_c", f"took longer than time_limit_s={LIMIT_S} on problem", -signal.SIGKILL),
+        ("end", "ended the reward process (exit code 3)", 3),
+    ],
+)
+def test_function_that_hangs_in_c_or_ends_its_process_fails_alone(driven, text, message, exitcode):
+    process = driven.start()
+    (scores,) = driven.score([replied("1"), replied(text), replied("1")])
+    assert failed(scores) == [False, True, False]
+    assert f"reward 'obey' {message}" in failure_of(scores[1])
+    assert process.exitcode == exitcode
+
+
+def test_process_that_left_a_child_with_its_socket_is_still_noticed(driven):
+    (scores,) = driven.score([replied("fork_and_end"), replied("1")])
+    assert "ended the reward process (exit code 5)" in failure_of(scores[0])
+    assert scores[1].reward == 2.0
+
+
+def test_alarm_that_a_function_leaves_behind_hits_no_other(driven):
+    process = driven.start()
+    (scores,) = driven.score([replied("set_an_alarm"), replied("wait_a_little")])
+    assert [s.reward for s in scores] == [2.0, 2.0]
+    assert driven.start() is process
+
+
+def test_restored_random_states_repeat_the_draws(driven):
+    def drawn():
+        (scores,) = driven.score([replied("by_chance")] * 3)
+        return [score.parts["obey"] for score in scores]
+
+    driven.start()
+    states = driven.run(driven.rewards.random_states())
+    first = drawn()
+    assert len(set(first)) == 3
+    assert drawn() != first
+    driven.run(driven.rewards.restore_random_states(states))
+    assert drawn() == first
+
+
+@pytest.mark.medium
+def test_math_verify_grades_in_the_process_and_does_not_disable_the_time_limit():
+    driven = Driven(MAIN_THREAD)
+    try:
+        process = driven.start()
+        (scores,) = driven.score([replied(text) for text in ("$0.5$", "loop", "$\\frac{2}{4}$", "$0.4$")])
+        assert driven.start() is process
+    finally:
+        driven.close()
+    assert failed(scores) == [False, True, False, False]
+    assert [s.reward for s in scores] == [1.0, 0.0, 1.0, 0.0]
+    assert f"reward 'half' took longer than time_limit_s={LIMIT_S}" in failure_of(scores[1])
+
+
+def test_async_functions_of_several_calls_overlap(mixed):
+    groups = mixed.score_each(*([replied("1", question="meet 4")] for _ in range(4)))
+    assert [s.reward for (s,) in groups] == [111.0] * 4
+
+
+def test_slow_async_function_fails_alone(mixed):
+    process = mixed.start()
+    (scores,) = mixed.score([replied("1"), replied("1", question="take long"), replied("2")])
+    assert failed(scores) == [False, True, False]
+    assert f"reward 'later' took longer than time_limit_s={LIMIT_S}" in failure_of(scores[1])
+    assert mixed.start() is process
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("guilty", "says"),
+    [
+        ({"question": "block"}, f"reward 'later' took longer than time_limit_s={LIMIT_S}"),
+        ({"question": "end"}, "reward 'later' ended the reward process (exit code 4)"),
+        ({"text": "busy_in_c"}, f"reward 'obey' took longer than time_limit_s={LIMIT_S}"),
+    ],
+)
+def test_function_that_stops_the_whole_process_fails_alone(mixed, guilty, says):
+    """Other calls are under way at the same time, and are repeated."""
+    settings = {"text": "1"} | guilty
+    bad = replied(settings.pop("text"), **settings)
+    others = [replied(str(i), question="wait") for i in range(1, 5)]
+    groups = mixed.score_each(others[:1], [bad, others[1]], others[2:])
+    assert [[s.reward for s in scores] for scores in groups] == [[111.0], [0.0, 212.0], [213.0, 214.0]]
+    assert says in failure_of(groups[1][0])
+
+
+@pytest.mark.medium
+def test_max_concurrency_limits_async_calls_and_waiting_is_not_timed():
+    driven = Driven(Rubric(criteria=(Criterion(name="count", function=counted),)), max_concurrency=2)
+    try:
+        (scores,) = driven.score([replied(str(i)) for i in range(8)])
+    finally:
+        driven.close()
+    # 8 calls of 0.2 s, two at once, take 0.8 s, so most wait longer than their limit.
+    assert [s.failure for s in scores] == [None] * 8
+    assert max(s.reward for s in scores) == 2.0
+
+
+@pytest.mark.medium
+def test_rubric_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path, monkeypatch):
+    source = f"import os\nassert os.getpid() == {os.getpid()}\ndef half(rollout): return 0.5\n"
+    (tmp_path / "loads_in_the_parent_alone.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("loads_in_the_parent_alone")
+    before = set(multiprocessing.active_children())
+    driven = Driven(Rubric(criteria=(Criterion(name="half", function=module.half),), correct=never))
+    with pytest.raises(RunError, match=r"ended while loading the rubric \(exit code 1\)"):
+        driven.start()
+    with pytest.raises(RunError, match=r"ended while loading the rubric \(exit code 1\)"):
+        driven.score([replied("1")])
+    driven.close()
+    assert set(multiprocessing.active_children()) == before
+    del sys.modules[module.__name__]
+
+
+def test_function_that_cannot_be_pickled_is_an_error():
+    driven = Driven(Rubric(criteria=(Criterion(name="f", function=lambda r: 1.0),)))
+    with pytest.raises(RunError, match=r"the rubric cannot be sent to the reward process .*top of a module"):
+        driven.start()
+    driven.close()
+
+
+def test_close_leaves_no_process_and_fails_pending_scores():
+    driven = Driven(RUBRIC)
+
+    async def close_meanwhile():
+        waiting = asyncio.ensure_future(driven.rewards.score([[replied("loop"), replied("1")]]))
+        await driven.rewards.start()
+        await driven.rewards.close()
+        await driven.rewards.close()
+        with pytest.raises(RunError, match="the reward process was closed"):
+            await waiting
+
+    before = set(multiprocessing.active_children())
+    driven.run(close_meanwhile())
+    driven.runner.close()
+    assert set(multiprocessing.active_children()) == before

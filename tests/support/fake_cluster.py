@@ -1,0 +1,173 @@
+"""Fake actors of a run, without processes; the trainer writes real checkpoint folders."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from actors.backend import RewardClient, TrainerClient
+from actors.calls import ActorCallError
+from actors.config import RecoveryConfig, RunConfig, Timeouts
+from actors.parity import ParityCheck
+from actors.plan import Plan
+from actors.recovery import Role, Supervisor
+from actors.run import Run, make_publisher, make_router
+from rl.observability.events import Events
+from rl.observability.run_folder import RunFolder
+from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.rubric import Rubric
+from rl.starting_point import StartingPoint
+from rl.training.checkpoint_files import SavedState, read_state, sum_of_file, write_description
+from rl.types import PullResult, PushResult
+from rl.utils.errors import RunError
+from rl.weights.store import WeightStore
+from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder
+
+
+def reply(prompt: str, sample: int) -> str:
+    return f"[ANSWER] {(len(prompt) + sum(prompt.encode()) + sample) % 20}"
+
+
+@dataclass(kw_only=True)
+class FakeTrainer:
+    """Trainer whose process is killed in the gradient of the step after version `dies_at`."""
+
+    dies_at: int | None = None
+    name: str = "trainer"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    policy: FakePolicy = field(default_factory=lambda: FakePolicy(reply=reply))
+    loaded: list[str] = field(default_factory=list)
+    """Names of the checkpoint folders."""
+    is_dead: bool = False
+
+    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+        if endpoint == "forward_backward" and self.policy.version == self.dies_at:
+            self.is_dead = True
+        if self.is_dead:
+            raise ActorCallError(f"trainer.{endpoint} failed: rank 0 of 1 is dead: its process ended")
+        return [await getattr(self, f"_{endpoint}")(*args)]
+
+    async def _forward_backward(self, samples: Sequence[Any], *settings: Any) -> Any:
+        return await self.policy.forward_backward(samples)
+
+    async def _optim_step(self, *settings: Any) -> Any:
+        return await self.policy.optim_step()
+
+    async def _drop_gradient(self) -> None:
+        """There is none."""
+
+    async def _push_model_state_dict(self) -> PushResult:
+        return PushResult(policy_version=self.policy.version, num_bytes=0, time_s=0.0)
+
+    async def _save_checkpoint(
+        self, folder: str, position: Any, model_only: bool, wait: bool, attachments: dict[str, bytes]
+    ) -> None:
+        path = Path(folder)
+        path.mkdir(parents=True)
+        (path / "__0_0.distcp").write_bytes(b"tensors")
+        state = SavedState(policy_version=self.policy.version, model_only=model_only, position=position)
+        write_description(path, state, {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")}, attachments)
+
+    async def _load_checkpoint(self, folder: str, model_only: bool, exclude: Any) -> int:
+        self.loaded.append(Path(folder).name)
+        self.policy.version = read_state(folder).policy_version
+        return self.policy.version
+
+
+@dataclass(kw_only=True)
+class FakeGenerator:
+    name: str = "generator_0"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    policy: FakePolicy = field(default_factory=lambda: FakePolicy(reply=reply))
+
+    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+        if endpoint == "generate":
+            return [await self.policy.generate(args[0], sampling=args[1])]
+        if endpoint == "pull_model_state_dict":
+            self.policy.served_version = args[0]
+            return [PullResult(policy_version=args[0], time_s=0.0)]
+        return [b"states" if endpoint == "random_states" else None]
+
+
+@dataclass(kw_only=True)
+class FakeReward:
+    rubric: Rubric
+    name: str = "reward"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def at_rank(self, rank: int) -> FakeReward:
+        return self
+
+    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+        if endpoint == "score":
+            groups, _, alone = args
+            return [await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)]
+        return [b"states" if endpoint == "random_states" else None]
+
+
+class FakeStore:
+    async def announce(self, version: int) -> int:
+        return 0
+
+    async def prune(self) -> None:
+        """Nothing is kept."""
+
+
+class FakeCluster:
+    """Cluster of fakes that replaces a lost trainer by the next one of a list."""
+
+    pool = None
+
+    def __init__(self, trainers: Sequence[FakeTrainer], *, rubric: Rubric, config: RecoveryConfig) -> None:
+        days = itertools.count(1)
+        self.restarts = Supervisor(config, now_s=lambda: next(days) * 86400.0)
+        self.trainer: Role[FakeTrainer] = Role(trainers[0])
+        self.generators = (FakeGenerator(),)
+        self.reward = Role(cast(Any, FakeReward(rubric=rubric)))
+        self.store = cast(WeightStore, FakeStore())
+        self.check = ParityCheck(None)
+        self._next = iter(trainers[1:])
+
+    async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
+        await training
+
+    async def restart_trainer(self, error: RunError, *, at_least: int = 1) -> None:
+        if (trainer := next(self._next, None)) is None:
+            raise error
+        self.restarts.count("trainer", reason=str(error), at_least=at_least)
+        self.trainer.group = trainer
+
+
+def fake_run(
+    config: RunConfig, folder: RunFolder, trainers: Sequence[FakeTrainer], *, make_cluster: Any = FakeCluster
+) -> Run:
+    """Return a new run on fake actors."""
+    task = config.task.build()
+    rubric = task.rubric(seed=0)
+    plan = Plan(
+        start=StartingPoint(folder=folder.path, spec=config.model),
+        source=None,
+        resumed=None,
+        reference=None,
+        task=task,
+        environments=TriedEnvironments(make=task.environment, step_timeout_s=20.0),
+        renderer=RENDERER,
+        parity=None,
+    )
+    cluster = make_cluster(trainers, rubric=rubric, config=config.recovery)
+    return Run(
+        config=config,
+        plan=plan,
+        folder=folder,
+        events=Events(folder.events),
+        cluster=cluster,
+        rubric=rubric,
+        generator=make_router(cluster, config=config),
+        trainer=TrainerClient(cluster.trainer),
+        publisher=make_publisher(cluster),
+        rewarder=RewardClient(cluster.reward, num_procs=1),
+        limits=None,
+    )

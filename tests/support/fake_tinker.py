@@ -1,0 +1,475 @@
+"""Tinker service around a fake backend in which each model is a single number, so that numbers show which
+requests ran.
+
+The gradient of data is the sum of their tokens, and a step subtracts learning rate times gradient. A sample is the
+rounded weight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import numpy as np
+from fastapi import FastAPI
+from tinker import types as wire
+from tinker.proto import tinker_public_pb2 as pb
+
+from losses.types import Loss
+from rl.tinker.app import make_app
+from rl.tinker.auth import Keys
+from rl.tinker.codec import PROTOBUF
+from rl.tinker.limits import HttpLimits, Limits
+from rl.tinker.routes import Context
+from rl.tinker.service import Service
+from rl.tinker.types import (
+    BaseModel,
+    Failure,
+    LimitReachedError,
+    LoRASettings,
+    ModelSettings,
+    SampleOutput,
+    SampleRequest,
+)
+from rl.types import Completion, ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
+from tests.support.virtual_time import run_in_virtual_time
+
+ME, YOU = "tml-me", "tml-you"
+DEADLINE_S = 30
+BASE = BaseModel(
+    name="tiny", architecture="number", max_context_length=100, vocab_size=1000, tokenizer_folder="/tokenizer"
+)
+OTHER = replace(BASE, name="other")
+LORA = ModelSettings(base_model="tiny", lora=LoRASettings(rank=4, seed=1))
+
+
+class FakeBackend:
+    """Deterministic backend: `hold` blocks calls of a method, `fail` makes the next call fail."""
+
+    def __init__(self) -> None:
+        self.base_models = (BASE, OTHER)
+        self.calls: list[str] = []
+        """Calls, in the order in which they started."""
+        self.weights: dict[str, float] = {}
+        self.gradients: dict[str, float] = {}
+        self.samplers: dict[str, float] = {}
+        self.max_samplers = 1000
+        self.num_sampling: Counter[str] = Counter()
+        self.most_at_once = 0
+        """Largest number of models that had a call at the same time."""
+        self.is_open = False
+        self.violations: list[str] = []
+        """Violations of the protocol, kept because errors in the background are only logged."""
+        self._at_once: Counter[str] = Counter()
+        self._gates: dict[str, asyncio.Event] = {}
+        self._failures: defaultdict[str, list[Exception]] = defaultdict(list)
+
+    def hold(self, method: str) -> asyncio.Event:
+        return self._gates.setdefault(method, asyncio.Event())
+
+    def fail(self, method: str, error: Exception) -> None:
+        self._failures[method].append(error)
+
+    def release(self) -> None:
+        for gate in self._gates.values():
+            gate.set()
+
+    async def start(self) -> None:
+        self.is_open = True
+
+    async def close(self) -> None:
+        self.is_open = False
+
+    async def create_model(self, model_id: str, settings: ModelSettings) -> None:
+        async with self._call("create_model", model_id):
+            assert model_id not in self.weights
+            self.weights[model_id], self.gradients[model_id] = 0.0, 0.0
+
+    async def forward_backward(
+        self, model_id: str, samples: Sequence[TrainingSample], *, loss: Loss, backward: bool
+    ) -> ForwardBackwardResult:
+        tokens = [int(token) for sample in samples for token in sample.token_ids[:-1]]
+        async with self._call("forward_backward", model_id, str(tokens)):
+            self.gradients[model_id] += sum(tokens) * backward
+            weight = self.weights[model_id]
+            logprobs = tuple(np.full(len(one.token_ids), weight, dtype=np.float32) for one in samples)
+            return _result(loss_sum=float(sum(tokens)), logprobs=logprobs)
+
+    async def drop_gradient(self, model_id: str) -> None:
+        async with self._call("drop_gradient", model_id):
+            self.gradients[model_id] = 0.0
+
+    async def optim_step(self, model_id: str, params: OptimParams) -> OptimStepResult:
+        """Take a step and report the new weight as the gradient norm."""
+        async with self._call("optim_step", model_id):
+            assert params.lr is not None
+            self.weights[model_id] -= params.lr * self.gradients[model_id]
+            self.gradients[model_id] = 0.0
+            weight = self.weights[model_id]
+            return OptimStepResult(grad_norm=weight, lr=params.lr, policy_version=0, time_s=0.0)
+
+    async def save_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        async with self._call("save_model", model_id):
+            assert not any(folder.iterdir())
+            (folder / "weight.json").write_text(json.dumps(self.weights[model_id]))
+
+    async def load_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        async with self._call("load_model", model_id, f"optimizer={optimizer}"):
+            self.weights[model_id] = _read(folder)
+            self.gradients[model_id] = 0.0
+
+    async def delete_model(self, model_id: str) -> None:
+        async with self._call("delete_model", model_id):
+            del self.weights[model_id], self.gradients[model_id]
+
+    async def publish(self, model_id: str, sampler_id: str) -> None:
+        async with self._call("publish", model_id):
+            if len(self.samplers) >= self.max_samplers:
+                raise LimitReachedError(f"there are {len(self.samplers)} snapshots")
+            self.samplers[sampler_id] = self.weights[model_id]
+
+    async def open_sampler(self, sampler_id: str, settings: ModelSettings, folder: Path | None) -> None:
+        async with self._call("open_sampler", sampler_id):
+            assert sampler_id not in self.samplers
+            self.samplers[sampler_id] = 0.0 if folder is None else _read(folder)
+
+    async def close_sampler(self, sampler_id: str) -> None:
+        async with self._call("close_sampler", sampler_id):
+            if self.num_sampling[sampler_id]:
+                self.violations.append(f"{sampler_id} closed under its samples")
+            del self.samplers[sampler_id]
+
+    async def sample(self, sampler_id: str, request: SampleRequest) -> SampleOutput:
+        self.num_sampling[sampler_id] += 1
+        try:
+            self.calls.append(f"sample {sampler_id} {request.prompt.tolist()}")
+            await self._wait_or_fail("sample")
+            completion = Completion(
+                token_ids=np.asarray([round(self.samplers[sampler_id])], dtype=np.int32),
+                logprobs=np.zeros(1, np.float32),
+                policy_versions=np.zeros(1, np.int32),
+                finish_reason="stop",
+            )
+            prompt_logprobs = -request.prompt.astype(np.float32) if request.prompt_logprobs else None
+            if prompt_logprobs is not None:
+                prompt_logprobs[0] = np.nan
+            return SampleOutput(
+                completions=(completion,) * request.sampling.num_samples, prompt_logprobs=prompt_logprobs
+            )
+        finally:
+            self.num_sampling[sampler_id] -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        return not +self._at_once and not +self.num_sampling
+
+    def names(self, *left_out: str) -> list[str]:
+        """Return the methods that were called."""
+        return [name for call in self.calls if (name := call.partition(" ")[0]) not in left_out]
+
+    @asynccontextmanager
+    async def _call(self, method: str, about: str, what: str = "") -> AsyncIterator[None]:
+        assert self.is_open
+        self.calls.append(f"{method} {about.rpartition(':')[2]} {what}".rstrip())
+        self._at_once[about] += 1
+        if self._at_once[about] > 1:
+            self.violations.append(f"{method} overlaps another call about {about}")
+        self.most_at_once = max(self.most_at_once, len(+self._at_once))
+        try:
+            await self._wait_or_fail(method)
+            yield
+        finally:
+            self._at_once[about] -= 1
+
+    async def _wait_or_fail(self, method: str) -> None:
+        await asyncio.sleep(0)
+        if method in self._gates:
+            await self._gates[method].wait()
+        if self._failures[method]:
+            raise self._failures[method].pop(0)
+
+
+def _read(folder: Path) -> float:
+    return json.loads((folder / "weight.json").read_text())
+
+
+def _result(*, loss_sum: float, logprobs: tuple[np.ndarray, ...]) -> ForwardBackwardResult:
+    return ForwardBackwardResult(
+        loss_sum=loss_sum,
+        denominator=0.0,
+        num_samples=len(logprobs),
+        num_tokens=0,
+        num_valid_tokens=0,
+        advantage_mean=0.0,
+        advantage_std=0.0,
+        ratio_mean=1.0,
+        clipped_fraction=0.0,
+        entropy_mean=0.0,
+        logprob_diff_mean=0.0,
+        logprob_diff_max=0.0,
+        logprobs_identical=True,
+        logprobs=logprobs,
+        time_s=0.0,
+    )
+
+
+class Client:
+    """A service and its backend, with shorthand calls for one owner."""
+
+    def __init__(self, service: Service, backend: FakeBackend, folder: Path, owner: str = ME) -> None:
+        self.service, self.backend, self.folder, self.owner = service, backend, folder, owner
+
+    def of(self, owner: str) -> Client:
+        return Client(self.service, self.backend, self.folder, owner)
+
+    def session(self) -> str:
+        return self.service.sessions.create(owner=self.owner)
+
+    def model(
+        self, *, session: str | None = None, number: int = 0, rank: int = 4, seed: int = 1, **fields: Any
+    ) -> str:
+        """Submit the creation of a model, in a new session unless one is given."""
+        body = wire.CreateModelRequest(
+            session_id=session or self.session(),
+            model_seq_id=number,
+            lora_config=wire.LoraConfig(rank=rank, seed=seed),
+            **{"base_model": "tiny"} | fields,
+        )
+        return self.service.training.create_model(body, owner=self.owner).rpartition(":")[0]
+
+    def add(self, model: str, seq_id: int, *tokens: int, backward: bool = True) -> str:
+        """Submit a forward_backward of one datum."""
+        return self.service.training.forward_backward(
+            message(model, seq_id, *tokens, backward=backward), max_values=1000, owner=self.owner
+        )
+
+    def step(self, model: str, seq_id: int, lr: float = 1.0) -> str:
+        body = wire.OptimStepRequest(
+            model_id=model, seq_id=seq_id, adam_params=wire.AdamParams(learning_rate=lr)
+        )
+        return self.service.training.optim_step(body, owner=self.owner)
+
+    def save(self, model: str, seq_id: int, name: str | None, **options: Any) -> str:
+        body = wire.SaveWeightsRequest(model_id=model, seq_id=seq_id, path=name, **options)
+        return self.service.training.save_weights(body, owner=self.owner)
+
+    def save_sampler(self, model: str, seq_id: int, name: str | None = None, **options: Any) -> str:
+        body = wire.SaveWeightsForSamplerRequest(model_id=model, seq_id=seq_id, path=name, **options)
+        return self.service.training.save_weights_for_sampler(body, owner=self.owner)
+
+    def snapshot(self, model: str, seq_id: int, number: int) -> str:
+        return self.save_sampler(model, seq_id, sampling_session_seq_id=number)
+
+    def load(self, path: str, *, optimizer: bool = True, **where: Any) -> str:
+        body = wire.LoadWeightsRequest(path=path, optimizer=optimizer, **where)
+        return self.service.training.load_weights(body, owner=self.owner)
+
+    def create_sampler(self, session: str, number: int, **source: Any) -> str:
+        body = wire.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=number, **source)
+        return self.service.sampling.create(body, owner=self.owner)
+
+    def base_sampler(self, number: int = 0, session: str | None = None) -> str:
+        return self.create_sampler(session or self.session(), number, base_model="tiny")
+
+    def sample(self, sampler: str, seq_id: int = 0, body: wire.SampleRequest | None = None) -> str:
+        body = (body or prompt(1)).model_copy(update={"sampling_session_id": sampler, "seq_id": seq_id})
+        return self.service.sampling.sample(body, owner=self.owner)
+
+    async def result(self, request_id: str) -> Any:
+        result = await self.service.retrieve(request_id, owner=self.owner, wait_s=10)
+        assert result is not None, f"{request_id} has no result after 10 s"
+        return result
+
+    async def failure(self, request_id: str) -> Failure:
+        result = await self.result(request_id)
+        assert isinstance(result, Failure), result
+        return result
+
+    async def weight(self, request_id: str) -> float:
+        """Return the weight reported by a step."""
+        return (await self.result(request_id)).metrics["grad_norm:mean"]
+
+    async def token(self, sampler: str, seq_id: int = 0) -> int:
+        output = await self.result(self.sample(sampler, seq_id))
+        return int(output.completions[0].token_ids[0])
+
+    async def trained(self) -> str:
+        """Return a new model trained to weight -5; the last seq id is 2."""
+        model = self.model()
+        self.add(model, 1, 5)
+        assert await self.weight(self.step(model, 2)) == -5
+        return model
+
+    async def saved(self, model: str, seq_id: int, name: str | None, **options: Any) -> str:
+        """Save, and return the path."""
+        return (await self.result(self.save(model, seq_id, name, **options))).path
+
+    async def saved_sampler(self, model: str, seq_id: int, name: str) -> str:
+        return (await self.result(self.save_sampler(model, seq_id, name))).path
+
+    async def loaded_weight(self, path: str, *, number: int = 0) -> float:
+        """Return the weight of a new model loaded from a checkpoint."""
+        request = self.load(path, session_id=self.session(), model_seq_id=number)
+        return await self.weight(self.step((await self.result(request)).model_id, 1))
+
+
+def message(model: str, seq_id: int, *tokens: int, backward: bool = True) -> pb.ForwardBackwardRequest:
+    """Return a forward_backward of one datum with these tokens as targets too."""
+    made = pb.ForwardBackwardRequest(
+        model_id=model, seq_id=seq_id, loss_fn="cross_entropy", forward_only=not backward
+    )
+    datum = made.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+    targets = pb.Tensor(dense=np.array(tokens, "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[len(tokens)])
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(targets)
+    return made
+
+
+def prompt(*tokens: int, **how: Any) -> wire.SampleRequest:
+    """Return a request to sample; keywords are its fields or those of its sampling parameters."""
+    own = {name: how.pop(name) for name in list(how) if name in wire.SampleRequest.model_fields}
+    return wire.SampleRequest(
+        prompt=wire.ModelInput.from_ints(list(tokens)),
+        sampling_params=wire.SamplingParams.model_construct(**how),
+        **own,
+    )
+
+
+async def settled() -> None:
+    """Let all tasks run until each of them waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running_service(folder: Path, **options: Any) -> AsyncIterator[Client]:
+    backend = FakeBackend()
+    service = Service(backend=cast(Any, backend), storage_folder=folder, **options)
+    await service.start()
+    try:
+        yield Client(service, backend, folder)
+    finally:
+        await service.close()
+    assert backend.violations == []
+
+
+Test = Callable[..., Awaitable[None]]
+
+
+def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Callable[..., None]]:
+    """Run a test with a `Client`, in virtual time unless the test uses threads; keywords are `Limits`."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        async def run(*args: Any, **kwargs: Any) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                async with running_service(Path(folder) / "storage", limits=Limits(**limits)) as client:
+                    await test(client, *args, **kwargs)
+
+        # functools.wraps would make pytest look for a fixture named `client`.
+        def sync(**kwargs: Any) -> None:
+            if virtual:
+                run_in_virtual_time(run(**kwargs))
+            else:
+                asyncio.run(asyncio.wait_for(run(**kwargs), DEADLINE_S))
+
+        return _as_test(sync, test)
+
+    return decorate
+
+
+def _as_test(sync: Callable[..., None], test: Test) -> Callable[..., None]:
+    """Give a wrapper the name and parameters of a test, except the first parameter."""
+    import inspect
+
+    signature = inspect.signature(test)
+    functools.update_wrapper(sync, test)
+    del sync.__wrapped__  # type: ignore[attr-defined]
+    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in list(signature.parameters.values())[1:]]
+    sync.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return sync
+
+
+class Server:
+    """The HTTP application in this process, with shorthand calls for `ME`."""
+
+    def __init__(self, app: FastAPI, context: Context, client: Client, http: httpx.AsyncClient) -> None:
+        self.app, self.context, self.http = app, context, http
+        self.backend, self.folder = client.backend, client.folder
+
+    async def post(self, path: str, body: Any, *, key: str = ME, **headers: str) -> httpx.Response:
+        return await self.http.post(f"/api/v1/{path}", json=body, headers={"x-api-key": key} | headers)
+
+    async def post_raw(self, path: str, content: str | bytes) -> httpx.Response:
+        """Post JSON as Python writes it, including NaN, huge numbers and lone surrogates."""
+        headers = {"x-api-key": ME, "content-type": "application/json"}
+        return await self.http.post(f"/api/v1/{path}", content=content, headers=headers)
+
+    async def get(self, path: str, *, key: str = ME) -> httpx.Response:
+        return await self.http.get(f"/api/v1/{path}", headers={"x-api-key": key})
+
+    async def ok(self, path: str, body: Any) -> Any:
+        response = await self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def result(self, submitted: Any, **headers: str) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": submitted["request_id"]}, **headers)
+
+    async def session(self) -> str:
+        body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+        return (await self.ok("create_session", body))["session_id"]
+
+    async def model(self, **fields: Any) -> str:
+        """Create a model in a new session."""
+        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "tiny"} | fields
+        return (await self.result(await self.ok("create_model", body))).json()["model_id"]
+
+    async def sampler(self) -> str:
+        body = {"session_id": await self.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+        return (await self.ok("create_sampling_session", body))["sampling_session_id"]
+
+    async def forward_backward(self, message: Any, *, key: str = ME) -> httpx.Response:
+        return await self.http.post(
+            "/api/v1/forward_backward",
+            content=message.SerializeToString(),
+            headers={"content-type": PROTOBUF, "x-api-key": key},
+        )
+
+
+def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http: Any) -> Any:
+    """Run a test with a `Server` and check that no task is left; keywords are `HttpLimits`."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        async def serve(folder: Path, **kwargs: Any) -> None:
+            async with running_service(folder, limits=limits) as client:
+                context = Context(service=client.service, limits=HttpLimits(**http))
+                app = make_app(context, keys=keys or Keys(), hosts=None)
+                # Errors that the application raises after its answer do not reach the client, as with a real server.
+                transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as to_app:
+                    try:
+                        await test(Server(app, context, client, to_app), **kwargs)
+                    finally:
+                        client.backend.release()
+
+        async def run(**kwargs: Any) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                async with asyncio.timeout(DEADLINE_S):
+                    await serve(Path(folder) / "storage", **kwargs)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        def sync(**kwargs: Any) -> None:
+            asyncio.run(run(**kwargs))
+
+        return _as_test(sync, test)
+
+    return decorate

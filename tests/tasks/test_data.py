@@ -1,0 +1,240 @@
+"""Rows of files, splits, order and pass rates."""
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pytest
+
+from rl.rollouts.producer import NumberedProblems
+from rl.tasks.data import (
+    DifficultyFilter,
+    ShuffledProblems,
+    choose,
+    content_key,
+    is_held_out,
+    read_pass_rates,
+    read_rows,
+    write_pass_rates,
+)
+from rl.types import LoopPosition, Problem
+
+ROOT = Path(__file__).parent.parent.parent
+ROWS = [{"q": "one", "a": 1}, {"q": "zwei\nü", "a": 2}, {"q": "three", "a": 3}]
+COLUMNS = {"columns.question": "q", "columns.answer": "a"}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+WRITERS = {
+    "rows.jsonl": write_jsonl,
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(str(path)),
+    "rows.csv": lambda path, rows: datasets.Dataset.from_list(rows).to_csv(str(path)),
+    "rows": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(str(path)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_rows_in_order_and_by_number(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path, [{**row, "unused": "x"} for row in ROWS])
+    rows = read_rows(str(path), columns=COLUMNS, cache_folder=str(tmp_path / "cache"))
+    assert list(rows) == ROWS
+    assert (len(rows), rows[2]) == (3, ROWS[2])
+
+
+def refusal(path):
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_rows(str(path), columns=COLUMNS, cache_folder=str(Path(path).parent / "cache"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.jsonl", '{"q": "a"}\n\n{"q": oops}\n', "rows.jsonl cannot be read: "),
+        ("rows.jsonl", '{"q": "a"}', "has no column 'a' (columns.answer); its columns are 'q'"),
+        ("rows.jsonl", "", "rows.jsonl"),
+        ("rows.txt", "text", "ends in '.txt', which is not one of .jsonl, .json, .parquet, .csv"),
+        ("rows.parquet", "no parquet", "rows.parquet cannot be read"),
+        ("folder", None, "folder cannot be read: "),
+        ("missing", None, "is not a local file or folder"),
+    ],
+)
+def test_unreadable_source_is_refused(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    elif name == "folder":
+        (tmp_path / name).mkdir()
+    said = refusal(tmp_path / name)
+    assert name in said
+    assert message in said
+
+
+def test_folder_of_several_splits_names_them(tmp_path):
+    part = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "all"))
+    message = refusal(tmp_path / "all")
+    assert "holds several splits" in message
+    assert str(tmp_path / "all" / "test") in message
+
+
+READ_WITHOUT_NETWORK = """
+import sys
+def refuse(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        print("asked the network:", event, args)
+sys.addaudithook(refuse)
+from rl.tasks.data import read_rows
+print(len(read_rows(sys.argv[1], columns={"columns.question": "q"}, cache_folder=sys.argv[2])))
+try:
+    read_rows("openai/gsm8k", columns={})
+except ValueError:
+    print("refused")
+"""
+
+
+@pytest.mark.medium
+def test_network_is_not_used(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    argv = [sys.executable, "-c", READ_WITHOUT_NETWORK, str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n") == ["3", "refused", ""]
+
+
+KEYS = [content_key(f"question {i}") for i in range(4000)]
+
+
+def test_key_is_the_same_in_every_run_and_ignores_repeated_white_space():
+    assert content_key(" 2 +  2 = ?\n") == content_key("2 + 2 = ?") == 8487084148984385335
+    assert content_key("two words") != content_key("twowords")
+
+
+def test_larger_share_contains_the_smaller_one():
+    small = {key for key in KEYS if is_held_out(key, share=0.1)}
+    assert small < {key for key in KEYS if is_held_out(key, share=0.2)}
+    assert abs(len(small) / len(KEYS) - 0.1) < 3 * (0.1 * 0.9 / len(KEYS)) ** 0.5
+
+
+def test_choice_is_in_order_and_depends_on_content():
+    chosen = choose(KEYS, 40)
+    assert chosen == sorted(chosen)
+    assert len(set(chosen)) == 40
+    turned = KEYS[::-1]
+    assert {turned[i] for i in choose(turned, 40)} == {KEYS[i] for i in chosen}
+    assert choose([5, 3], 2) == choose([5, 3], None) == [0, 1]
+
+
+def problem_at(place):
+    return Problem(id=str(place), question=f"question {place}", answer="")
+
+
+def shuffled(*, seed="0", num_problems=10, shuffle=True):
+    return ShuffledProblems(problem_at, num_problems=num_problems, seed=seed, shuffle=shuffle)
+
+
+def ids(problems, count):
+    return [problem.id for problem in islice(problems, count)]
+
+
+def test_every_epoch_has_every_problem_once_in_a_new_order():
+    drawn = ids(shuffled(), 30)
+    epochs = [drawn[:10], drawn[10:20], drawn[20:]]
+    assert [sorted(epoch, key=int) for epoch in epochs] == [[str(i) for i in range(10)]] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert drawn == ids(shuffled(), 30) != ids(shuffled(seed="1"), 30)
+    assert ids(shuffled(shuffle=False, num_problems=3), 7) == ["0", "1", "2", "0", "1", "2", "0"]
+
+
+def test_continued_run_asks_only_for_the_problems_it_needs():
+    asked = []
+
+    def counted(place):
+        asked.append(place)
+        return problem_at(place)
+
+    whole = list(islice(NumberedProblems(shuffled(num_problems=1000)), 805))
+    position = LoopPosition(step=3, num_problems=800, outstanding=(790, 12))
+    problems = NumberedProblems(ShuffledProblems(counted, num_problems=1000, seed="0"), position)
+    first = list(islice(problems, 7))
+    assert [number for number, _ in first] == [12, 790, 800, 801, 802, 803, 804]
+    assert first == [whole[number] for number, _ in first]
+    assert len(asked) == 7
+
+
+@pytest.mark.parametrize("random_access", [True, False])
+def test_outstanding_problem_stays_outstanding_until_it_is_given(random_access):
+    def drawn_again():
+        return ShuffledProblems(problem_at, num_problems=50, seed="0") if random_access else listed()
+
+    def listed():
+        return iter([problem_at(i) for i in range(50)])
+
+    # Four were under way; continued with places for two.
+    problems = NumberedProblems(
+        drawn_again(), LoopPosition(step=1, num_problems=20, outstanding=(3, 5, 6, 9))
+    )
+    assert [number for number, _ in islice(problems, 2)] == [3, 5]
+    position = problems.position(2, outstanding=(5,))
+    assert position == LoopPosition(step=2, num_problems=20, outstanding=(5, 6, 9))
+    again = NumberedProblems(drawn_again(), position)
+    assert [number for number, _ in islice(again, 5)] == [5, 6, 9, 20, 21]
+    assert again.position(3, outstanding=()) == LoopPosition(step=3, num_problems=22, outstanding=())
+
+
+@pytest.mark.parametrize(
+    ("rate", "kept"), [(0.0, False), (0.1, True), (0.5, True), (0.9, True), (1, False), (None, True)]
+)
+def test_rates_within_the_bounds_are_kept(rate, kept):
+    assert DifficultyFilter(column="rate", min=0.1, max=0.9).keeps(rate) is kept
+    strict = DifficultyFilter(column="rate", min=0.1, max=0.9, unrated="drop")
+    assert strict.keeps(rate) is (kept and rate is not None)
+
+
+def test_rates_that_are_written_are_read_again(tmp_path):
+    rates = {"train.jsonl:1": 0.125, 'ü "quoted"': 1.0}
+    write_pass_rates(tmp_path / "rates.jsonl", rates)
+    assert read_pass_rates(str(tmp_path / "rates.jsonl")) == rates
+    assert [path.name for path in tmp_path.iterdir()] == ["rates.jsonl"]
+    (tmp_path / "by_number.jsonl").write_text('{"id": 7, "pass_rate": 1, "num": 4}\n\n')
+    assert read_pass_rates(str(tmp_path / "by_number.jsonl")) == {"7": 1.0}
+    with pytest.raises(ValueError, match="the pass rate nan is not a number from 0 to 1"):
+        write_pass_rates(tmp_path / "rates.jsonl", {"a": float("nan")})
+    assert read_pass_rates(str(tmp_path / "rates.jsonl")) == rates
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "b"}', "line 2: not an 'id' with a 'pass_rate': 'pass_rate'"),
+        ("3", "line 2: not an 'id' with a 'pass_rate': "),
+        ('{"id": "a", "pass_rate": 1}', "line 2: problem 'a' is rated twice"),
+        ('{"id": "b", "pass_rate": 2}', "line 2: not an 'id' with a 'pass_rate': the pass rate 2 is not"),
+        ("{", "line 2: not an 'id'"),
+    ],
+)
+def test_malformed_line_of_rates_is_named(tmp_path, line, message):
+    file = tmp_path / "rates.jsonl"
+    file.write_text('{"id": "a", "pass_rate": 0}\n' + line)
+    with pytest.raises(ValueError, match=r"rates\.jsonl, ") as caught:
+        read_pass_rates(str(file))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "column=None, file=None: exactly one must say"),
+        ({"column": "rate", "file": "rates.jsonl"}, "exactly one must say"),
+        ({"column": "rate", "min": 0.5, "max": 0.4}, "min=0.5, max=0.4"),
+    ],
+)
+def test_invalid_filter_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DifficultyFilter(**settings)

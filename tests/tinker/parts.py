@@ -1,0 +1,157 @@
+"""A small base model, models trained on it, data and calls for the tests of the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinker import AdamParams
+
+from rl.tinker.backend import TinkerBackend
+from rl.tinker.base import Base
+from rl.tinker.datums import make_loss, metrics_of, optim_params, wire_samples
+from rl.tinker.limits import Limits
+from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.sample_calls import checked_request
+from rl.tinker.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoRASettings,
+    LossCall,
+    ModelSettings,
+    SampleOutput,
+    SampleRequest,
+)
+from rl.training.config import TrainingConfig
+from tests.support.fake_tinker import prompt
+from tests.training.parts import write_assets
+
+NAME, CONTEXT, VOCAB = "small", 64, 320
+TRAINING = TrainingConfig(max_tokens_per_microbatch=128)
+CROSS_ENTROPY, PPO = LossCall(name="cross_entropy"), LossCall(name="ppo")
+
+
+def base_config(folder: Path, *, tie: bool = True, batch_invariant: bool = False) -> Base.Config:
+    """Return a config of width 36; write its folder unless it exists."""
+    if not folder.exists():
+        write_assets(folder, tie=tie)
+    return Base.Config(name=NAME, folder=str(folder), batch_invariant=batch_invariant)
+
+
+def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:
+    base = base_config(folder, **options)
+    backend: LocalTinkerBackend = LocalTinkerBackend.Config(
+        base=base, training=TRAINING, device="cpu", gather_s=0.0
+    ).build()
+    return backend
+
+
+def settings(rank: int = 4, **lora: Any) -> ModelSettings:
+    """Return adapter settings, or for rank 0 those of a model with all parameters trained."""
+    adapters = LoRASettings(rank=rank, **({"seed": 5} | lora)) if rank else None
+    return ModelSettings(base_model=NAME, lora=adapters)
+
+
+# Data
+
+
+def datum(tokens: list[int], targets: Any = None, **inputs: Any) -> Datum:
+    """Return a datum whose targets default to the next tokens, with 7 at the end."""
+    if targets is None:
+        targets = [*tokens[1:], 7]
+    found: Mapping[str, Any] = {
+        "target_tokens": np.array(targets, np.int64),
+        **{name: np.asarray(values, np.float32) for name, values in inputs.items()},
+    }
+    return Datum(tokens=np.array(tokens, np.int32), loss_inputs=found)
+
+
+def random_data(count: int, *, seed: int, policy: bool = False, vocab: int = 256) -> list[Datum]:
+    """Return data of 4 to 23 tokens, with no weight or advantage on the first third."""
+    random = np.random.default_rng(seed)
+    data = []
+    for _ in range(count):
+        num_tokens = int(random.integers(4, 24))
+        tokens = random.integers(0, vocab, num_tokens).tolist()
+        counts = np.arange(num_tokens) >= num_tokens // 3
+        if policy:
+            advantages = np.where(counts, random.normal(0, 1), 0.0)
+            logprobs = np.where(counts, random.normal(-5.7, 0.3, num_tokens), 0.0)
+            data.append(datum(tokens, advantages=advantages, logprobs=logprobs))
+        else:
+            data.append(datum(tokens, weights=counts))
+    return data
+
+
+# Calls on a backend, translated as the service translates them
+
+
+async def add_gradient(
+    backend: TinkerBackend,
+    model_id: str,
+    data: list[Datum],
+    call: LossCall = CROSS_ENTROPY,
+    *,
+    backward: bool = True,
+) -> ForwardBackwardOutput:
+    samples = wire_samples(data, call, backend.base_models[0])
+    result = await backend.forward_backward(
+        model_id, samples.samples, loss=make_loss(call), backward=backward
+    )
+    return ForwardBackwardOutput(
+        logprobs=samples.logprobs(result.logprobs or ()), metrics=metrics_of(result, call)
+    )
+
+
+async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
+    """Step and return the norm of the gradient."""
+    params = optim_params(AdamParams(**{"learning_rate": 1e-2} | adam))
+    return (await backend.optim_step(model_id, params)).grad_norm
+
+
+async def train(
+    backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: int = 2
+) -> list[ForwardBackwardOutput]:
+    """Make steps of cross entropy and ppo in turns; return their outputs."""
+    outputs = []
+    for number in range(steps):
+        data = random_data(5, seed=seed + number, policy=number % 2 == 1)
+        outputs.append(await add_gradient(backend, model_id, data, PPO if number % 2 else CROSS_ENTROPY))
+        await step(backend, model_id)
+    return outputs
+
+
+async def created(
+    backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2
+) -> list[ForwardBackwardOutput]:
+    """Create a model and train it a few steps; rank 0 trains all parameters."""
+    await backend.create_model(model_id, settings(rank))
+    return await train(backend, model_id, steps=steps)
+
+
+def request(base: Any, tokens: list[int], **how: Any) -> SampleRequest:
+    """Check a call against a `BaseModel`; 8 tokens with seed 3 by default."""
+    return checked_request(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base, Limits())
+
+
+async def sampled(backend: TinkerBackend, sampler_id: str, **how: Any) -> SampleOutput:
+    """Sample 12 tokens, greedily unless told otherwise."""
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "stop": ()} | how
+    return await backend.sample(sampler_id, request(backend.base_models[0], [3, 1, 4, 1, 5], **asked))
+
+
+def tokens_of(output: SampleOutput) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in output.completions]
+
+
+def assert_same_outputs(
+    found: list[ForwardBackwardOutput], expected: list[ForwardBackwardOutput], *, atol: float = 1e-5
+) -> None:
+    """Compare logprobs and losses of `forward_backward`; an `atol` of 0 asks for equal bits."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.metrics.keys() == theirs.metrics.keys()
+        np.testing.assert_allclose(mine.metrics["loss:sum"], theirs.metrics["loss:sum"], rtol=atol, atol=atol)
+        for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=atol, rtol=0)

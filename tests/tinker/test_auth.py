@@ -1,0 +1,237 @@
+"""API keys and their owners, and the guard in front of the application."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from rl.tinker.auth import Guard, Keys, read_keys
+from rl.tinker.limits import HttpLimits
+
+ALICE, BOB = "tml-" + "a" * 20, "tml-" + "b" * 20
+
+
+def write(folder, text, mode=0o600):
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_each_key_has_an_owner_that_hides_it():
+    keys = Keys([ALICE, BOB])
+
+    alice, bob = keys.owner(ALICE.encode()), keys.owner(BOB.encode())
+
+    assert alice is not None
+    assert alice != bob
+    assert alice == Keys([BOB, ALICE]).owner(ALICE.encode())
+    assert len(alice) == 64
+    assert "aaaa" not in alice
+
+
+@pytest.mark.parametrize("key", [b"", b"tml-", ALICE.encode()[:-1], ALICE.encode() + b" ", b"\xff\x00"])
+def test_unknown_key_is_rejected(key):
+    assert Keys([ALICE]).owner(key) is None
+
+
+def test_without_configured_keys_each_key_is_its_own_owner():
+    keys = Keys()
+
+    assert not keys.configured
+    assert keys.owner(b"tml-x") != keys.owner(b"tml-y")
+    assert keys.owner(b"") is None
+
+
+def test_file_has_one_key_per_line(tmp_path):
+    file = write(tmp_path, f"# for the notebook\n{ALICE}\n\n  {BOB}  # second\n")
+
+    keys = read_keys(file=file, environment=None)
+
+    assert keys.owner(ALICE.encode())
+    assert keys.owner(BOB.encode())
+    assert keys.owner(b"# for the notebook") is None
+
+
+def test_environment_variable_has_keys_between_commas(monkeypatch):
+    monkeypatch.setenv("RELAY_KEYS", f"{ALICE}, {BOB}")
+
+    keys = read_keys(file=None, environment="RELAY_KEYS")
+
+    assert keys.owner(BOB.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "there are none"),
+        ("sk-aaaaaaaaaaaaaaaaaaaaaaaa", "API key 1: must be printable ASCII that begins with 'tml-'"),
+        (f"{ALICE}\ntml-short", "API key 2: 9 characters, must be at least 20"),
+        ("tml-aaaaaaaaaaaaaaaaa aaaaaa", "API key 1"),
+    ],
+)
+def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, said):
+    with pytest.raises(ValueError, match="keys_file=") as error:
+        read_keys(file=write(tmp_path, text), environment=None)
+
+    assert said in str(error.value)
+    assert not any(line in str(error.value) for line in text.splitlines())
+
+
+def test_file_that_others_can_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="others may read or write it; chmod 600"):
+        read_keys(file=write(tmp_path, ALICE, 0o640), environment=None)
+
+
+def test_missing_keys_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_keys(file=str(tmp_path / "none"), environment=None)
+    with pytest.raises(ValueError, match="keys_env='NO_SUCH': no such environment variable"):
+        read_keys(file=None, environment="NO_SUCH")
+    with pytest.raises(ValueError, match="give one of them"):
+        read_keys(file="keys", environment="KEYS")
+
+
+# Guard
+
+KEY = "tml-" + "k" * 20
+
+
+LIMITS = HttpLimits(body_bytes=100, json_bytes=100, held_bytes=1000, body_timeout_s=10.0)
+
+
+class Inner:
+    """Application that answers with the owner when `go_on` is set."""
+
+    def __init__(self):
+        self.bodies = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def __call__(self, scope, receive, send):
+        self.bodies.append((await receive())["body"])
+        await self.go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": scope["state"]["owner"].encode()})
+
+
+def guard(inner, *, keys=None, hosts=None, **limits):
+    return Guard(inner, keys=keys or Keys(), hosts=hosts, limits=replace(LIMITS, **limits))
+
+
+async def call(app, *, chunks=(b"",), headers=None, path="/api/v1/x", ends=True):
+    """Return status and body; with `ends=False` the client stops sending and stays connected."""
+    messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    messages[-1]["more_body"] = not ends
+    left, sent = list(messages), []
+
+    async def receive():
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    named = {"host": "127.0.0.1:8000", "x-api-key": KEY} | (headers or {})
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in named.items()],
+    }
+    await asyncio.wait_for(app(scope, receive, send), 30)
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], body if sent[0]["status"] == 200 else json.loads(body)["detail"]
+
+
+def run(*, chunks=(b"",), headers=None, ends=True, **settings):
+    async def once():
+        inner = Inner()
+        status, body = await call(guard(inner, **settings), chunks=chunks, headers=headers, ends=ends)
+        return status, body, inner
+
+    return asyncio.run(once())
+
+
+def test_body_arrives_whole_with_its_owner():
+    status, owner, inner = run(chunks=(b"ab", b"c"))
+
+    expected = Keys().owner(KEY.encode())
+    assert expected is not None
+    assert (status, owner) == (200, expected.encode())
+    assert inner.bodies == [b"abc"]
+
+
+@pytest.mark.parametrize("key", ["", "tml-other-key-of-somebody", "k" * 5000, "tml-\xff"])
+def test_unknown_key_is_refused_before_the_body(key):
+    sent: dict[str, str] = {"x-api-key": key}
+    status, detail, inner = run(keys=Keys([KEY]), headers=sent)
+
+    assert status == 401
+    assert inner.bodies == []
+    assert not key or key not in detail
+
+
+def test_large_body_is_refused_by_its_header_and_by_its_bytes():
+    by_header = run(headers={"content-length": "101"})
+    by_bytes = run(chunks=(b"x" * 60, b"x" * 41))
+    lied = run(chunks=(b"x" * 60, b"x" * 41), headers={"content-length": "5"})
+    most = run(chunks=(b"x" * 60, b"x" * 40))
+
+    assert [by_header[0], by_bytes[0], lied[0], most[0]] == [413, 413, 413, 200]
+    assert "larger than the allowed 100 bytes" in by_bytes[1]
+    assert by_bytes[2].bodies == []
+
+
+@pytest.mark.parametrize("said", [{"content-length": "41"}, {}])
+def test_body_that_may_be_json_has_the_smaller_limit(said):
+    types = ("application/json", "text/plain", "", "Application/X-Protobuf; v=1")
+    statuses = [
+        run(chunks=(b"x" * 41,), headers=said | {"content-type": one}, json_bytes=40)[0] for one in types
+    ]
+
+    assert statuses == [413, 413, 413, 200]
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "1e3", "-1", "\xb2"])
+def test_invalid_content_lengths_are_harmless(length):
+    assert run(headers={"content-length": length})[0] in (200, 413)
+
+
+def test_unknown_encoding_is_refused():
+    status, detail, _ = run(headers={"content-encoding": "zstd"})
+
+    assert (status, detail) == (415, "Content-Encoding: 'zstd', must be identity")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:8000", "LOCALHOST:1"])
+def test_hosts_of_this_machine_are_accepted(host):
+    assert run(hosts=("localhost", "127.0.0.1", "::1"), headers={"host": host})[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", ""])
+def test_other_hosts_are_refused(host):
+    assert run(hosts=("localhost", "127.0.0.1"), headers={"host": host})[0] == 421
+
+
+def test_body_that_does_not_arrive_times_out():
+    status, detail, _ = run(chunks=(b"a",), ends=False, body_timeout_s=0.05)
+
+    assert (status, detail) == (408, "the body did not arrive within 0.05 s")
+
+
+def test_size_limit_counts_all_unanswered_bodies_together():
+    async def scenario():
+        inner = Inner()
+        app = guard(inner, held_bytes=150)
+        inner.go_on.clear()
+        first = asyncio.create_task(call(app, chunks=(b"x" * 100,)))
+        while not inner.bodies:
+            await asyncio.sleep(0)
+        second = await call(app, chunks=(b"x" * 51,))
+        inner.go_on.set()
+        return [(await first)[0], second[0], (await call(app, chunks=(b"x" * 100,)))[0]]
+
+    assert asyncio.run(scenario()) == [200, 429, 200]

@@ -1,0 +1,495 @@
+"""The backend in this process: numbers of training and sampling, files, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl.tinker.base import Base
+from rl.tinker.datums import MIN_EPS
+from rl.tinker.local import LocalTinkerBackend
+from rl.tinker.types import InvalidRequestError, NotFoundError
+from rl.training.config import TrainingConfig
+from rl.training.models import check_config
+from tests.tinker.parts import (
+    PPO,
+    add_gradient,
+    assert_same_outputs,
+    base_config,
+    created,
+    datum,
+    local_backend,
+    random_data,
+    request,
+    sampled,
+    settings,
+    step,
+    tokens_of,
+    train,
+)
+
+DATA = random_data(5, seed=1)
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "tied"
+    base_config(folder)
+    return folder
+
+
+def with_backend(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test with a started backend as its first argument."""
+
+    @wraps(test)
+    def run(assets: Path, tmp_path: Path, **kwargs: Any) -> None:
+        async def main() -> None:
+            backend = local_backend(assets)
+            await backend.start()
+            try:
+                await test(backend, tmp_path, **kwargs)
+            finally:
+                await backend.close()
+
+        asyncio.run(asyncio.wait_for(main(), 120))
+
+    parameters = list(inspect.signature(test).parameters.values())[1:]
+    fixture = inspect.Parameter("assets", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([fixture, *parameters])  # type: ignore[attr-defined]
+    return run
+
+
+def engine_of(backend: LocalTinkerBackend, model_id: str) -> Any:
+    return backend._workers.models[model_id]  # type: ignore[union-attr]
+
+
+def weights(backend: LocalTinkerBackend, model_id: str) -> dict[str, torch.Tensor]:
+    trained = engine_of(backend, model_id).policy.trained_parameters
+    return {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Training
+
+
+@with_backend
+async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own(backend, tmp_path):
+    for model_id, rank in (("a", 4), ("b", 2), ("full", 0)):
+        await backend.create_model(model_id, settings(rank))
+    frozen = backend._workers.models.frozen
+    before = {name: tensor.clone() for name, tensor in frozen.items()}
+    own = {name: tensor.data_ptr() for name, tensor in frozen.items()}
+    for model_id in ("a", "b"):
+        parameters = engine_of(backend, model_id).policy.parameters
+        assert {name: parameters[name].data_ptr() for name in own} == own
+    full = engine_of(backend, "full").policy.parameters
+    assert not any(p.data_ptr() in own.values() for p in full.values())
+    for model_id in ("a", "full"):
+        await train(backend, model_id)
+    assert equal(before, frozen)
+
+
+@with_backend
+async def test_models_trained_at_once_have_the_bits_of_each_alone(backend, tmp_path):
+    alone = [await created(backend, f"alone {rank}", rank=rank, steps=3) for rank in (4, 0)]
+    for rank in (4, 0):
+        await backend.create_model(f"both {rank}", settings(rank))
+    both = await asyncio.gather(*(train(backend, f"both {rank}", steps=3) for rank in (4, 0)))
+    for one, other in zip(alone, both, strict=True):
+        assert_same_outputs(one, other, atol=0)
+
+
+@with_backend
+async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend, tmp_path):
+    torch.manual_seed(1)
+    expected = torch.rand(1).item()
+    torch.manual_seed(1)
+    for model_id, made in (("a", settings(seed=7)), ("b", settings(seed=7)), ("c", settings(seed=None))):
+        await backend.create_model(model_id, made)
+    assert torch.rand(1).item() == expected  # the process's own generator
+    await backend.create_model("full", settings(0))
+    lora, full = [await add_gradient(backend, model_id, DATA, backward=False) for model_id in ("a", "full")]
+    assert_same_outputs([lora], [full])
+    assert equal(weights(backend, "a"), weights(backend, "b"))
+    assert not equal(weights(backend, "a"), weights(backend, "c"))
+
+
+@pytest.mark.parametrize(
+    ("trains", "layers"),
+    [
+        ({"train_mlp": False, "train_unembed": False}, {"qkv_proj_lora", "o_proj_lora"}),
+        ({"train_attn": False, "train_unembed": False}, {"gate_up_proj_lora", "down_proj_lora"}),
+    ],
+    ids=["attention", "feed-forward"],
+)
+@with_backend
+async def test_settings_choose_the_adapted_layers(backend, tmp_path, trains, layers):
+    await backend.create_model("m", settings(16, **trains))
+    assert {name.split(".")[-2] for name in weights(backend, "m")} == layers
+    (lora,) = engine_of(backend, "m").policy.converters.members
+    assert lora.config.scale == 32 / 16
+
+
+@with_backend
+async def test_chunks_of_a_batch_give_the_gradient_of_the_whole(backend, tmp_path):
+    data = random_data(6, seed=4, policy=True)
+    norms = []
+    for model_id, chunks in (("whole", [data]), ("parts", [data[i : i + 2] for i in (0, 2, 4)])):
+        await backend.create_model(model_id, settings())
+        for chunk in chunks:
+            await add_gradient(backend, model_id, chunk, PPO)
+        await add_gradient(backend, model_id, data, PPO, backward=False)  # adds nothing
+        norms.append(await step(backend, model_id))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0.1
+
+
+@with_backend
+async def test_step_without_a_gradient_is_a_step_of_zeros(backend, tmp_path):
+    await backend.create_model("m", settings(0))
+    await add_gradient(backend, "m", DATA)
+    policy = engine_of(backend, "m").policy
+    parameters = [p.detach().clone().requires_grad_() for p in policy.parameters.values()]
+    adam = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
+    for parameter, mine in zip(parameters, policy.parameters.values(), strict=True):
+        parameter.grad = mine.grad.clone()
+    adam.step()
+    assert await step(backend, "m", weight_decay=0.1) > 1.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    adam.step()
+    assert await step(backend, "m", weight_decay=0.1) == 0.0
+    for parameter, mine in zip(parameters, policy.parameters.values(), strict=True):
+        torch.testing.assert_close(mine.detach(), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@with_backend
+async def test_smallest_eps_leaves_parameters_without_a_gradient(backend, tmp_path):
+    await backend.create_model("m", settings())
+    await add_gradient(backend, "m", DATA)
+    before = weights(backend, "m")
+    await step(backend, "m", learning_rate=0.1, eps=MIN_EPS)
+    for name, tensor in weights(backend, "m").items():
+        assert torch.isfinite(tensor).all(), name
+        assert torch.equal(tensor, before[name]) == name.endswith("lora_a"), name
+
+
+@with_backend
+async def test_gradient_is_clipped_on_request(backend, tmp_path):
+    moved = []
+    for clip in (0.0, 0.5):
+        await backend.create_model(f"{clip}", settings(0))
+        before = weights(backend, f"{clip}")
+        await add_gradient(backend, f"{clip}", DATA)
+        # With so large an eps a step is almost the gradient itself.
+        adam = {"learning_rate": 1.0, "eps": 1e6, "beta1": 0.0, "beta2": 0.0}
+        assert await step(backend, f"{clip}", **adam, grad_clip_norm=clip) > 0.5
+        after = weights(backend, f"{clip}")
+        moved.append(math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in before)) * 1e6)
+    assert moved[1] == pytest.approx(0.5, rel=0.1)
+    assert moved[0] > 1.5 * moved[1]
+
+
+@with_backend
+async def test_loss_and_weights_that_are_not_finite_are_refused(backend, tmp_path):
+    await backend.create_model("m", settings())
+    before = weights(backend, "m")
+    huge = datum([1, 2], weights=[3e38, 3e38])
+    await add_gradient(backend, "m", DATA)
+    for backward in (True, False):
+        with pytest.raises(InvalidRequestError, match=r"not a finite number .*is dropped"):
+            await add_gradient(backend, "m", [huge], backward=backward)
+    assert await step(backend, "m", weight_decay=0.0) == 0.0
+    assert equal(before, weights(backend, "m"))
+    await add_gradient(backend, "m", DATA)
+    await step(backend, "m", learning_rate=1e30)
+    with pytest.raises(InvalidRequestError, match="its weights have diverged"):
+        await backend.publish("m", "diverged")
+
+
+@with_backend
+async def test_policy_losses_report_sums_and_maxima(backend, tmp_path):
+    await backend.create_model("m", settings())
+    data = random_data(4, seed=6, policy=True)
+    metrics = (await add_gradient(backend, "m", data, PPO)).metrics
+    assert set(metrics) == {
+        "loss:sum", "num_tokens:sum", "entropy:sum", "num_clipped:sum",
+        "logprob_diff:sum", "logprob_diff:max",
+    }  # fmt: skip
+    assert metrics["num_tokens:sum"] == sum(int((d.loss_inputs["advantages"] != 0).sum()) for d in data)
+
+
+# Files
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["lora", "all parameters"])
+@with_backend
+async def test_loaded_model_continues_with_the_same_bits(backend, tmp_path, rank):
+    await created(backend, "m", rank=rank)
+    await backend.save_model("m", tmp_path, optimizer=True)
+    expected = await train(backend, "m")
+    await backend.create_model("n", settings(rank, **({"seed": 99} if rank else {})))
+    await add_gradient(backend, "n", DATA)  # Loading drops it.
+    await backend.load_model("n", tmp_path, optimizer=True)
+    assert_same_outputs(await train(backend, "n"), expected, atol=0)
+    await backend.load_model("n", tmp_path, optimizer=False)
+    states = engine_of(backend, "n").optimizer.state_tensors().values()
+    assert all(tensor.count_nonzero() == 0 for state in states for tensor in state.values())
+    assert not any("embed" in name for name in weights(backend, "m")) or rank == 0
+    await backend.create_model("other", settings(8, train_mlp=False))
+    with pytest.raises(InvalidRequestError, match="the saved model's lora is"):
+        await backend.load_model("other", tmp_path, optimizer=True)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def edit(**change: Any) -> Callable[[Path], object]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+@with_backend
+async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
+    await created(backend, "m", rank=2)
+    before = weights(backend, "m")
+    cases: tuple[tuple[str, Callable[[Path], object], str], ...] = (
+        ("weights.safetensors", Path.unlink, "file weights.safetensors is missing"),
+        ("optimizer.safetensors", flip, "file optimizer.safetensors is damaged"),
+        ("model.json", Path.unlink, "file model.json is missing"),
+        ("model.json", truncate, "file model.json is damaged"),
+        ("model.json", edit(format=9), "the saved model's format is 9, but this model's is"),
+        ("model.json", edit(base="x"), "the saved model's base is 'x'"),
+        ("model.json", edit(files={}), r"has no weights\.safetensors: it was saved to sample from"),
+        ("model.json", lambda file: file.write_text("[]"), "file model.json is damaged"),
+    )
+    for number, (name, damage, says) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        await backend.save_model("m", folder, optimizer=True)
+        damage(folder / name)
+        with pytest.raises(InvalidRequestError, match=says):
+            await backend.load_model("m", folder, optimizer=True)
+    assert equal(before, weights(backend, "m"))
+
+
+# Sampling
+
+
+@with_backend
+async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend, tmp_path):
+    await backend.create_model("m", settings())
+    await backend.open_sampler("base", settings(), None)
+    await backend.publish("m", "fresh")
+    await train(backend, "m", steps=3)
+    await backend.publish("m", "trained")
+    await backend.save_model("m", tmp_path, optimizer=False)
+    await backend.open_sampler("saved", settings(), tmp_path)
+    names = ["base", "fresh", "trained", "saved"] * 2
+    pending = [asyncio.create_task(sampled(backend, name)) for name in names]
+    await train(backend, "m")
+    base, fresh, trained, saved, *again = [tokens_of(output) for output in await asyncio.gather(*pending)]
+    assert again == [base, fresh, trained, saved]
+    assert base == fresh
+    assert trained == saved != base
+    for name in names[:4]:
+        await backend.close_sampler(name)
+        with pytest.raises(NotFoundError, match="there is no sampler"):
+            await sampled(backend, name)
+    assert len(backend._workers._pushed) == 1  # the base stays
+
+
+@pytest.mark.parametrize(
+    ("rank", "tie"),
+    [(4, False), (0, True)],
+    ids=["lora of the head too", "all parameters"],
+)
+def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp_path, rank, tie):
+    async def main() -> None:
+        backend = local_backend(tmp_path / "base", tie=tie, batch_invariant=True)
+        await backend.start()
+        await created(backend, "m", rank=rank)
+        await backend.publish("m", "s")
+        (base,) = backend.base_models
+        asked = [request(base, [5, 6, 7, n], num_samples=2, max_tokens=12, stop=()) for n in range(3)]
+        outputs = await asyncio.gather(*(backend.sample("s", one) for one in asked))
+        data = []
+        for one, output in zip(asked, outputs, strict=True):
+            for drawn in output.completions:
+                whole = np.concatenate([one.prompt, drawn.token_ids]).tolist()
+                logprobs = np.append(np.zeros(3), drawn.logprobs)
+                data.append(datum(whole[:-1], whole[1:], logprobs=logprobs, advantages=logprobs != 0))
+        found = await add_gradient(backend, "m", data, PPO)
+        assert found.metrics["logprob_diff:max"] == found.metrics["num_clipped:sum"] == 0.0
+        assert found.metrics["loss:sum"] == -72.0
+        whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
+        scored = await backend.sample("s", request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
+        assert scored.prompt_logprobs is not None
+        assert np.array_equal(scored.prompt_logprobs[1:], found.logprobs[0])
+        await backend.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@with_backend
+async def test_requests_are_answered_together_without_changing_each_other(backend, tmp_path):
+    await backend.open_sampler("s", settings(), None)
+    (base,) = backend.base_models
+    mine = request(base, PROMPT, seed=11, num_samples=3)
+    alone = tokens_of(await backend.sample("s", mine))
+    others = [
+        request(base, [9, 9], seed=4, num_samples=3, max_tokens=20),
+        request(base, PROMPT, seed=12, num_samples=3),
+        request(base, PROMPT, seed=11, num_samples=3, temperature=0.5),
+    ]
+    leaves = asyncio.create_task(
+        backend.sample("s", request(base, [8], num_samples=3, max_tokens=60, stop=()))
+    )
+    groups = asyncio.gather(*(backend.sample("s", one) for one in (others[0], mine, *others[1:], mine)))
+    await asyncio.sleep(0.01)
+    leaves.cancel()
+    found = [tokens_of(output) for output in await groups]
+    assert found[1] == found[4] == alone
+    assert found[2] != alone != found[3]
+    assert len(set(map(tuple, alone))) == 3
+
+
+@with_backend
+async def test_greedy_top_k_and_top_p_narrow_the_distribution(backend, tmp_path):
+    await backend.open_sampler("s", settings(), None)
+    greedy = tokens_of(await sampled(backend, "s"))
+    for how in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-30}):
+        assert tokens_of(await sampled(backend, "s", **({"temperature": 1.0} | how))) == greedy
+    assert tokens_of(await sampled(backend, "s", temperature=1.0, seed=1)) != greedy
+    filled = await sampled(backend, "s", max_tokens=None)
+    assert len(tokens_of(filled)[0]) == 64 - 5
+    assert filled.completions[0].finish_reason == "length"
+
+
+@with_backend
+async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend, tmp_path):
+    said = "naïve: end.Q and on".encode()
+    end = backend.base_models[0].stop_token_ids[-1]
+    await backend.create_model("m", settings(0))
+    for _ in range(40):
+        continued = [*PROMPT, *said, end, 66]
+        await add_gradient(backend, "m", [datum(continued[:-1], continued[1:])])
+        await step(backend, "m")
+    await backend.publish("m", "s")
+    (base,) = backend.base_models
+
+    async def ends(stop: object) -> str:
+        asked = request(base, PROMPT, temperature=0.0, stop=stop, max_tokens=len(said) + 1)
+        (completion,) = (await backend.sample("s", asked)).completions
+        tokens = [token for token in completion.token_ids.tolist() if token != end]
+        return f"{bytes(tokens).decode()} {completion.finish_reason}"
+
+    assert await ends([": end"]) == "naïve: end stop"
+    assert await ends(["ï"]) == "naï stop"
+    assert await ends(["Q", "end"]) == "naïve: end stop"
+    assert await ends([ord("d")]) == "naïve: end stop"
+    assert await ends(None) == "naïve: end.Q and on stop"  # the tokenizer's end of text
+    assert await ends([]) == "naïve: end.Q and on length"
+
+
+@with_backend
+async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend, tmp_path):
+    await created(backend, "m")
+    await backend.publish("m", "s")
+    (base,) = backend.base_models
+    asked = request(base, [5, 6, 7, 300], prompt_logprobs=True, topk_prompt_logprobs=2)
+    found = await backend.sample("s", asked)
+    every = datum([5, 6, 7], [list(range(320))] * 3)
+    (logprobs,) = (await add_gradient(backend, "m", [every], backward=False)).logprobs
+    assert math.isnan(found.prompt_logprobs[0])
+    np.testing.assert_allclose(found.prompt_logprobs[1:], logprobs[range(3), [6, 7, 300]], atol=1e-5)
+    top = found.topk_prompt_logprobs
+    assert top.token_ids[0].tolist() == [-1, -1]
+    assert top.token_ids[1:].tolist() == np.argsort(-logprobs, axis=1)[:, :2].tolist()
+    np.testing.assert_allclose(top.logprobs[1:], -np.sort(-logprobs, axis=1)[:, :2], atol=1e-5)
+    full = await backend.sample("s", request(base, [7] * 64, prompt_logprobs=True, num_samples=2))
+    assert tokens_of(full) == [[], []]
+
+
+# Life and config
+
+
+@with_backend
+async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend, tmp_path):
+    for model_id in ("m", "n"):
+        await backend.create_model(model_id, settings())
+    await backend.open_sampler("s", settings(), None)
+    training = asyncio.create_task(train(backend, "m"))
+    calls = [asyncio.create_task(step(backend, "n")) for _ in range(3)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait([training, *calls])
+    assert all(call.cancelled() for call in calls)
+    assert engine_of(backend, "n").policy_version == 0
+    await backend.delete_model("n")
+    with pytest.raises(NotFoundError, match="there is no model 'n'"):
+        await step(backend, "n")
+    waits = [asyncio.create_task(sampled(backend, "s", max_tokens=50)) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    await backend.close()
+    await backend.close()
+    for late in (*waits, step(backend, "m")):
+        with pytest.raises(RuntimeError, match="closed"):
+            await late
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: LocalTinkerBackend.Config(num_threads=0), "num_threads=0: must be at least 1"),
+        (lambda: LocalTinkerBackend.Config(gather_s=-1.0), "gather_s=-1.0: must be a finite number of at"),
+        (lambda: Base.Config(name="a", max_lora_rank=0), "max_lora_rank=0: must be at least 1"),
+        (lambda: Base.Config(name=" a"), "must be printable, not empty and without outer spaces"),
+    ],
+)
+def test_invalid_config_is_refused_by_field_and_value(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        (TrainingConfig(max_tokens_per_microbatch=62), "max_tokens_per_microbatch=62: must be at least 63"),
+        (TrainingConfig(cpu_offload=True), r"training\.cpu_offload=True: must be False"),
+    ],
+)
+def test_training_that_does_not_fit_is_refused_at_the_start(assets, training, says):
+    config = dataclasses.replace(local_backend(assets).config, training=training)
+    with pytest.raises(ValueError, match=says):
+        asyncio.run(config.build().start())
+
+
+def test_models_have_no_converters_in_common():
+    from rl.models.lora import LoRA
+    from rl.training.engine import TrainingEngine
+
+    with pytest.raises(ValueError, match="converters: must be"):
+        check_config(TrainingEngine.Config(converters=(LoRA.Config(),)))

@@ -1,0 +1,71 @@
+"""The official client on a server that it starts in this process."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+import tinker
+
+from rl.tinker import ServiceClient
+from rl.tinker.client import make_backend
+from tests.support.tinker_data import text_datum
+
+pytestmark = [pytest.mark.timeout(120)]
+TIMEOUT_S = 60
+
+
+def server_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "tinker-server"]
+
+
+@pytest.mark.medium
+def test_client_trains_samples_and_ends_with_its_server_inside_a_running_loop(tmp_path):
+    async def notebook():
+        service = ServiceClient(backend="tiny", storage_folder=tmp_path / "storage")
+        training = await service.create_lora_training_client("tiny", rank=4, seed=1)
+        data = [text_datum("a rose is a rose")]
+        losses = []
+        for _ in range(3):
+            gradient = training.forward_backward(data, "cross_entropy")
+            training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+            losses.append(gradient.result(TIMEOUT_S).metrics["loss:sum"])
+        path = (await training.save_state("kept")).path
+        url = service.base_url
+        await service.close("success")
+        await service.close("success")
+        return losses, path, url
+
+    losses, path, url = asyncio.run(notebook())
+    assert losses[2] < losses[0]
+    assert server_threads() == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/api/v1/healthz")
+    with ServiceClient(backend="tiny", storage_folder=tmp_path / "storage") as service:
+        rest = tinker.RestClient(base_url=service.base_url, api_key=service.api_key)
+        assert rest.get_server_capabilities().result(TIMEOUT_S).supported_models[0].model_name == "tiny"
+        resumed = service.create_training_client_from_state_with_optimizer(path).result(TIMEOUT_S)
+        gradient = resumed.forward_backward([text_datum("a rose is a rose")], "cross_entropy")
+        assert gradient.result(TIMEOUT_S).metrics["loss:sum"] < losses[2]
+
+
+@pytest.mark.medium
+def test_interpreter_that_forgets_to_close_still_ends_cleanly(tmp_path):
+    script = (
+        "from rl.tinker import ServiceClient\n"
+        f"service = ServiceClient(backend='tiny', storage_folder={str(tmp_path)!r})\n"
+        "service.create_lora_training_client('tiny', rank=4).result()\n"
+        "print('ready')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ValueError, match="must be a Backend, its config, or the name of a config"):
+        make_backend(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no_such"):
+        make_backend("no_such")

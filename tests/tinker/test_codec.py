@@ -1,0 +1,231 @@
+"""The codec against the official client's own conversion, and against hostile input."""
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types.forward_backward_input import ForwardBackwardInput
+from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+from rl.tinker.codec import (
+    decode_forward_backward,
+    encode_forward_backward,
+    encode_sample,
+    parse_forward_backward,
+)
+from rl.tinker.types import ForwardBackwardOutput, InvalidRequestError, SampleOutput, TopLogprobs
+from rl.types import Completion
+
+
+def datum(tokens, **inputs):
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def ints(values):
+    return tinker.TensorData(data=values, dtype="int64", shape=[len(values)])
+
+
+def floats(values):
+    return tinker.TensorData(data=values, dtype="float32", shape=[len(values)])
+
+
+def request(*data, loss_fn="cross_entropy", config=None):
+    return forward_backward_request_to_proto(
+        ForwardBackwardRequest(
+            model_id="s:train:0",
+            seq_id=3,
+            forward_backward_input=ForwardBackwardInput(
+                data=list(data), loss_fn=loss_fn, loss_fn_config=config
+            ),
+        )
+    )
+
+
+def decode(message, **kwargs):
+    parsed = parse_forward_backward(message.SerializeToString())
+    return decode_forward_backward(parsed, **{"max_values": 1000} | kwargs)
+
+
+def refusal(message, **kwargs):
+    with pytest.raises(InvalidRequestError) as error:
+        decode(message, **kwargs)
+    return str(error.value)
+
+
+def with_tensor(**fields):
+    """Return a request with one datum whose weights are this tensor."""
+    message = request(datum([1, 2], target_tokens=ints([2, 3])))
+    message.data[0].loss_fn_inputs["weights"].CopyFrom(pb.Tensor(**fields))
+    return message
+
+
+NO_CSR = "['weights'].sparse_csr: is no CSR matrix of shape ["
+
+
+def csr(values, crow, col, *, shape):
+    return with_tensor(
+        dtype=pb.DTYPE_FLOAT32,
+        shape=shape,
+        sparse_csr=pb.SparseCsr(
+            values=np.array(values, "<f4").tobytes(),
+            crow_indices=np.array(crow, "<i8").tobytes(),
+            col_indices=np.array(col, "<i8").tobytes(),
+        ),
+    )
+
+
+def test_decoded_data_equal_those_given_to_the_client():
+    message = request(
+        datum([5, 6, 7], target_tokens=ints([6, 7, 8]), weights=floats([0.0, 1.0, -0.5])),
+        datum([9], target_tokens=ints([2**40])),
+        loss_fn="ppo",
+        config={"clip_low_threshold": 0.7},
+    )
+
+    call = decode(message)
+
+    assert (message.model_id, message.seq_id, message.forward_only) == ("s:train:0", 3, False)
+    assert (call.loss.name, call.loss.settings) == ("ppo", {"clip_low_threshold": 0.7})
+    first, second = call.data
+    assert first.tokens.tolist() == [5, 6, 7]
+    assert first.tokens.dtype == np.int32
+    assert first.loss_inputs["target_tokens"].tolist() == [6, 7, 8]
+    assert first.loss_inputs["target_tokens"].dtype == np.int64
+    assert first.loss_inputs["weights"].tolist() == [0.0, 1.0, -0.5]
+    assert first.loss_inputs["weights"].dtype == np.float32
+    assert second.loss_inputs["target_tokens"].tolist() == [2**40]
+
+
+def test_chunks_of_one_input_are_concatenated():
+    two = tinker.ModelInput(
+        chunks=[tinker.EncodedTextChunk(tokens=[1]), tinker.EncodedTextChunk(tokens=[2, 3])]
+    )
+    call = decode(request(tinker.Datum(model_input=two, loss_fn_inputs={})))
+
+    assert call.data[0].tokens.tolist() == [1, 2, 3]
+
+
+def test_sparse_tensor_decodes_to_the_original():
+    dense = torch.zeros(4, 50, dtype=torch.int64)
+    dense[0, 3], dense[0, 40], dense[3, 0] = 7, 8, 9
+    sparse = tinker.TensorData.from_torch_sparse(dense)
+    assert sparse.sparse_crow_indices is not None
+
+    call = decode(request(datum([1, 2, 3, 4], target_tokens=sparse)))
+
+    assert call.data[0].loss_inputs["target_tokens"].tolist() == dense.tolist()
+
+
+def test_tensor_without_a_shape_is_a_row():
+    call = decode(with_tensor(dtype=pb.DTYPE_FLOAT32, dense=np.ones(2, "<f4").tobytes()))
+
+    assert call.data[0].loss_inputs["weights"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            with_tensor(dtype=pb.DTYPE_BFLOAT16, dense=b""),
+            "data[0].loss_fn_inputs['weights'].dtype: DTYPE_BFLOAT16",
+        ),
+        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"123"), "3 bytes are no whole number of float32"),
+        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[2]), "[2] has 2 values, but there"),
+        (
+            with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[1, 1, 1]),
+            "shape: [1, 1, 1], must be [N] or [N, K]",
+        ),
+        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"", shape=[0, 2**62]), "each from 0 to 1000"),
+        (with_tensor(dtype=pb.DTYPE_FLOAT32, dense=b"1234", shape=[-1]), "shape: [-1]"),
+        (with_tensor(dtype=pb.DTYPE_FLOAT32, shape=[0]), "neither dense nor sparse_csr"),
+        (csr([1], [0, 1], [0], shape=[1]), "shape: [1], must be [N, K]"),
+        (csr([1], [0, 1, 1], [0], shape=[1, 3]), NO_CSR),
+        (csr([1], [0, 2], [0], shape=[1, 3]), NO_CSR),
+        (csr([1, 1], [0, 2, 1, 2], [0, 1], shape=[3, 3]), NO_CSR),
+        (csr([1], [0, -(2**63), 1], [0], shape=[2, 3]), NO_CSR),
+        (csr([1, 1], [0, 2], [0], shape=[1, 3]), NO_CSR),
+        (csr([1], [0, 1], [3], shape=[1, 3]), NO_CSR),
+        (csr([1], [0, 1], [-1], shape=[1, 3]), NO_CSR),
+        (csr([1, 1], [0, 2], [1, 1], shape=[1, 3]), NO_CSR),
+        (csr([], [0] * 41, [], shape=[40, 30]), "more than the allowed 1000"),
+        (request(loss_fn="ppo", config={"beta": "high"}), "loss_fn_config['beta']: 'high', must be a number"),
+        (request(loss_fn="ppo", config={"beta": float("nan")}), "['beta']: nan, must be finite"),
+    ],
+)  # fmt: skip
+def test_inconsistent_parts_are_refused_by_name(message, said):
+    assert said in refusal(message)
+
+
+def test_size_limit_counts_many_small_tensors_together():
+    data = [datum([1], weights=floats([1.0] * 40)) for _ in range(3)]
+
+    assert "data[2].loss_fn_inputs['weights']: with it the request's tensors have 120 values" in refusal(
+        request(*data), max_values=100
+    )
+
+
+def test_images_are_refused_by_position():
+    message = request(datum([1], target_tokens=ints([1])))
+    message.data[0].model_input.add().image.data = b"png"
+
+    assert refusal(message).startswith("data[0].model_input[1]: is a chunk of type image")
+
+
+def test_invalid_bytes_are_refused():
+    with pytest.raises(InvalidRequestError, match="4 bytes that are no ForwardBackwardRequest"):
+        parse_forward_backward(b"\xff\xff\xff\xff")
+
+
+def test_client_reads_logprobs_of_all_shapes_in_order():
+    logprobs = (
+        np.array([-1.0, -2.0], np.float32),
+        np.array([-3.0], np.float32),
+        np.array([[-1.0, -2.0], [-3.0, -4.0]], np.float32),
+        np.array([-5.0], np.float32),
+    )
+
+    output = deserialize_forward_backward_output(
+        encode_forward_backward(ForwardBackwardOutput(logprobs=logprobs, metrics={"loss:sum": 2.5}))
+    )
+
+    assert output.metrics == {"loss:sum": 2.5}
+    read = [item["logprobs"] for item in output.loss_fn_outputs]
+    assert [tensor.shape for tensor in read] == [[2], [1], [2, 2], [1]]
+    assert [tensor.tolist() for tensor in read] == [array.tolist() for array in logprobs]
+
+
+def test_client_reads_samples_with_prompt_logprobs():
+    def completion(tokens, logprobs, reason):
+        return Completion(
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            policy_versions=np.zeros(len(tokens), np.int32),
+            finish_reason=reason,
+        )
+
+    top = TopLogprobs(
+        token_ids=np.array([[-1, -1], [7, 8]], np.int32),
+        logprobs=np.array([[np.nan, np.nan], [-1.0, -2.0]], np.float32),
+    )
+    sampled = SampleOutput(
+        completions=(completion([4, 5], [-0.5, -0.25], "length"), completion([6], [0.0], "stop")),
+        prompt_logprobs=np.array([np.nan, -1.5], np.float32),
+        topk_prompt_logprobs=top,
+    )
+    output = deserialize_sample_response(encode_sample(sampled))
+
+    assert [list(sequence.tokens) for sequence in output.sequences] == [[4, 5], [6]]
+    assert [list(sequence.logprobs) for sequence in output.sequences] == [[-0.5, -0.25], [0.0]]
+    assert [sequence.stop_reason for sequence in output.sequences] == ["length", "stop"]
+    assert output.prompt_logprobs == [None, -1.5]
+    assert output.topk_prompt_logprobs == [None, [(7, -1.0), (8, -2.0)]]
+
+
+def test_client_reads_missing_prompt_logprobs_as_none():
+    output = deserialize_sample_response(encode_sample(SampleOutput(completions=())))
+
+    assert output.prompt_logprobs is None
+    assert output.topk_prompt_logprobs is None

@@ -1,0 +1,382 @@
+"""Contract of the server with the unmodified official client, over both backends. The tests of the actor
+backend start slowly, so they share one server.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import RequestFailedError, types
+
+from actors.processes import with_descendants
+from rl.utils.processes import identify, is_alive
+from tests.support.tinker_data import (
+    TEXTS,
+    floats,
+    forward,
+    ints,
+    learn,
+    logprobs_of,
+    lora,
+    sampled_datum,
+    text_datum,
+)
+from tests.support.tinker_server import RESULT_TIMEOUT_S, server_process
+from tests.tinker.conftest import CHUNK_DATA
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
+DATA = [text_datum(text) for text in TEXTS]
+STEP = types.AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="session")
+def actor_server(tmp_path_factory):
+    storage = tmp_path_factory.mktemp("tinker-actors") / "storage"
+    # A busy machine takes longer to close a generator than the default allows.
+    patient = ("--backend.timeouts.close_s", "20", "--limits.close_timeout_s", "25")
+    with server_process(storage, "--config", "tiny_actors", *patient) as server:
+        controller = identify(server.process.pid)
+        assert controller is not None
+        processes = with_descendants([controller])
+        assert len(processes) >= 3
+        yield server
+        server.close_clients()
+        assert server.end() == 0
+        assert [process for process in processes if is_alive(process)] == []
+        assert "Error" not in server.log, server.log
+
+
+@pytest.fixture(params=["local", "actors"])
+def either(request):
+    """Official client of a server over each backend."""
+    service = request.getfixturevalue("server" if request.param == "local" else "actor_server").client()
+    yield service
+    service.close("success").result(RESULT_TIMEOUT_S)
+
+
+def test_loss_of_a_supervised_loop_falls(either):
+    losses = learn(lora(either), DATA, steps=8)
+
+    num_tokens = sum(datum.model_input.length for datum in DATA)
+    assert 4.0 < losses[0] / num_tokens < 8.0  # a fresh model of 259 tokens: about log 259 = 5.6
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_loss_is_the_weighted_sum_of_the_logprobs(either):
+    weights = [[0.0] * 10 + [2.0] * (datum.model_input.length - 10) for datum in DATA]
+    data = [
+        types.Datum(
+            model_input=datum.model_input, loss_fn_inputs=datum.loss_fn_inputs | {"weights": floats(row)}
+        )
+        for datum, row in zip(DATA, weights, strict=True)
+    ]
+    output = lora(either).forward_backward(data, "cross_entropy").result(RESULT_TIMEOUT_S)
+
+    logprobs = logprobs_of(output)
+    by_hand = -sum(float(np.dot(p.astype(float), w)) for p, w in zip(logprobs, weights, strict=True))
+    assert output.metrics["loss:sum"] == pytest.approx(by_hand, rel=1e-5)
+    assert [len(p) for p in logprobs] == [datum.model_input.length for datum in DATA]
+
+
+def test_gradients_of_calls_and_of_chunks_add_up(client):
+    assert len(DATA) > CHUNK_DATA
+    chunked, by_hand = lora(client), lora(client)
+
+    chunked.forward_backward(DATA, "cross_entropy").result(RESULT_TIMEOUT_S)
+    for datum in DATA:
+        by_hand.forward_backward([datum], "cross_entropy").result(RESULT_TIMEOUT_S)
+    norms = [
+        m.optim_step(STEP).result(RESULT_TIMEOUT_S).metrics["grad_norm:mean"] for m in (chunked, by_hand)
+    ]
+
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    for one, other in zip(forward(chunked, DATA), forward(by_hand, DATA), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_custom_loss_equals_the_built_in_one(client):
+    custom, built_in = lora(client), lora(client)
+
+    def cross_entropy(data, logprobs):
+        weighted = [
+            (p * torch.tensor(d.loss_fn_inputs["weights"].data)).sum()
+            for d, p in zip(data, logprobs, strict=True)
+        ]
+        loss = -torch.stack(weighted).sum()
+        return loss, {"mine": loss.item()}
+
+    one = custom.forward_backward_custom(DATA, cross_entropy).result(RESULT_TIMEOUT_S)
+    other = built_in.forward_backward(DATA, "cross_entropy").result(RESULT_TIMEOUT_S)
+    norms = [
+        m.optim_step(STEP).result(RESULT_TIMEOUT_S).metrics["grad_norm:mean"] for m in (custom, built_in)
+    ]
+
+    assert one.metrics["mine"] == pytest.approx(other.metrics["loss:sum"], rel=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for p, q in zip(forward(custom, DATA), forward(built_in, DATA), strict=True):
+        np.testing.assert_allclose(p, q, atol=1e-5)
+
+
+def test_sparse_targets_equal_dense_ones(client):
+    tokens = list(b"a rose is")
+    targets = torch.zeros(len(tokens) - 1, 12, dtype=torch.int64)
+    weights = torch.zeros(len(tokens) - 1, 12)
+    targets[:, 0], weights[:, 0] = torch.tensor(tokens[1:]), 0.5
+    targets[2, 1], weights[2, 1] = ord("R"), 0.25
+    prompt = types.ModelInput.from_ints(tokens[:-1])
+    inputs = {"target_tokens": targets, "weights": weights}
+    dense = types.Datum(
+        model_input=prompt,
+        loss_fn_inputs={name: types.TensorData.from_torch(tensor) for name, tensor in inputs.items()},
+    )
+    sparse = types.Datum(
+        model_input=prompt,
+        loss_fn_inputs={name: types.TensorData.from_torch_sparse(tensor) for name, tensor in inputs.items()},
+    )
+    assert sparse.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    assert dense.loss_fn_inputs["target_tokens"].sparse_crow_indices is None
+
+    model = lora(client)
+    plain = types.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": ints(tokens[1:])})
+    one = model.forward_backward([dense], "cross_entropy").result(RESULT_TIMEOUT_S)
+    other = model.forward_backward([sparse], "cross_entropy").result(RESULT_TIMEOUT_S)
+    (logprobs,) = logprobs_of(one)
+    (as_plain,) = forward(model, [plain])
+
+    assert logprobs.shape == (8, 12)
+    assert one.metrics["loss:sum"] == other.metrics["loss:sum"]
+    np.testing.assert_array_equal(logprobs, logprobs_of(other)[0])
+    np.testing.assert_allclose(logprobs[:, 0], as_plain, atol=1e-5)
+    by_hand = -0.5 * as_plain.sum() - 0.25 * logprobs[2, 1]
+    assert one.metrics["loss:sum"] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_rank_0_trains_all_parameters(client):
+    model = lora(client, rank=0)
+    info = model.get_info()
+    losses = learn(model, DATA, steps=4, lr=3e-3)
+
+    assert (info.is_lora, info.lora_rank) == (False, None)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_two_clients_that_train_at_once_get_the_numbers_of_a_single_one(server):
+    def train(seed):
+        client = server.client(f"tml-of-{seed}")
+        model = lora(client, seed=seed)
+        losses = learn(model, DATA, steps=4)
+        logprobs = forward(model, DATA)
+        client.close("success").result(RESULT_TIMEOUT_S)
+        return losses, logprobs
+
+    alone = [train(seed) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(train, (1, 2)))
+
+    assert alone[0][0] != alone[1][0]
+    for (losses, logprobs), (losses_2, logprobs_2) in zip(alone, together, strict=True):
+        assert losses == losses_2
+        for one, other in zip(logprobs, logprobs_2, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_invalid_data_are_named(client):
+    model = lora(client)
+    bad = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2]),
+        loss_fn_inputs={"target_tokens": ints([1, 2]), "weights": floats([1.0])},
+    )
+    with pytest.raises(Exception, match=r"data\[0\].*weights"):
+        model.forward_backward([bad], "cross_entropy").result(RESULT_TIMEOUT_S)
+
+
+def test_saved_model_continues_training_and_sampling(either):
+    model = lora(either, seed=5)
+    learn(model, DATA, steps=3)
+    saved = model.save_state("resume").result(RESULT_TIMEOUT_S)
+    for_sampler = model.save_weights_for_sampler("sampler").result(RESULT_TIMEOUT_S)
+    before = drawn(either.create_sampling_client(for_sampler.path).result(RESULT_TIMEOUT_S))
+    went_on = learn(model, DATA, steps=2)
+
+    resumed = either.create_training_client_from_state_with_optimizer(saved.path).result(RESULT_TIMEOUT_S)
+
+    assert saved.path == f"tinker://{model.model_id}/weights/resume"
+    assert drawn(snapshot(resumed)) == before
+    assert learn(resumed, DATA, steps=2) == went_on
+    with pytest.raises(RequestFailedError, match="resume"):
+        model.save_state("resume").result(RESULT_TIMEOUT_S)
+
+
+def drawn(sampler):
+    params = {"num_samples": 3, "max_tokens": 12, "seed": 11, "temperature": 0.8}
+    response = sample(sampler, prompt=list(b"a rose"), **params)
+    return [(sequence.tokens, sequence.logprobs) for sequence in response.sequences]
+
+
+# Sampling
+
+PROMPT = list(b"say a: ")
+WANTED = ord("a")
+
+
+def sample(sampler, *, num_samples=1, prompt=PROMPT, **params):
+    return sampler.sample(
+        types.ModelInput.from_ints(prompt),
+        num_samples=num_samples,
+        sampling_params=types.SamplingParams(**{"max_tokens": 4} | params),
+    ).result(RESULT_TIMEOUT_S)
+
+
+def snapshot(model):
+    return model.save_weights_and_get_sampling_client().result(RESULT_TIMEOUT_S)
+
+
+def rest_client(server, key):
+    return tinker.RestClient(base_url=server.url, api_key=key)
+
+
+def group(sampler, seed):
+    """Return tokens, logprobs and the share of the wanted token of each sample."""
+    sequences = sample(sampler, num_samples=32, seed=seed).sequences
+    return [(s.tokens, s.logprobs, s.tokens.count(WANTED) / len(s.tokens)) for s in sequences]
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+def test_reward_of_an_rl_loop_rises(client, loss):
+    model = lora(client, seed=3)
+    # A random model would draw it once in 259 tokens; make it likely enough to be found.
+    learn(model, [text_datum("say a: abcd"), text_datum("say a: bcda")], steps=3, lr=3e-3)
+    rewards = []
+    for step in range(10):
+        samples = group(snapshot(model), seed=step)
+        mean = float(np.mean([reward for *_, reward in samples]))
+        rewards.append(mean)
+        data = [
+            sampled_datum(PROMPT, tokens, logprobs, reward - mean) for tokens, logprobs, reward in samples
+        ]
+        done = model.forward_backward(data, loss)
+        model.optim_step(types.AdamParams(learning_rate=5e-3)).result(RESULT_TIMEOUT_S)
+        metrics = done.result(RESULT_TIMEOUT_S).metrics
+        # The sampler computes the same as the trainer, so each ratio is 1 and the loss is minus the
+        # advantages.
+        advantages = sum(len(tokens) * (reward - mean) for tokens, _, reward in samples)
+        assert metrics["loss:sum"] == pytest.approx(-advantages, abs=1e-3)
+
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
+
+
+def test_logprobs_of_samples_and_prompts_equal_those_of_the_trainer(either):
+    model = lora(either)
+    learn(model, [text_datum("a rose is a rose")], steps=2)
+    sampler = snapshot(model)
+    (sequence,) = sample(sampler, seed=1, max_tokens=6).sequences
+    whole = PROMPT + list(sequence.tokens)
+    of_prompt = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result(RESULT_TIMEOUT_S)
+    learned = types.Datum(
+        model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs={"target_tokens": ints(whole[1:])}
+    )
+    (by_trainer,) = forward(model, [learned])
+
+    assert of_prompt[0] is None
+    np.testing.assert_allclose(of_prompt[len(PROMPT) :], sequence.logprobs, atol=1e-5)
+    np.testing.assert_allclose(of_prompt[1:], by_trainer, atol=1e-5)
+
+
+def test_top_logprobs_of_a_prompt_are_sorted(client):
+    sampler = client.create_sampling_client(base_model="tiny").result(RESULT_TIMEOUT_S)
+    response = sampler.sample(
+        types.ModelInput.from_ints(PROMPT),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1, temperature=0.0),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=5,
+    ).result(RESULT_TIMEOUT_S)
+    (after_prompt,) = response.sequences
+    again = sampler.sample(
+        types.ModelInput.from_ints(PROMPT + after_prompt.tokens),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+    ).result(RESULT_TIMEOUT_S)
+
+    assert response.topk_prompt_logprobs[0] is None
+    for row in response.topk_prompt_logprobs[1:]:
+        assert len(row) == 5
+        assert [p for _, p in row] == sorted((p for _, p in row), reverse=True)
+    # The greedy token after the prompt is the likeliest token there.
+    token, logprob = again.topk_prompt_logprobs[-1][0]
+    assert token == after_prompt.tokens[0]
+    assert again.prompt_logprobs[-1] == pytest.approx(logprob, abs=1e-6)
+
+
+def test_stop_token_ends_a_sample_and_is_part_of_it(either):
+    sampler = either.create_sampling_client(base_model="tiny").result(RESULT_TIMEOUT_S)
+    (free,) = sample(sampler, seed=2, max_tokens=20, stop=[]).sequences
+    (stopped,) = sample(sampler, seed=2, max_tokens=20, stop=[free.tokens[4]]).sequences
+
+    assert (len(free.tokens), free.stop_reason) == (20, "length")
+    end = free.tokens.index(free.tokens[4])
+    assert (stopped.tokens, stopped.stop_reason) == (free.tokens[: end + 1], "stop")
+
+
+def test_snapshots_keep_their_weights_while_the_model_trains_on(either):
+    model = lora(either)
+    base = either.create_sampling_client(base_model="tiny").result(RESULT_TIMEOUT_S)
+    first = snapshot(model)
+    before = sample(first, seed=4).sequences[0].tokens
+    learn(model, [text_datum("aaaaaaaaaaaa")], steps=6)
+    second = snapshot(model)
+
+    futures = [
+        s.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=4, seed=4))
+        for s in (first, second, base)
+    ]
+    first_tokens, second_tokens, base_tokens = (
+        f.result(RESULT_TIMEOUT_S).sequences[0].tokens for f in futures
+    )
+
+    assert first_tokens == before == base_tokens  # a fresh adapter changes nothing
+    assert second_tokens != before
+
+
+def test_key_cannot_see_objects_of_another_key(server, client):
+    model = lora(client)
+    path = model.save_state("mine").result(RESULT_TIMEOUT_S).path
+    other = server.client("tml-somebody-else")
+    rest, others_rest = rest_client(server, "tml-test"), rest_client(server, "tml-somebody-else")
+    own = [item.tinker_path for item in rest.list_user_checkpoints().result(RESULT_TIMEOUT_S).checkpoints]
+
+    assert path in own
+    assert others_rest.list_user_checkpoints().result(RESULT_TIMEOUT_S).checkpoints == []
+    assert rest.get_weights_info_by_tinker_path(path).result(RESULT_TIMEOUT_S).lora_rank == 8
+    for call in (
+        lambda: others_rest.get_weights_info_by_tinker_path(path).result(RESULT_TIMEOUT_S),
+        lambda: others_rest.get_training_run(model.model_id).result(RESULT_TIMEOUT_S),
+        lambda: others_rest.delete_checkpoint_from_tinker_path(path).result(RESULT_TIMEOUT_S),
+        lambda: other.create_training_client_from_state(path).result(RESULT_TIMEOUT_S),
+    ):
+        with pytest.raises(tinker.NotFoundError):
+            call()
+    other.close("success").result(RESULT_TIMEOUT_S)
+
+
+def test_rest_client_manages_runs_and_checkpoints(server, client):
+    model = lora(client, rank=4)
+    path = model.save_state("managed", ttl_seconds=3600).result(RESULT_TIMEOUT_S).path
+    rest = rest_client(server, "tml-test")
+    run = rest.get_training_run_by_tinker_path(path).result(RESULT_TIMEOUT_S)
+    (listed,) = rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(RESULT_TIMEOUT_S)
+    (kept,) = rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints
+    rest.delete_checkpoint_from_tinker_path(path).result(RESULT_TIMEOUT_S)
+
+    assert (run.training_run_id, run.base_model, run.lora_rank) == (model.model_id, "tiny", 4)
+    assert (listed.checkpoint_id, listed.checkpoint_type) == ("weights/managed", "training")
+    assert listed.size_bytes > 1000
+    assert (listed.expires_at is None, kept.expires_at) == (False, None)
+    assert rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints == []
+    with pytest.raises(tinker.BadRequestError, match="publish: this server does not support this call"):
+        rest.publish_checkpoint_from_tinker_path(path).result(RESULT_TIMEOUT_S)

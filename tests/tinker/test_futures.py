@@ -1,0 +1,129 @@
+"""Futures: waiting for results, keeping results, cancelling work."""
+
+import asyncio
+
+import pytest
+
+from rl.tinker.futures import SMALL_BYTES
+from rl.tinker.types import BusyError, Failure, GoneError, InvalidRequestError, NotFoundError
+from tests.support.fake_tinker import ME, YOU, running_service, service_test
+from tests.support.virtual_time import now_s, run_in_virtual_time
+
+
+@service_test()
+async def test_all_waiting_callers_get_the_result(client):
+    gate = client.backend.hold("forward_backward")
+    request = client.add(client.model(), 1, 5)
+    assert await client.service.retrieve(request, owner=ME, wait_s=0) is None
+    assert now_s() == 0
+    assert await client.service.retrieve(request, owner=ME, wait_s=20) is None
+    assert now_s() == 20
+    waiting = [asyncio.create_task(client.result(request)) for _ in range(3)]
+    await asyncio.sleep(4)
+    gate.set()
+
+    assert [result.metrics["loss:sum"] for result in await asyncio.gather(*waiting)] == [5, 5, 5]
+    assert now_s() == 24
+
+
+@service_test(result_kept_s=60)
+async def test_result_is_kept_for_a_time(client):
+    request = client.add(client.model(), 1, 5)
+    first = await client.result(request)
+    await asyncio.sleep(59)
+    assert await client.result(request) is first
+    await asyncio.sleep(2)
+    with pytest.raises(GoneError, match="ended more than 60 s ago"):
+        await client.result(request)
+
+
+@service_test(result_bytes=3 * (SMALL_BYTES + 4))
+async def test_limit_on_results_evicts_the_oldest(client):
+    model = client.model()
+    requests = [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3, 4, 5)]
+    await asyncio.sleep(1)
+    for request in requests[:2]:
+        with pytest.raises(GoneError, match="too many newer results"):
+            await client.result(request)
+    assert [(await client.result(one)).metrics["loss:sum"] for one in requests[2:]] == [3, 4, 5]
+
+
+@service_test(result_bytes=1)
+async def test_waiting_caller_gets_a_result_that_is_evicted_at_once(client):
+    gate = client.backend.hold("create_model")
+    requests = [f"{client.model()}:0" for _ in range(3)]
+    waiting = [asyncio.create_task(client.result(request)) for request in requests]
+    await asyncio.sleep(1)
+    gate.set()
+
+    assert [f"{result.model_id}:0" for result in await asyncio.gather(*waiting)] == requests
+
+
+@service_test(waiting=2)
+async def test_limit_on_waiting_requests_holds_per_owner(client):
+    gate = client.backend.hold("create_model")
+    model = client.model()
+    client.add(model, 1, 1)
+    with pytest.raises(BusyError, match="limit waiting: this request would make it 3, above 2"):
+        client.add(model, 2, 2)
+    client.of(YOU).model()
+    gate.set()
+    await asyncio.sleep(1)
+
+    assert (await client.result(client.add(model, 2, 2))).metrics["loss:sum"] == 2
+
+
+@service_test(waiting_bytes=200)
+async def test_waiting_requests_are_counted_in_bytes(client):
+    client.backend.hold("forward_backward")
+    model = client.model()
+    client.add(model, 1, *range(8))
+    with pytest.raises(BusyError, match="limit waiting_bytes: this request"):
+        client.add(model, 2, *range(8))
+
+
+@service_test()
+async def test_request_belongs_to_its_owner_alone(client):
+    request = client.add(client.model(), 1, 5)
+    await client.result(request)
+    for unknown in (request, f"{request}1", "nonsense", ""):
+        with pytest.raises(NotFoundError):
+            await client.service.retrieve(unknown, owner=YOU, wait_s=0)
+        with pytest.raises(NotFoundError):
+            client.service.cancel(unknown, owner=YOU)
+
+
+def test_request_of_an_earlier_process_is_gone(tmp_path):
+    async def main():
+        async with running_service(tmp_path) as client:
+            request = client.add(client.model(), 1, 5)
+        async with running_service(tmp_path) as client:
+            with pytest.raises(GoneError, match="ended with the server process"):
+                await client.service.retrieve(request, owner=ME, wait_s=0)
+            with pytest.raises(GoneError, match="ended with the server process"):
+                client.service.sessions.live(request.partition(":")[0], ME)
+
+    run_in_virtual_time(main())
+
+
+@service_test()
+async def test_cancelled_sample_ends_its_work_and_fails(client):
+    client.backend.hold("sample")
+    sampler = client.base_sampler()
+    running, unstarted = client.sample(sampler, 0), client.sample(sampler, 1)
+    client.service.cancel(unstarted, owner=ME)
+    await asyncio.sleep(1)
+    assert sum(client.backend.num_sampling.values()) == 1
+    client.service.cancel(running, owner=ME)
+    cancelled = Failure(error="it was cancelled", category="user")
+    assert [await client.failure(one) for one in (running, unstarted)] == [cancelled] * 2
+    await asyncio.sleep(1)
+    client.service.cancel(running, owner=ME)  # without effect
+    assert sum(client.backend.num_sampling.values()) == 0
+
+
+@service_test()
+async def test_training_cannot_be_cancelled(client):
+    request = client.add(client.model(), 1, 5)
+    with pytest.raises(InvalidRequestError, match="only samples can be cancelled"):
+        client.service.cancel(request, owner=ME)

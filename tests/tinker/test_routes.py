@@ -1,0 +1,338 @@
+"""Routes: bodies, results, statuses and refusals."""
+
+import asyncio
+import json
+
+import pytest
+from tinker import types as wire
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from rl.tinker.auth import Keys
+from rl.tinker.limits import Limits
+from rl.tinker.types import InvalidRequestError
+from tests.support.fake_tinker import ME, YOU, http_test, message
+
+SECRET = "a password in a traceback"
+
+
+def loss_of(answer):
+    return deserialize_forward_backward_output(answer.content).metrics["loss:sum"]
+
+
+def step(model_id, seq_id, **adam):
+    return {"model_id": model_id, "seq_id": seq_id, "adam_params": adam}
+
+
+def sample(sampler_id, tokens=(1, 5), **fields):
+    params = {"max_tokens": 3, "stop": [7], "temperature": 0.5, "top_p": 1.0, "top_k": -1, "seed": 3}
+    return {
+        "sampling_session_id": sampler_id,
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]},
+        "sampling_params": params,
+        "prompt_logprobs": True,
+    } | fields
+
+
+# Training
+
+
+@http_test()
+async def test_model_is_created_trained_saved_and_loaded(server):
+    model_id = await server.model(lora_config={"rank": 4, "seed": 7}, user_metadata={"for": "a test"})
+    done = await server.result((await server.forward_backward(message(model_id, 1, 3, 4))).json())
+    await server.result(await server.ok("optim_step", step(model_id, 2, learning_rate=0.5)))
+    saved = await server.ok("save_weights", {"model_id": model_id, "seq_id": 3, "path": "first"})
+    path = (await server.result(saved)).json()["path"]
+    load = {"session_id": model_id.split(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
+    loaded = (await server.result(await server.ok("load_weights", load))).json()
+    info = wire.GetInfoResponse.model_validate(await server.ok("get_info", {"model_id": loaded["model_id"]}))
+
+    output = deserialize_forward_backward_output(done.content)
+    assert done.headers["content-type"] == "application/x-protobuf"
+    assert output.metrics["loss:sum"] == 7.0
+    assert output.loss_fn_outputs[0]["logprobs"].tolist() == [0.0, 0.0]
+    assert path == f"tinker://{model_id}/weights/first"
+    assert server.backend.weights[loaded["model_id"]] == -3.5
+    assert (info.is_lora, info.lora_rank, info.model_data.tokenizer_id) == (True, 4, "/tokenizer")
+
+
+@http_test()
+async def test_number_that_is_not_finite_reaches_the_client(server):
+    model_id = await server.model()
+    server.backend.weights[model_id] = float("nan")
+    broken = await server.result(await server.ok("optim_step", step(model_id, 1)))
+    assert '"grad_norm:mean": NaN' in broken.text  # JSON null would not be a number
+
+
+@http_test()
+async def test_failures_have_a_category_and_reveal_no_internals(server):
+    model_id = await server.model()
+    server.backend.fail("forward_backward", RuntimeError(SECRET))
+    server.backend.fail("forward_backward", InvalidRequestError("loss_fn: refused while at work"))
+    submitted = [(await server.forward_backward(message(model_id, i, 3, 4))).json() for i in (1, 2)]
+    crashed, refused = [await server.result(one) for one in submitted]
+
+    assert (crashed.status_code, crashed.json()["category"]) == (200, "server")
+    assert SECRET not in crashed.text
+    assert refused.json() == {"error": "loss_fn: refused while at work", "category": "user"}
+
+
+@http_test()
+async def test_objects_of_another_key_are_not_found(server):
+    model_id = await server.model()
+    submitted = (await server.forward_backward(message(model_id, 1, 3, 4))).json()
+    await server.result(submitted)
+    answers = [
+        await server.post("get_info", {"model_id": "nobody:train:0"}),
+        await server.post("get_info", {"model_id": model_id}, key=YOU),
+        await server.forward_backward(message(model_id, 2, 3, 4), key=YOU),
+        await server.post("retrieve_future", {"request_id": submitted["request_id"]}, key=YOU),
+        await server.post("optim_step", step(model_id, 2), key=YOU),
+        await server.get(f"training_runs/{model_id}", key=YOU),
+        await server.get(f"sessions/{model_id.split(':')[0]}", key=YOU),
+        await server.get("samplers/nobody"),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * len(answers)
+    # A malformed request of another key does not use up a seq id either.
+    wrong = await server.post("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": 3}, key=YOU)
+    assert wrong.status_code == 422
+    assert "metrics" in (await server.result(await server.ok("optim_step", step(model_id, 2)))).json()
+
+
+@http_test()
+async def test_error_of_the_server_is_a_500_without_its_text(server):
+    def broken(*args, **kwargs):
+        raise RuntimeError(SECRET)
+
+    server.context.service.sessions.create = broken
+    body: dict[str, object] = {"tags": [], "user_metadata": None, "sdk_version": ""}
+    answer = await server.post("create_session", body)
+    assert answer.status_code == 500
+    assert answer.json() == {"detail": "an error in the server, which has logged it"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("save_weights", {"seq_id": "one"}, "body.seq_id: Input should be a valid integer"),
+        ("save_weights", {"seq_id": 1, "momentum": 0.9}, "body.momentum: Extra inputs are not permitted"),
+        ("optim_step", {"seq_id": 1}, "Field required"),
+        ("get_info", {"type": 3}, "body.type: "),
+    ],
+)
+@http_test()
+async def test_malformed_field_is_named(server, path, body, said):
+    answer = await server.post_raw(path, json.dumps({"model_id": "m"} | body))
+    assert answer.status_code == 422
+    assert said in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b'{"model_id": "\xff"}', b"[" * 100_000, b"1" * 10_000, b"null", b"", b'{"model_id": 1e999}'],
+)
+@http_test()
+async def test_body_that_is_no_json_object_is_refused(server, content):
+    answer = await server.post_raw("get_info", content)
+    assert answer.status_code in (400, 422)
+    assert answer.json()["detail"]
+
+
+LOAD = {"path": "p", "optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "Adam only"),
+        ("save_weights_for_sampler", {"seq_id": 1, "path": "p", "kind": "inflight"}, "'inflight'"),
+        ("load_weights", LOAD | {"model_id": None}, "must have either session_id and"),
+        ("load_weights", LOAD | {"model_seq_id": 1, "seq_id": 1}, "must have either session_id and"),
+        ("load_weights", LOAD | {"seq_id": 1, "weights_access_token": "t"}, "weights_access_token"),
+    ],
+)  # fmt: skip
+@http_test()
+async def test_unsupported_variants_are_refused_by_name(server, path, body, said):
+    answer = await server.post(path, {"model_id": await server.model()} | body)
+    assert answer.status_code == 400
+    assert said in answer.json()["detail"]
+
+
+@http_test(poll_s=5.0)
+async def test_request_refused_by_validation_uses_up_its_seq_id(server):
+    model_id = await server.model()
+    image = message(model_id, 1, 3, 4)
+    image.data[0].model_input.add().image.data = b"x"
+    existing = {"model_id": model_id, "path": f"tinker://{model_id}/weights/a", "optimizer": True}
+    refused = [
+        await server.forward_backward(image),
+        await server.post("save_weights", {"model_id": model_id, "seq_id": 3, "ttl_seconds": "x"}),
+        await server.post(
+            "optim_step", {"model_id": model_id, "seq_id": 4, "optimizer_params": {"type": "x"}}
+        ),
+        await server.post(
+            "save_weights_for_sampler", {"model_id": model_id, "seq_id": 5, "kind": "inflight"}
+        ),
+        await server.post("load_weights", existing | {"seq_id": 6, "base_model": "tiny"}),
+    ]
+    assert [answer.status_code for answer in refused] == [400, 422, 400, 400, 400]
+    steps = [await server.ok("optim_step", step(model_id, seq_id)) for seq_id in (2, 7)]
+    first, second = [(await server.result(one)).json() for one in steps]
+
+    # A step with the rest of the batch would be wrong; the following step misses nothing.
+    assert "forward_backward with seq_id 1 failed" in first["error"]
+    assert "metrics" in second
+
+
+@http_test()
+async def test_forward_backward_of_another_content_type_is_refused(server):
+    answer = await server.post("forward_backward", {"model_id": "m"})
+    assert answer.status_code == 415
+    assert "must be application/x-protobuf" in answer.json()["detail"]
+
+
+# Sampling
+
+
+@http_test()
+async def test_sample_has_the_promised_ids(server):
+    submitted = await server.ok("asample", sample(await server.sampler()))
+    output = deserialize_sample_response((await server.result(submitted)).content)
+
+    assert len(set(submitted["sample_sequence_ids"])) == 2
+    assert [list(sequence.tokens) for sequence in output.sequences] == [[0], [0]]
+    assert output.prompt_logprobs == [None, -5.0]
+
+
+@http_test()
+async def test_sampler_names_its_source(server):
+    sampler_id = await server.sampler()
+    answer = (await server.get(f"samplers/{sampler_id}")).json()
+    assert answer == {"sampler_id": sampler_id, "base_model": "tiny", "model_path": None}
+
+
+@pytest.mark.parametrize("stop", ["\n", ["\n", "end"], [7], [], None])
+@http_test()
+async def test_stop_may_be_a_text_texts_tokens_or_none(server, stop):
+    body = sample(await server.sampler(), sampling_params={"stop": stop})
+    assert (await server.result(await server.ok("asample", body))).status_code == 200
+
+
+# Results
+
+
+@http_test(poll_s=0.05)
+async def test_unfinished_result_is_answered_with_408(server):
+    gate = server.backend.hold("forward_backward")
+    submitted = (await server.forward_backward(message(await server.model(), 1, 3, 4))).json()
+    waiting = await server.result(submitted)
+    gate.set()
+    assert waiting.status_code == 408
+    assert waiting.json() == {
+        "type": "try_again",
+        "request_id": submitted["request_id"],
+        "queue_state": "active",
+        "queue_state_reason": "waiting for its turn",
+    }
+    assert loss_of(await server.result(submitted)) == 7.0
+
+
+@http_test(poll_s=40.0)
+async def test_long_poll_ends_with_the_result_and_with_the_server(server):
+    gate = server.backend.hold("forward_backward")
+    model_id = await server.model()
+    submitted = (await server.forward_backward(message(model_id, 1, 3, 4))).json()
+    poll = asyncio.create_task(server.result(submitted))
+    await asyncio.sleep(0)
+    gate.set()
+    assert loss_of(await poll) == 7.0
+    gate.clear()
+    submitted = (await server.forward_backward(message(model_id, 2, 3, 4))).json()
+    poll = asyncio.create_task(server.result(submitted))
+    await asyncio.sleep(0)
+    server.context.stopping.set()
+    assert (await poll).status_code == 408
+
+
+@http_test(poll_s=40.0)
+async def test_client_that_disconnects_leaves_no_task(server):
+    server.backend.hold("forward_backward")
+    submitted = (await server.forward_backward(message(await server.model(), 1, 3, 4))).json()
+    body = json.dumps({"request_id": submitted["request_id"]}).encode()
+    gone = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    headers = [(b"x-api-key", ME.encode()), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "query_string": b"",
+        "headers": headers, "scheme": "http", "server": ("127.0.0.1", 80), "http_version": "1.1",
+        "root_path": "", "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    before = asyncio.all_tasks()
+    poll = asyncio.create_task(server.app(scope, receive, send))
+    while len(asyncio.all_tasks()) < len(before) + 3:
+        await asyncio.sleep(0)
+    gone.set()
+    await asyncio.wait_for(poll, 5)
+    assert asyncio.all_tasks() == before
+
+
+@http_test(limits=Limits(waiting=2, models=1))
+async def test_limit_on_waiting_work_is_429_and_on_held_state_403(server):
+    model_id = await server.model()
+    server.backend.hold("forward_backward")
+    answers = [await server.forward_backward(message(model_id, i, 3, 4)) for i in (1, 2, 3)]
+    body = {"session_id": model_id.split(":")[0], "model_seq_id": 1, "base_model": "tiny"}
+    another = await server.post("create_model", body)
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert another.status_code == 403
+
+
+# Sessions, runs and checkpoints
+
+
+@http_test()
+async def test_sessions_are_listed_with_their_models(server):
+    model_id = await server.model()
+    session_id = model_id.split(":")[0]
+    assert (await server.get("sessions")).json() == {"sessions": [session_id]}
+    assert (await server.get(f"sessions/{session_id}")).json()["training_run_ids"] == [model_id]
+    assert (await server.get("sessions", key=YOU)).json() == {"sessions": []}
+
+
+@http_test(chunk_data=7)
+async def test_client_gets_the_models_and_the_limits_for_splitting_its_data(server):
+    config = await server.ok("client/config", {"sdk_version": "0.38.0"})
+    dynamic = await server.ok("client/dynamic_config", {"sdk_version": "0.38.0"})
+    models = (await server.get("get_server_capabilities")).json()["supported_models"]
+    assert config["fwdbwd_max_chunk_len"] == 7
+    assert not any(config[name] for name in ("proto_compress_fwdbwd", "custom_loss_server_side"))
+    assert dynamic["sample_cancel_enabled"]
+    assert [model["model_name"] for model in models] == ["tiny", "other"]
+
+
+@http_test(keys=Keys(["tml-" + "k" * 20]))
+async def test_only_health_and_the_description_need_no_key(server):
+    paths = ["/api/v1/healthz", "/openapi.json", "/api/v1/sessions", "/api/v1/client/config", "/docs", "/"]
+    statuses = [(await server.http.get(path)).status_code for path in paths]
+    assert statuses == [200, 200, 401, 401, 401, 401]
+    assert (await server.get("sessions", key="tml-wrong-key-of-somebody")).status_code == 401
+
+
+@http_test()
+async def test_unsupported_calls_are_refused_by_name(server):
+    publish = await server.post("training_runs/r/checkpoints/weights/n/publish", {})
+    method = await server.get("asample")
+    assert [publish.status_code, method.status_code] == [400, 405]
+    assert publish.json()["detail"].endswith("/publish: this server does not support this call")

@@ -1,0 +1,219 @@
+"""Sampling sessions of base models, snapshots and saved weights: when weights close, and which requests are
+valid.
+"""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+
+from rl.tinker.limits import Limits
+from rl.tinker.sample_calls import checked_request
+from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
+from tests.support.fake_tinker import BASE, ME, YOU, prompt, service_test, settled
+
+
+@service_test()
+async def test_snapshot_keeps_the_weights_of_its_place_in_the_stream(client):
+    model = client.model()
+    session = model.partition(":")[0]
+    requests = [client.snapshot(model, 1, 0)]
+    for step in (1, 2):
+        client.add(model, 3 * step - 1, 5)
+        client.step(model, 3 * step)
+        requests.append(client.snapshot(model, 3 * step + 1, step))
+    ids = [(await client.result(request)).sampling_session_id for request in requests]
+    base = client.base_sampler(9, session)
+
+    assert ids == [f"{session}:sample:{n}" for n in range(3)]
+    assert [await client.token(one) for one in (*ids, base)] == [0, -5, -10, 0]
+
+
+@service_test(samples_per_request=3)
+async def test_repeated_sample_is_done_once(client):
+    session = client.session()
+    sampler = client.base_sampler(3, session)
+    assert client.base_sampler(3, session) == sampler
+    first = client.sample(sampler, 7, prompt(1, num_samples=3))
+    assert client.sample(sampler, 7, prompt(2, num_samples=3)) == first
+    assert len((await client.result(first)).completions) == 3
+    assert client.backend.names() == ["open_sampler", "sample"]
+    with pytest.raises(InvalidRequestError, match="num_samples=4: must be 1 to 3"):  # also when repeated
+        client.sample(sampler, 7, prompt(1, num_samples=4))
+
+
+@service_test(virtual=False)
+async def test_saved_weights_open_with_the_first_sample_and_are_shared(client):
+    model = client.model()
+    client.add(model, 1, 4)
+    client.step(model, 2)
+    path = await client.saved_sampler(model, 3, "step-1")
+    service, backend = client.service, client.backend
+    ids = [client.create_sampler(client.session(), n, model_path=path) for n in range(2)]
+    assert "open_sampler" not in backend.names()
+    assert await asyncio.gather(*map(client.token, ids)) == [-4, -4]
+    assert [service.sampling.live(one, ME).model_path for one in ids] == [path, path]
+    assert backend.names().count("open_sampler") == 1
+    for one, num_open in zip(ids, (1, 0), strict=True):
+        service.sessions.finish(one.partition(":")[0], owner=ME)
+        await settled()
+        assert len(backend.samplers) == num_open
+
+
+@service_test(samplers=2)
+async def test_least_recently_used_snapshot_closes_once_its_samples_have_ended(client):
+    gate = client.backend.hold("sample")
+    model, other = client.model(), client.of(YOU).model()
+    first = (await client.result(client.snapshot(model, 1, 0))).sampling_session_id
+    await client.of(YOU).result(client.of(YOU).snapshot(other, 1, 1))
+    running = client.sample(first)
+    later = [await client.result(client.snapshot(model, number, number)) for number in (2, 3)]
+    await asyncio.sleep(1)
+    with pytest.raises(GoneError, match="limit samplers"):
+        client.sample(later[0].sampling_session_id)
+    gate.set()
+    await client.result(running)
+    assert [await client.token(one, 9) for one in (first, later[1].sampling_session_id)] == [0, 0]
+    await asyncio.sleep(1)
+    assert len(client.backend.samplers) == 3  # two of this owner, and one of the other
+
+
+@service_test()
+async def test_without_room_in_the_backend_the_owners_oldest_unused_snapshot_closes(client):
+    client.backend.max_samplers = 3
+    model, other = client.model(), client.of(YOU).model()
+    await client.of(YOU).result(client.of(YOU).snapshot(other, 1, 9))
+    ids = [(await client.result(client.snapshot(model, n, n))).sampling_session_id for n in (1, 2)]
+    gate = client.backend.hold("sample")
+    running = client.sample(ids[0])
+    await client.result(client.snapshot(model, 3, 3))
+    with pytest.raises(GoneError, match="there are 3 snapshots"):
+        client.sample(ids[1])
+    client.sample(f"{ids[0][:-1]}3")
+    refused = await client.failure(client.snapshot(model, 4, 4))
+    assert "there are 3 snapshots" in refused.error
+    gate.set()
+    await client.result(running)
+    assert {ids[0], ids[1]} & client.backend.samplers.keys() == {ids[0]}
+
+
+@service_test(virtual=False, samplers=1)
+async def test_least_recently_used_weights_close_for_others_and_open_again(client):
+    model = client.model()
+    paths = [await client.saved_sampler(model, seq_id, f"s{seq_id}") for seq_id in (1, 2)]
+    session = model.partition(":")[0]
+    ids = [client.create_sampler(session, n, model_path=path) for n, path in enumerate(paths)]
+    for seq_id, one in enumerate((ids[0], ids[1], ids[0])):
+        await client.token(one, seq_id)
+        await settled()
+        assert len(client.backend.samplers) == 1
+    assert client.backend.names().count("open_sampler") == 3
+
+
+@service_test(virtual=False)
+async def test_weights_replaced_before_the_first_sample_fail_it(client):
+    model = client.model()
+    path = await client.saved_sampler(model, 1, "same")
+    session = model.partition(":")[0]
+    old = client.create_sampler(session, 0, model_path=path)
+    client.add(model, 2, 3)
+    client.step(model, 3)
+    assert await client.saved_sampler(model, 4, "same") == path
+    new = client.create_sampler(session, 1, model_path=path)
+    await client.failure(client.sample(old))
+    assert await client.token(new) == -3
+
+
+@service_test()
+async def test_weights_that_failed_to_open_are_tried_again(client):
+    sampler = client.base_sampler()
+    client.backend.fail("open_sampler", RuntimeError("no memory"))
+    assert (await client.failure(client.sample(sampler))).category == "server"
+    assert await client.token(sampler, 1) == 0
+
+
+@service_test()
+async def test_snapshots_outlive_their_unloaded_model(client):
+    model = client.model()
+    sampler = (await client.result(client.snapshot(model, 1, 0))).sampling_session_id
+    unload = client.service.training.unload(model, owner=ME)
+    assert client.service.training.unload(model, owner=ME) == unload
+    assert (await client.result(unload)).model_id == model
+    with pytest.raises(GoneError, match="it was unloaded"):
+        client.add(model, 2, 2)
+    assert await client.token(sampler) == 0
+    assert client.backend.weights == {}
+
+
+@service_test(virtual=False)
+async def test_sources_that_cannot_be_sampled_from_are_refused(client):
+    model = client.model()
+    session = model.partition(":")[0]
+    state = await client.saved(model, 1, "state")
+    path = await client.saved_sampler(model, 2, "sampler")
+
+    for said, source in (
+        ("base_model=None: must be one of", {}),
+        ("base_model='huge': must be one of 'tiny', 'other'", {"base_model": "huge"}),
+        ("has weights for training", {"model_path": state}),
+        ("base_model='other': must be 'tiny'", {"model_path": path, "base_model": "other"}),
+        ("must have the form tinker://", {"model_path": path + "/.."}),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            client.create_sampler(session, 5, **source)
+    with pytest.raises(NotFoundError, match="there is no checkpoint"):
+        client.create_sampler(session, 5, model_path=f"{path}x")
+    stranger = client.of(YOU)
+    with pytest.raises(NotFoundError, match="there is no checkpoint"):
+        stranger.create_sampler(stranger.session(), 5, model_path=path)
+    with pytest.raises(NotFoundError):
+        client.sample(client.create_sampler(session, 5, base_model="tiny")[:-1] + "6")
+
+
+def test_call_is_translated_with_its_defaults():
+    base = replace(BASE, stop_token_ids=(7,))
+    request = checked_request(prompt(1, 2, 3), base, Limits())
+    assert (request.sampling.max_tokens, request.sampling.stop_token_ids) == (97, (7,))
+    assert request.sampling.seed is not None
+    request = checked_request(prompt(1, max_tokens=5, stop=["a", "b"], seed=3, top_k=0), base, Limits())
+    assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_k) == (5, 3, 0)
+    assert (request.sampling.stop_token_ids, request.sampling.stop_texts) == ((), ("a", "b"))
+    assert checked_request(prompt(1, stop=[]), base, Limits()).sampling.stop_token_ids == ()
+    full = checked_request(prompt(*range(100), prompt_logprobs=True), base, Limits())
+    assert full.sampling.max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "said"),
+    [
+        ([], {}, "prompt: has 0 tokens: must be 1 to 99"),
+        ([1] * 100, {}, "prompt: has 100 tokens: must be 1 to 99; the model's context has 100"),
+        ([1] * 101, {"prompt_logprobs": True}, "prompt: has 101 tokens: must be 1 to 100"),
+        ([1, 1000], {}, "prompt: has token id 1000: must be 0 to 999"),
+        ([-1], {}, "prompt: has token id -1: must be 0 to 999"),
+        ([1], {"num_samples": 0}, "num_samples=0: must be 1 to 1024"),
+        ([1], {"topk_prompt_logprobs": 1001}, "topk_prompt_logprobs=1001: must be 0 to 1000"),
+        ([1], {"max_tokens": 0}, "sampling_params.max_tokens=0: must be 1 to"),
+        ([1], {"temperature": -0.1}, "sampling_params.temperature, unless it is 0=-0.1: must be 1e-30 to"),
+        ([1], {"temperature": math.nan}, "sampling_params.temperature, unless it is 0=nan"),
+        ([1], {"top_p": 0.0}, "sampling_params.top_p=0.0: must be 1e-30 to 1"),
+        ([1], {"top_k": -2}, "sampling_params.top_k=-2: must be -1 to"),
+        ([1], {"seed": 2**63}, "sampling_params.seed=9223372036854775808: must be 0 to"),
+        ([1], {"stop": ["a", ""]}, "sampling_params.stop: has an empty text"),
+        ([1], {"stop": [1, 10**30]}, "sampling_params.stop: has token id 1" + "0" * 30),
+        ([1], {"topk_sample_logprobs": 2}, "topk_sample_logprobs: 2 is not supported"),
+        ([1], {"model_path": "tinker://x"}, "model_path: 'tinker://x' is not supported"),
+    ],
+)
+def test_invalid_field_of_a_sample_is_named(tokens, fields, said):
+    with pytest.raises(InvalidRequestError) as error:
+        checked_request(prompt(*tokens, **fields), BASE, Limits())
+    assert said in str(error.value)
+
+
+def test_backend_can_refuse_what_its_sampler_does_not_support():
+    base = replace(BASE, min_temperature=0.01, topk_prompt_logprobs=False)
+    for change in ({"temperature": 0.001}, {"topk_prompt_logprobs": 2}):
+        with pytest.raises(InvalidRequestError, match=next(iter(change))):
+            checked_request(prompt(1, **change), base, Limits())

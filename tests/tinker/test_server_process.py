@@ -1,0 +1,143 @@
+"""Lifecycle of a server process: refused configs, signals, kill -9 and restart."""
+
+import signal
+import socket
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import tinker
+
+from rl.config.cli import main
+from tests.support.tinker_data import TEXTS, forward, learn, lora, text_datum
+from tests.support.tinker_server import RESULT_TIMEOUT_S, server_process
+
+pytestmark = pytest.mark.medium
+DATA = [text_datum(text) for text in TEXTS]
+KEY, OTHER = "tml-" + "k" * 20, "tml-" + "o" * 20
+
+
+def refused(argv, capsys):
+    """Return the error that the entry point prints for refused options, called in this process."""
+    status: object = None
+    try:
+        status = main(argv, default_module="tinker", default_config="tiny", prog="server")
+    except SystemExit as exit_:
+        status = exit_.code
+    printed = capsys.readouterr()
+    assert status == 2, argv
+    assert printed.err.startswith("error: ")
+    assert printed.out == ""
+    return printed.err
+
+
+def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
+    (tmp_path / "keys").write_text("tml-short")
+    (tmp_path / "keys").chmod(0o600)
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            ("--host", "0.0.0.0"): "API keys are needed",
+            ("--keys_file", str(tmp_path / "keys")): "API key 1: 9 characters, must be at least 20",
+            ("--keys_env", "NO_SUCH_VARIABLE"): "no such environment variable",
+            ("--port", port): f"port={port}: cannot listen there: Address already in use",
+            ("--port", "65536"): "port=65536: must be from 0 to 65535",
+            ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be the storage folder",
+            ("--http.poll_s", "60"): "poll_s=60: must be at most 40",
+            ("--limits.models", "0"): "models=0",
+        }
+        for options, said in cases.items():
+            assert said in refused(["--storage_folder", str(tmp_path / "storage"), *options], capsys)
+
+
+def test_killed_server_finds_its_checkpoints_again_and_reports_the_rest_as_gone(tmp_path, capsys):
+    storage = tmp_path / "storage"
+    options = ("--keys_env", "RELAY_TEST_KEYS")
+    environment = {"RELAY_TEST_KEYS": f"{KEY},{OTHER}"}
+    with server_process(storage, *options, environment=environment) as server:
+        client = server.client(KEY)
+        model = lora(client)
+        learn(model, DATA, steps=2)
+        saved = model.save_state("kept").result(RESULT_TIMEOUT_S).path
+        expected = forward(model, DATA)
+        headers = {"x-api-key": KEY}
+        second = refused(["--port", "0", "--storage_folder", str(storage)], capsys)
+        in_flight = httpx.post(
+            f"{server.url}/api/v1/optim_step",
+            json={"model_id": model.model_id, "seq_id": 1000, "adam_params": {}},
+            headers=headers,
+        ).json()["request_id"]
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        assert "is in use by process" in second
+
+    with server_process(storage, *options, environment=environment) as server:
+        lost = httpx.post(
+            f"{server.url}/api/v1/retrieve_future", json={"request_id": in_flight}, headers=headers
+        )
+        step = httpx.post(
+            f"{server.url}/api/v1/optim_step",
+            json={"model_id": model.model_id, "seq_id": 1, "adam_params": {}},
+            headers=headers,
+        )
+        resumed = server.client(KEY).create_training_client_from_state_with_optimizer(saved)
+        logprobs = forward(resumed.result(RESULT_TIMEOUT_S), DATA)
+        stranger = tinker.RestClient(base_url=server.url, api_key=OTHER)
+
+        assert [lost.status_code, step.status_code] == [410, 410]
+        assert "ended with the server process" in lost.json()["detail"]
+        for one, other in zip(logprobs, expected, strict=True):
+            assert one.tolist() == other.tolist()
+        with pytest.raises(tinker.NotFoundError):
+            stranger.get_training_run(model.model_id).result(RESULT_TIMEOUT_S)
+        with pytest.raises(tinker.AuthenticationError):
+            server.client("tml-unknown-key-of-nobody").create_lora_training_client("tiny")
+
+
+def test_small_answers_are_sent_without_delay(server):
+    """Without TCP_NODELAY each answer took 45 ms."""
+    times_s = []
+    with httpx.Client(base_url=server.url) as http:
+        for _ in range(31):
+            begin = time.perf_counter()
+            assert http.get("/api/v1/healthz").status_code == 200
+            times_s.append(time.perf_counter() - begin)
+
+    assert statistics.median(times_s) < 0.02
+
+
+def test_endless_body_is_cut_off_and_the_server_survives(server):
+    def endless():
+        for _ in range(200):
+            yield bytes(2**20)
+
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-x"}) as http:
+        try:
+            status = http.post("forward_backward", content=endless()).status_code
+        except httpx.WriteError:  # the connection was closed before the answer was read
+            status = 413
+
+        assert status == 413
+        assert http.get("healthz").status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_a_server_with_work_and_polls_in_progress(tmp_path, number):
+    with server_process(tmp_path / "storage") as server, ThreadPoolExecutor(1) as thread:
+        model = lora(server.client())
+        with httpx.Client(
+            base_url=f"{server.url}/api/v1", headers={"x-api-key": "tml-test"}, timeout=60
+        ) as http:
+            # Earlier seq ids never arrive, so the poll lasts until the server ends.
+            step = http.post(
+                "optim_step", json={"model_id": model.model_id, "seq_id": 7, "adam_params": {}}
+            ).json()
+            poll = thread.submit(http.post, "retrieve_future", json={"request_id": step["request_id"]})
+            status = server.end(number)
+            answer = poll.result(30)
+
+    assert status == 0
+    assert answer.status_code in (408, 410)
+    assert server.log == ""

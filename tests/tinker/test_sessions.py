@@ -1,0 +1,167 @@
+"""Sessions and the ids under them; start and close of the service."""
+
+import asyncio
+
+import pytest
+
+from rl.tinker.ids import parse_path
+from rl.tinker.limits import HttpLimits, Limits
+from rl.tinker.types import GoneError, InvalidRequestError, LimitReachedError, NotFoundError
+from tests.support.fake_tinker import ME, YOU, service_test
+from tests.support.virtual_time import now_s
+
+
+@service_test()
+async def test_finished_session_frees_its_models_and_samplers_and_fails_what_waits(client):
+    session = client.session()
+    model = client.model(session=session)
+    sampler = (await client.result(client.snapshot(model, 1, 0))).sampling_session_id
+    gate = client.backend.hold("forward_backward")
+    client.backend.hold("sample")
+    running, waiting = client.add(model, 2, 2), client.add(model, 3, 3)
+    sample = client.sample(sampler)
+    await asyncio.sleep(1)
+
+    client.service.sessions.finish(session, owner=ME)
+    client.service.sessions.finish(session, owner=ME)
+    for request in (waiting, sample):
+        failure = await client.failure(request)
+        assert failure.category == "user"
+        assert "was finished" in failure.error
+    for call in (
+        lambda: client.add(model, 4, 4),
+        lambda: client.service.sessions.live(session, ME),
+        lambda: client.service.sampling.live(sampler, ME),
+        lambda: client.model(session=session, number=1),
+    ):
+        with pytest.raises(GoneError):
+            call()
+    assert model in client.backend.weights  # running work is finished first
+    gate.set()
+    assert (await client.result(running)).metrics["loss:sum"] == 2
+    await asyncio.sleep(1)
+    assert client.backend.weights == client.backend.samplers == {}
+
+
+@service_test(session_timeout_s=60)
+async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
+    model = client.model()
+    session = model.partition(":")[0]
+    for call in (
+        lambda: client.service.sessions.live(session, ME),
+        lambda: client.service.training.info(model, owner=ME),
+        lambda: client.add(model, 1, 1),
+    ):
+        await asyncio.sleep(50)
+        call()
+    await asyncio.sleep(50)
+    await client.service.retrieve(f"{model}:1", owner=ME, wait_s=0)
+    await asyncio.sleep(50)
+    assert client.service.sessions.ids(owner=ME) == [session]
+    await asyncio.sleep(11)
+    with pytest.raises(GoneError):
+        client.service.sessions.live(session, ME)
+    await asyncio.sleep(1)
+    assert client.service.sessions.ids(owner=ME) == []
+    assert client.backend.weights == {}
+
+
+@service_test()
+async def test_session_belongs_to_its_owner_alone(client):
+    service, stranger = client.service, client.of(YOU)
+    mine = service.sessions.create(owner=ME, user_metadata={"b": "1"}, display_name="run")
+    model = client.model(session=mine)
+    for call in (
+        lambda: service.sessions.live(mine, YOU),
+        lambda: service.sessions.finish(mine, owner=YOU),
+        lambda: stranger.model(session=mine, number=1),
+        lambda: stranger.add(model, 1, 1),
+        lambda: service.training.info(model, owner=YOU),
+        lambda: service.training.unload(model, owner=YOU),
+        lambda: stranger.base_sampler(session=mine),
+    ):
+        with pytest.raises(NotFoundError, match="there is no"):
+            call()
+    assert service.sessions.ids(owner=YOU) == []
+    found = service.sessions.live(mine, ME)
+    assert (found.user_metadata, found.display_name, found.model_ids) == ({"b": "1"}, "run", [model])
+
+
+@service_test(sessions=2, models=1)
+async def test_limits_on_sessions_and_models_hold_per_owner_until_something_ends(client):
+    first = client.session()
+    client.session()
+    with pytest.raises(LimitReachedError, match="limit sessions: 2"):
+        client.session()
+    client.of(YOU).session()
+
+    model = client.model(session=first)
+    with pytest.raises(LimitReachedError, match="limit models: 1"):
+        client.model(session=first, number=1)
+    await client.result(client.service.training.unload(model, owner=ME))
+    client.model(session=first, number=1)
+    client.service.sessions.finish(first, owner=ME)
+    client.session()
+    await asyncio.sleep(1)
+
+
+@pytest.mark.parametrize("metadata", [{"a": object()}, {"a": 1}, {"a": "\ud800"}])
+@service_test()
+async def test_metadata_are_texts(client, metadata):
+    with pytest.raises(InvalidRequestError, match="user_metadata"):
+        client.service.sessions.create(owner=ME, user_metadata=metadata)
+
+
+@service_test(close_timeout_s=5)
+async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
+    service, backend = client.service, client.backend
+    backend.hold("forward_backward")
+    backend.hold("sample")
+    model = client.model()
+    sampler = client.base_sampler(session=model.partition(":")[0])
+    requests = [client.add(model, 1, 1), client.add(model, 3, 3), client.sample(sampler)]
+    waiting = [asyncio.create_task(service.retrieve(one, owner=ME, wait_s=1000)) for one in requests]
+    await asyncio.sleep(10)
+    started_s = now_s()
+    closing = [asyncio.create_task(service.close()) for _ in range(2)]
+    done, _ = await asyncio.wait(waiting, timeout=0.5)
+    assert (len(done), now_s() - started_s) == (3, 0)
+    assert all(isinstance(task.exception(), GoneError) for task in waiting)
+    await asyncio.gather(*closing)
+    await service.close()
+    assert now_s() - started_s <= 3 * 5
+    assert not backend.is_open
+    assert backend.is_idle
+    for call in (client.session, lambda: client.add(model, 4, 1)):
+        with pytest.raises(GoneError):
+            call()
+
+
+@service_test()
+async def test_ids_of_an_earlier_process_are_gone_and_others_unknown(client):
+    session = client.session()
+    for unknown in (f"{session}0", session[:-1], "", "\n", f"{session[:9]}{'0' * 16}:train:0"):
+        with pytest.raises(NotFoundError):
+            client.service.sessions.live(unknown, ME)
+    with pytest.raises(GoneError, match="its checkpoints are still there"):
+        client.service.sessions.live("0" * 8 + session[8:], ME)
+
+
+def test_path_round_trips():
+    path = f"tinker://01234567-{'89' * 8}:train:7/sampler_weights/step-1"
+    parsed = parse_path(path)
+    assert (parsed.kind, parsed.name, str(parsed)) == ("sampler", "step-1", path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (Limits, {"models": 0}, "models=0: must be above 0"),
+        (Limits, {"gap_timeout_s": -1.0}, "gap_timeout_s=-1.0"),
+        (HttpLimits, {"body_bytes": 0}, "body_bytes=0: must be above 0"),
+        (HttpLimits, {"poll_s": 60.0}, "poll_s=60: must be at most 40"),
+    ],
+)
+def test_limits_out_of_range_are_refused(kind, values, said):
+    with pytest.raises(ValueError, match=said):
+        kind(**values)

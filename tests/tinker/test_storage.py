@@ -1,0 +1,295 @@
+"""Checkpoints on disk: whole or absent, across restarts and kills, and visible to their owner only."""
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rl.tinker.ids import parse_path
+from rl.tinker.limits import Limits
+from rl.tinker.service import Service
+from rl.tinker.storage import Storage
+from rl.tinker.types import InvalidRequestError, NotFoundError
+from tests.support.fake_tinker import ME, YOU, FakeBackend, running_service, service_test
+
+ROOT = Path(__file__).parents[2]
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_checkpoint_is_found_after_a_restart_by_its_owner_only(tmp_path):
+    async def main():
+        async with running_service(tmp_path) as client:
+            path = await client.saved(await client.trained(), 3, "step-1", user_metadata={"a": "b"})
+        async with running_service(tmp_path) as client:
+            catalogue = client.service.catalogue
+            assert await client.loaded_weight(path) == -5
+            (_, run) = (await catalogue.training_runs(owner=ME, offset=0, limit=9)).training_runs
+            assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (path, {"a": "b"})
+            assert path == f"tinker://{run.training_run_id}/weights/step-1"
+            assert (await catalogue.weights_info(path, owner=ME)).lora_rank == 4
+            with pytest.raises(NotFoundError, match="there is no checkpoint"):
+                client.of(YOU).load(path, session_id=client.of(YOU).session(), model_seq_id=0)
+            for call in (
+                catalogue.weights_info(path, owner=YOU),
+                catalogue.delete_checkpoint(path, owner=YOU),
+                catalogue.set_ttl(path, 5, owner=YOU),
+                catalogue.training_run(run.training_run_id, owner=YOU),
+                catalogue.checkpoints(run.training_run_id, owner=YOU),
+            ):
+                with pytest.raises(NotFoundError):
+                    await call
+
+    asyncio.run(main())
+
+
+@service_test(virtual=False)
+async def test_owner_is_not_written_to_disk(client):
+    await client.saved(client.model(), 1, "a")
+    texts = [(client.folder / file).read_text() for file in files(client.folder)]
+    assert len(texts) == 3
+    assert not any(ME in text for text in texts)
+
+
+@service_test(virtual=False)
+async def test_taken_name_is_refused_or_overwritten_as_requested(client):
+    model = await client.trained()
+    path = await client.saved(model, 3, "final", user_metadata={"first": "1"})
+    client.add(model, 4, 1)
+    client.step(model, 5)
+    failure = await client.failure(client.save(model, 6, "final"))
+    assert failure.category == "user"
+    assert "exists already" in failure.error
+    assert await client.loaded_weight(path) == -5
+    assert await client.saved(model, 7, "final", overwrite=True) == path
+    assert await client.loaded_weight(path) == -6
+    (kept,) = (await client.service.catalogue.checkpoints(model, owner=ME)).checkpoints
+    assert kept.user_metadata is None
+    assert len([file for file in files(client.folder) if file.endswith("weight.json")]) == 1
+
+
+@service_test(virtual=False)
+async def test_failed_save_leaves_the_older_checkpoint_and_nothing_else(client):
+    model = await client.trained()
+    path = await client.saved(model, 3, "final")
+    before = files(client.folder)
+    client.backend.fail("save_model", OSError("disk full"))
+    assert (await client.failure(client.save(model, 4, "final", overwrite=True))).category == "server"
+    assert files(client.folder) == before
+    assert await client.loaded_weight(path) == -5
+
+
+def test_checkpoint_expires_in_time_with_its_files(tmp_path):
+    time_s = [1_000.0]
+
+    async def main():
+        async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
+            catalogue = client.service.catalogue
+            model = await client.trained()
+            short, long, kept = [
+                await client.saved(model, seq_id, name, ttl_seconds=100)
+                for seq_id, name in enumerate(("short", "long", "kept"), start=3)
+            ]
+            await catalogue.set_ttl(long, 500, owner=ME)
+            await catalogue.set_ttl(kept, None, owner=ME)
+            time_s[0] = 1_100
+            with pytest.raises(NotFoundError):
+                await catalogue.weights_info(short, owner=ME)
+            left = (await catalogue.checkpoints(model, owner=ME)).checkpoints
+            ends = {one.checkpoint_id: one.expires_at and one.expires_at.timestamp() for one in left}
+            assert ends == {"weights/long": 1_500, "weights/kept": None}
+            assert await client.saved(model, 6, "short") == short  # the name is free again
+        time_s[0] = 1_501
+        async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
+            found = (await client.service.catalogue.checkpoints(model, owner=ME)).checkpoints
+            assert {one.checkpoint_id for one in found} == {"weights/short", "weights/kept"}
+            assert not any("long" in file for file in files(tmp_path))
+
+    asyncio.run(main())
+
+
+def test_limit_on_storage_is_named_and_deleting_makes_room(tmp_path):
+    async def main():
+        async with running_service(tmp_path, limits=Limits(storage_bytes=1)) as client:
+            model = await client.trained()
+            path = await client.saved(model, 3, "a")
+            refused = await client.failure(client.save(model, 4, "b"))
+            assert "limit storage_bytes: checkpoints take" in refused.error
+            assert await client.saved(model, 5, "a", overwrite=True) == path
+            await client.service.catalogue.delete_checkpoint(path, owner=ME)
+            await client.saved(model, 6, "b")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".a", "-a", "a/b", "../a", "a\\b", "a\n", "a\0", "ä", "a b", "a" * 129, "a@1"]
+)
+@service_test(virtual=False)
+async def test_names_cannot_leave_their_folder(client, name):
+    model = client.model()
+    with pytest.raises(InvalidRequestError, match="name="):
+        client.save(model, 1, name)
+    with pytest.raises(InvalidRequestError, match="name="):
+        client.save_sampler(model, 2, name)
+    with pytest.raises((InvalidRequestError, NotFoundError)):
+        client.load(f"tinker://{model}/weights/{name}", session_id=client.session(), model_seq_id=0)
+    assert files(client.folder.parent) == set()
+
+
+@pytest.mark.parametrize("name", ["000010", "final", "step_1.half-way", "_", "a" * 128, None])
+@service_test(virtual=False)
+async def test_ordinary_names_are_accepted_and_the_default_is_the_seq_id(client, name):
+    path = await client.saved(await client.trained(), 3, name)
+    assert path.endswith(f"/weights/{name or '000003'}")
+    assert await client.loaded_weight(path) == -5
+
+
+def test_damaged_and_foreign_files_are_ignored(tmp_path):
+    async def main():
+        async with running_service(tmp_path) as client:
+            model = await client.trained()
+            paths = [await client.saved(model, seq_id, f"s{seq_id}") for seq_id in (3, 4)]
+        folder = tmp_path / model.replace(":", ".")
+        (folder / "weights/s3@1/checkpoint.json").write_text('{"format": 1, "settings": []}')
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes.txt").write_text("hello")
+        async with running_service(tmp_path) as client:
+            found = await client.service.catalogue.all_checkpoints(owner=ME, offset=0, limit=9)
+            assert [one.tinker_path for one in found.checkpoints] == paths[1:]
+            with pytest.raises(NotFoundError):
+                await client.service.catalogue.weights_info(paths[0], owner=ME)
+
+    asyncio.run(main())
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_folder_that_cannot_be_written_is_named_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    service = Service(backend=cast(Any, FakeBackend()), storage_folder=tmp_path / "file")
+    with pytest.raises(ValueError, match=r"storage_folder=.*file': cannot be written"):
+        asyncio.run(service.start())
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from tests.support.fake_tinker import running_service
+
+async def main():
+    async with running_service(Path(sys.argv[1])) as client:
+        model = await client.trained()
+        path = await client.saved(model, 3, "final")
+        client.add(model, 4, 1)
+        await client.result(client.step(model, 5))
+        save_model = client.backend.save_model
+
+        async def endless(model_id, folder, *, optimizer):
+            await save_model(model_id, folder, optimizer=optimizer)
+            print(path, flush=True)
+            await asyncio.Event().wait()
+
+        client.backend.save_model = endless
+        await client.saved(model, 6, "final", overwrite=True)
+
+asyncio.run(main())
+"""
+"""Script that is killed after the backend has written everything and before the checkpoint appears."""
+
+
+def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_one(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    path = process.stdout.readline().strip()
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    process.stdout.close()
+    assert len([file for file in files(tmp_path) if ".being-written/" in file]) == 1
+
+    async def main():
+        async with running_service(tmp_path) as client:
+            assert not any(".being-written" in file for file in files(tmp_path))
+            return await client.loaded_weight(path)
+
+    assert asyncio.run(main()) == -5
+
+
+def test_newer_of_two_versions_left_by_a_kill_is_used(tmp_path):
+    async def main():
+        async with running_service(tmp_path) as client:
+            model = await client.trained()
+            path = await client.saved(model, 3, "final")
+            folder = tmp_path / model.replace(":", ".") / "weights"
+            (folder / "final@1").rename(folder / "held-back")  # as if killed before the removal
+            await client.saved(model, 4, "final")
+            (folder / "final@1").rename(folder / "final@10")
+            (folder / "held-back").rename(folder / "final@9")
+            (folder / "final@10/data/weight.json").write_text("-7.0")
+            storage = Storage(tmp_path, limits=Limits(), wall_time_s=lambda: 0.0)
+            assert storage.find(parse_path(path), ME).folder.name == "final@10"
+        async with running_service(tmp_path) as client:
+            return await client.loaded_weight(path), sorted(p.name for p in folder.iterdir())
+
+    assert asyncio.run(main()) == (-7, ["final@10"])
+
+
+def test_runs_are_listed_newest_first_with_their_last_checkpoints(tmp_path):
+    clock = itertools.count(1_000)
+
+    async def main():
+        async with running_service(tmp_path, wall_time_s=lambda: float(next(clock))) as client:
+            catalogue = client.service.catalogue
+            models = [client.model() for _ in range(3)]
+            paths = [await client.saved(models[0], seq_id, f"s{seq_id}") for seq_id in (1, 2)]
+            paths.append(await client.saved_sampler(models[0], 3, "s3"))
+            runs = await catalogue.training_runs(owner=ME, offset=1, limit=5)
+            assert runs.cursor.total_count == 3
+            assert [run.training_run_id for run in runs.training_runs] == [models[1], models[0]]
+            oldest = runs.training_runs[1]
+            assert oldest.last_checkpoint.tinker_path == paths[1]
+            assert oldest.last_sampler_checkpoint.tinker_path == paths[2]
+            listed = (await catalogue.checkpoints(models[0], owner=ME)).checkpoints
+            assert [one.tinker_path for one in listed] == paths[::-1]
+            some = await catalogue.all_checkpoints(owner=ME, offset=1, limit=1)
+            assert ([one.tinker_path for one in some.checkpoints], some.cursor.total_count) == ([paths[1]], 3)
+            await catalogue.delete_checkpoint(paths[1], owner=ME)
+            left = await catalogue.training_run(models[0], owner=ME)
+            assert left.last_checkpoint.tinker_path == paths[0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "weights/a", "tinker://", "tinker://run/weights", "tinker://run/other/a", "tinker://run/weights/a/b",
+     "http://run/weights/a", "tinker:///weights/a", "tinker://run/weights/"],
+)  # fmt: skip
+def test_invalid_path_is_refused_with_the_valid_form(path):
+    with pytest.raises(
+        InvalidRequestError, match="must have the form tinker://<training run>/weights/<name>"
+    ):
+        parse_path(path)
+
+
+@pytest.mark.parametrize("run", ["run", "..", "%2e%2e", "0" * 500])
+@service_test(virtual=False)
+async def test_runs_that_never_existed_are_not_found(client, run):
+    with pytest.raises(NotFoundError):
+        await client.service.catalogue.training_run(run, owner=ME)
+    for name in ("a", "..", "%2e"):
+        with pytest.raises(NotFoundError):
+            await client.service.catalogue.delete_checkpoint(f"tinker://{run}/weights/{name}", owner=ME)

@@ -1,0 +1,190 @@
+"""Order, repetition and gaps of one model's requests, in virtual time."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl.tinker.types import BusyError, Failure, GoneError, InvalidRequestError
+from tests.support.fake_tinker import service_test
+from tests.support.virtual_time import now_s
+
+
+@service_test()
+async def test_chunks_run_in_the_order_of_their_seq_ids(client):
+    model = client.model()
+    step = client.step(model, 4)
+    for seq_id in (3, 2, 1):
+        client.add(model, seq_id, seq_id)
+
+    assert await client.weight(step) == -(1 + 2 + 3)
+    added = [f"forward_backward 0 [{i}]" for i in (1, 2, 3)]
+    assert client.backend.calls[:5] == ["create_model 0", *added, "optim_step 0"]
+
+
+@service_test(result_kept_s=5)
+async def test_repeated_request_is_done_once_even_after_its_result_was_evicted(client):
+    model = client.model()
+    first = client.add(model, 1, 5)
+    assert client.add(model, 1, 7) == first  # while it waits
+    assert (await client.result(first)).metrics["loss:sum"] == 5
+    assert client.add(model, 1, 7) == first  # when it is done
+    await asyncio.sleep(6)
+    assert client.add(model, 1, 5) == first
+    with pytest.raises(GoneError):
+        await client.result(first)
+    await client.result(client.step(model, 2))
+
+    assert client.backend.names("delete_model") == ["create_model", "forward_backward", "optim_step"]
+
+
+@service_test(gap_timeout_s=30)
+async def test_requests_behind_a_gap_fail_in_time_and_later_ones_run(client):
+    model = client.model()
+    await client.result(client.add(model, 1, 100))
+    started_s = now_s()
+    await asyncio.sleep(7)
+    behind = [client.add(model, 3, 3), client.step(model, 5)]
+    failures = [await client.service.retrieve(one, owner=client.owner, wait_s=60) for one in behind]
+
+    assert now_s() - started_s == pytest.approx(7 + 30)
+    for failure in failures:
+        assert isinstance(failure, Failure)
+        assert failure.category == "user"
+        assert "seq_id 2 of" in failure.error
+        assert "did not come within 30 s" in failure.error
+    with pytest.raises(GoneError, match="came after it was given up"):
+        await client.result(client.add(model, 2, 2))
+    client.add(model, 6, 6)
+    # Neither the 100 requests before the gap nor the 3 behind it.
+    assert await client.weight(client.step(model, 7)) == -6
+    called = ["create_model", "forward_backward", "drop_gradient", "forward_backward", "optim_step"]
+    assert client.backend.names("delete_model") == called
+
+
+@service_test(gap_timeout_s=30)
+async def test_gap_that_closes_in_time_loses_nothing(client):
+    model = client.model()
+    behind = client.add(model, 2, 2)
+    await asyncio.sleep(29)
+    client.add(model, 1, 1)
+    step = client.step(model, 4)
+    await asyncio.sleep(29)  # the next gap has a timeout of its own
+    client.add(model, 3, 3)
+
+    assert (await client.result(behind)).metrics["loss:sum"] == 2
+    assert await client.weight(step) == -6
+
+
+@service_test(gap_timeout_s=30)
+async def test_running_time_of_an_earlier_request_is_no_gap(client):
+    gate = client.backend.hold("forward_backward")
+    model = client.model()
+    client.add(model, 1, 1)
+    behind = client.add(model, 3, 3)
+    await asyncio.sleep(100)
+    gate.set()
+    await asyncio.sleep(29)
+    client.add(model, 2, 2)
+
+    assert (await client.result(behind)).metrics["loss:sum"] == 3
+
+
+@service_test()
+async def test_failed_request_does_not_stop_later_ones_and_reveals_no_internals(client):
+    model = client.model()
+    client.backend.fail("forward_backward", InvalidRequestError("data[0]: no"))
+    client.backend.fail("forward_backward", RuntimeError("/secret/path exploded"))
+    first, second, third = [
+        await client.result(one) for one in [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3)]
+    ]
+
+    assert first == Failure(error="data[0]: no", category="user")
+    assert second.category == "server"
+    assert "secret" not in second.error
+    assert third.metrics["loss:sum"] == 3
+
+
+@service_test()
+async def test_refused_request_uses_up_its_seq_id(client):
+    model = client.model()
+    with pytest.raises(InvalidRequestError, match=r"data\[0\].model_input: has token id -1"):
+        client.add(model, 1, -1)
+
+    assert (await client.result(client.add(model, 2, 3))).metrics["loss:sum"] == 3
+    assert "token id -1" in (await client.failure(client.add(model, 1, -1))).error
+    assert now_s() == 0
+
+
+@service_test()
+async def test_models_run_at_once_and_each_in_its_order(client):
+    gate = client.backend.hold("forward_backward")
+    session = client.session()
+    models = [client.model(session=session, number=n) for n in range(3)]
+    requests = [client.add(model, seq, seq) for seq in (2, 1) for model in models]
+    await asyncio.sleep(1)
+    gate.set()
+    for request in requests:
+        await client.result(request)
+
+    assert client.backend.most_at_once == 3
+    for n in range(3):
+        own = [call for call in client.backend.calls if call.startswith(f"forward_backward {n}")]
+        assert own == [f"forward_backward {n} [1]", f"forward_backward {n} [2]"]
+
+
+@service_test(waiting=3)
+async def test_owner_at_the_limit_may_send_the_request_that_others_wait_for(client):
+    model = client.model()
+    await client.result(f"{model}:0")
+    behind = [client.add(model, seq_id, seq_id) for seq_id in (2, 3, 4)]
+    with pytest.raises(BusyError, match="limit waiting: this request would make it 4, above 3"):
+        client.add(model, 5, 5)
+    first = client.add(model, 1, 1)
+
+    sums = [(await client.result(one)).metrics["loss:sum"] for one in (first, *behind)]
+    assert sums == [1, 2, 3, 4]
+    assert (await client.result(client.add(model, 5, 5))).metrics["loss:sum"] == 5
+
+
+@service_test()
+async def test_request_sees_the_weights_of_the_steps_before_it(client):
+    model = client.model()
+    client.add(model, 1, 2, 3)
+    client.step(model, 2, lr=0.5)
+    last = await client.result(client.add(model, 3, 7, 7))
+
+    np.testing.assert_array_equal(last.logprobs[0], np.full(2, -2.5, dtype=np.float32))
+
+
+@service_test()
+async def test_forward_leaves_the_gradient(client):
+    model = client.model()
+    client.add(model, 1, 5)
+    client.add(model, 2, 7, backward=False)
+
+    assert await client.weight(client.step(model, 3)) == -5
+
+
+@service_test()
+async def test_incomplete_batch_is_never_stepped(client):
+    model = client.model()
+    later = client.step(model, 4)
+    client.add(model, 1, 5)
+    client.backend.fail("forward_backward", InvalidRequestError("the loss is not finite"))
+    client.add(model, 3, 7)
+    with pytest.raises(InvalidRequestError):
+        client.add(model, 2)
+    missing = await client.failure(later)
+    client.add(model, 5, 2)
+
+    assert missing.category == "user"
+    assert "forward_backward with seq_id 1, 2 failed" in missing.error
+    assert await client.weight(client.step(model, 6)) == -2
+
+
+@pytest.mark.parametrize("seq_id", [0, -1, 2**63, None])
+@service_test()
+async def test_seq_ids_count_from_1(client, seq_id):
+    with pytest.raises(InvalidRequestError, match=f"seq_id={seq_id}: must be a whole number from 1"):
+        client.step(client.model(), seq_id)

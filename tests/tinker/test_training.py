@@ -1,0 +1,139 @@
+"""Creation and loading of models, and settings of requests."""
+
+import re
+
+import pytest
+from tinker import types as wire
+
+from rl.tinker.datums import optim_params
+from rl.tinker.models import check_lora
+from rl.tinker.types import GoneError, InvalidRequestError, LoRASettings, NotFoundError
+from tests.support.fake_tinker import BASE, LORA, ME, service_test
+
+
+@service_test()
+async def test_model_is_created_once_with_the_id_that_clients_derive(client):
+    session = client.session()
+    model = client.model(session=session, number=4)
+    assert client.model(session=session, number=4, rank=0) == model
+    assert model == f"{session}:train:4"
+    assert (await client.result(f"{model}:0")).model_id == model
+    info = client.service.training.info(model, owner=ME)
+    assert (info.settings, info.base) == (LORA, BASE)
+    assert client.backend.names("delete_model") == ["create_model"]
+
+
+@service_test()
+async def test_requests_to_a_model_that_could_not_be_created_fail(client):
+    client.backend.fail("create_model", InvalidRequestError("no room for rank 4"))
+    model = client.model()
+    behind = client.add(model, 1, 1)
+    assert (await client.failure(f"{model}:0")).error == "no room for rank 4"
+    assert "could not be created" in (await client.failure(behind)).error
+    with pytest.raises(GoneError, match="could not be created: no room for rank 4"):
+        client.add(model, 2, 2)
+    assert client.model(session=model.partition(":")[0]) == model  # the same request
+    assert "delete_model" not in client.backend.names()
+
+
+@service_test()
+async def test_refused_settings_leave_the_model_number_free(client):
+    session = client.session()
+    with pytest.raises(InvalidRequestError, match="base_model='huge': must be one of 'tiny', 'other'"):
+        client.model(session=session, base_model="huge")
+    client.model(session=session)
+    with pytest.raises(InvalidRequestError, match="model_seq_id=-1"):
+        client.model(session=session, number=-1)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rank": 129}, "lora_config.rank=129: must be 1 to 128, or 0 to train all parameters"),
+        ({"rank": -1}, "lora_config.rank=-1: must be 1 to 128"),
+        ({"rank": 1, "seed": -1}, "lora_config.seed=-1: must be 0 to 9223372036854775807, or none"),
+        ({"rank": 1, "seed": 2**63}, "lora_config.seed=9223372036854775808: must be"),
+        (
+            {"rank": 1, "train_attn": False, "train_mlp": False},
+            "nothing would have an adapter; a head that is tied to the embedding never has one",
+        ),
+    ],
+)
+def test_invalid_lora_settings_are_named(lora, said):
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        check_lora(LoRASettings(**lora), BASE)
+
+
+@service_test(virtual=False)
+async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
+    path = await client.saved(await client.trained(), 3, "state")
+    session, training = client.session(), client.service.training
+
+    def create(number, path, base_model):
+        return client.load(path, session_id=session, model_seq_id=number, base_model=base_model)
+
+    loaded = await client.result(create(0, path, "tiny"))
+    assert (loaded.path, loaded.model_id) == (path, f"{session}:train:0")
+    assert training.info(loaded.model_id, owner=ME).settings == LORA
+    assert client.backend.weights[loaded.model_id] == -5
+    assert client.backend.calls[-2:] == ["create_model 0", "load_model 0 optimizer=True"]
+    with pytest.raises(InvalidRequestError, match="base_model='other': must be 'tiny'"):
+        create(1, path, "other")
+    with pytest.raises(NotFoundError):
+        create(1, f"{path}x", None)
+    with pytest.raises(InvalidRequestError, match="must have the form tinker://"):
+        create(1, "/etc/passwd", None)
+    with pytest.raises(InvalidRequestError, match="weights to sample from"):
+        create(1, path.replace("/weights/", "/sampler_weights/"), None)
+
+
+@service_test(virtual=False)
+async def test_model_whose_weights_cannot_be_loaded_is_deleted(client):
+    path = await client.saved(await client.trained(), 3, "state")
+    client.backend.fail("load_model", RuntimeError("bad file"))
+    request = client.load(path, session_id=client.session(), model_seq_id=0)
+    assert (await client.failure(request)).category == "server"
+    assert len(client.backend.weights) == 1
+    assert client.backend.names()[-1] == "delete_model"
+
+
+@service_test(virtual=False)
+async def test_weights_load_into_a_model_of_the_same_settings_in_its_turn(client):
+    path = await client.saved(await client.trained(), 3, "state")
+    session = client.session()
+    model = client.model(session=session, seed=99)
+    client.add(model, 1, 50)
+    client.step(model, 2)
+    client.load(path, model_id=model, seq_id=3, optimizer=False)
+    assert await client.weight(client.step(model, 4)) == -5
+
+    full = client.model(session=session, number=1, rank=0)
+    with pytest.raises(InvalidRequestError, match="has the weights of a model with"):
+        client.load(path, model_id=full, seq_id=1)
+    await client.result(client.step(full, 2))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "lowest"),
+    [
+        ("learning_rate", float("nan"), "0"),
+        ("learning_rate", -1.0, "0"),
+        ("eps", 0.0, "1e-30"),
+        ("beta1", 1.0, "0"),
+        ("grad_clip_norm", float("inf"), "0"),
+    ],
+)
+def test_invalid_setting_of_a_step_is_named(field, value, lowest):
+    with pytest.raises(InvalidRequestError, match=f"adam_params.{field}={value}: must be at least {lowest}"):
+        optim_params(wire.AdamParams(**{field: value}))
+
+
+@service_test()
+async def test_save_for_a_sampler_has_a_name_or_a_session_number(client):
+    model = client.model()
+    for seq_id, (name, number) in enumerate(((None, None), ("a", 0)), 1):
+        with pytest.raises(InvalidRequestError, match="give one of them"):
+            client.save_sampler(model, seq_id, name, sampling_session_seq_id=number)
+    for seq_id, ttl in enumerate((0, -5, 10**12), 3):
+        with pytest.raises(InvalidRequestError, match=f"ttl_seconds={ttl}"):
+            client.save(model, seq_id, "a", ttl_seconds=ttl)

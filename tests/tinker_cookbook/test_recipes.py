@@ -1,0 +1,145 @@
+"""Checks of recipe runs, each shown a run that passes and runs with a single violation."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tools.tinker_cookbook import recipes
+from tools.tinker_cookbook.recipes import Evidence, Row
+
+RUN = "tinker://s:train:1/weights"
+
+
+def rows(name: str, *values: float) -> tuple[dict, ...]:
+    return tuple({"step": step, name: value} for step, value in enumerate(values))
+
+
+def evidence(*found: Row, **changes: Any) -> Evidence:
+    whole = Evidence(
+        statuses=(0,),
+        rows=found,
+        checkpoints=({"name": "final", "state_path": f"{RUN}/final"},),
+        log="",
+    )
+    return replace(whole, **changes)
+
+
+def test_run_completes_with_each_step_once_and_a_final_checkpoint():
+    whole = evidence(*rows(recipes.NLL, 1, 2, 3), {"step": 3, "tokens/cumulative/trained": 9})
+    assert recipes.completes(3)(whole).holds
+    broken = (
+        recipes.completes(4)(whole),
+        recipes.completes(3)(replace(whole, statuses=(1,))),
+        recipes.completes(3)(replace(whole, statuses=(-9, 1))),
+        recipes.completes(3)(replace(whole, rows=(*whole.rows[:3], whole.rows[2]))),
+        recipes.completes(3)(replace(whole, rows=whole.rows[1:])),
+        recipes.completes(3)(replace(whole, checkpoints=())),
+        recipes.completes(3)(replace(whole, checkpoints=({"name": "000001", "state_path": "p"},))),
+    )
+    assert [finding.holds for finding in broken] == [False] * 7
+    assert broken[0].seen == "status 0, 3 different steps in 3 rows, 1 final checkpoints"
+
+
+def kl_rows(*pairs: tuple[float, float]) -> tuple[dict, ...]:
+    return tuple(
+        {recipes.REWARD: 0.5, recipes.KL_NAMES[0]: first, recipes.KL_NAMES[1]: second}
+        for first, second in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [
+        (kl_rows((1e-7, 1e-12), (-9e-4, 9e-4)), True),
+        (kl_rows((1e-7, 1e-12), (1.1e-3, 1e-6)), False),
+        (kl_rows((1e-7, 1e-12), (-1.1e-3, 1e-6)), False),
+        (kl_rows((1e-7, 1e-3)), False),
+        (kl_rows((math.nan, 1e-6)), False),
+        ((*kl_rows((1e-7, 1e-12)), {recipes.REWARD: 0.5}), False),
+        ((*kl_rows((1e-7, 1e-12)), {"tokens/cumulative/trained": 9}), True),
+        ((), False),
+    ],
+    ids=[
+        "low",
+        "high",
+        "high below zero",
+        "second order at the limit",
+        "nan",
+        "a step without",
+        "totals without",
+        "none",
+    ],
+)
+def test_kl_must_be_low_in_every_step_by_both_estimates(found, holds):
+    assert recipes.kl_stays_low(evidence(*found)).holds is holds
+
+
+def test_highest_kl_is_reported():
+    found = recipes.kl_stays_low(evidence(*kl_rows((2e-7, 1e-12), (-3e-6, 4e-11))))
+    assert found.seen == "at most 3.0e-06 and 4.0e-11"
+
+
+def test_reward_gain_compares_means_of_three_steps_at_each_end():
+    risen = evidence(*rows(recipes.REWARD, 0.1, 0.3, 0.2, 9.0, 0.3, 0.4, 0.2))
+    finding = recipes.reward_rises(by=0.1)(risen)
+    assert finding.holds
+    assert finding.seen == "0.200 -> 0.300"
+    assert not recipes.reward_rises(by=0.11)(risen).holds
+    assert not recipes.reward_rises(by=0.0)(evidence(*rows(recipes.REWARD, 0.1, 0.2, 0.3, 0.4, 0.5))).holds
+
+
+def test_loss_must_fall_to_a_share_of_its_start():
+    fallen = evidence(*rows(recipes.NLL, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0))
+    assert recipes.loss_falls(to_share=0.5)(fallen).holds
+    assert not recipes.loss_falls(to_share=0.49)(fallen).holds
+    assert not recipes.loss_falls(to_share=0.5)(evidence()).holds
+
+
+def resumed(**changes: Any) -> Evidence:
+    rolling = [{"name": f"00000{n}", "batch": n, "state_path": f"{RUN}/00000{n}"} for n in (4, 8)]
+    return replace(
+        evidence(),
+        statuses=(-signal.SIGKILL, 0),
+        checkpoints=(*rolling, *evidence().checkpoints),
+        log=f"Resumed training from {RUN}/000008\n",
+        **changes,
+    )
+
+
+def test_resumed_run_was_killed_and_loaded_a_checkpoint():
+    finding = recipes.resumes(resumed())
+    assert finding.holds
+    assert finding.seen == "statuses -9, 0, resumed from step 8 of epoch None"
+    assert not recipes.resumes(
+        replace(resumed(), statuses=(0, 0))
+    ).holds  # the run was finished before the kill
+    assert not recipes.resumes(replace(resumed(), statuses=(0,))).holds
+    assert not recipes.resumes(replace(resumed(), log="Training for 8 batches")).holds
+
+
+def test_finished_run_keeps_only_its_final_state():
+    other = "tinker://s:train:0/weights/000008"
+    assert recipes.old_checkpoints_go(evidence(kept=(f"{RUN}/final", other))).holds
+    assert not recipes.old_checkpoints_go(evidence(kept=(f"{RUN}/000028", f"{RUN}/final"))).holds
+    assert not recipes.old_checkpoints_go(evidence(kept=(other,))).holds
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward", "holds"), [(9.5, -1.0, True), (9.5, -5.0, False), (1.0, 1.0, False)]
+)
+def test_most_guesses_of_several_turns_must_be_parsed(turns, reward, holds):
+    row = {recipes.TURNS: turns, recipes.REWARD: reward}
+    assert recipes.guesses_are_parsed(evidence(row, row)).holds is holds
+
+
+def test_rows_are_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert recipes.read_rows(path) == ()
+    path.write_text(json.dumps({"step": 0}) + "\n" + '{"step": 1, "rew')
+    assert recipes.read_rows(path) == ({"step": 0},)

@@ -1,0 +1,31 @@
+"""Folders of weights shared by the tests of this folder."""
+
+import pytest
+
+from tests.training.parts import even_spec, moe_spec, small_spec, write_adapter, write_assets
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory):
+    """Return a read-only Hugging Face folder of `small_spec`."""
+    return write_assets(tmp_path_factory.mktemp("assets") / "model")
+
+
+@pytest.fixture(scope="session")
+def moe_assets(tmp_path_factory):
+    """Return a read-only Hugging Face folder of `moe_spec`."""
+    return write_assets(tmp_path_factory.mktemp("assets") / "moe", spec=moe_spec())
+
+
+@pytest.fixture(scope="session")
+def all_assets(assets, moe_assets, tmp_path_factory):
+    """Return the folders of weights by kind of model, and the adapters that LoRA starts with."""
+    folder = tmp_path_factory.mktemp("assets")
+    untied = small_spec(tie=False)
+    return {
+        "dense": assets,
+        "moe": moe_assets,
+        "lora": write_assets(folder / "untied", spec=untied),
+        "adapter": write_adapter(folder / "adapter", untied, scale=0.2),
+        "even adapter": write_adapter(folder / "even", even_spec(), scale=0.02),
+    }

@@ -1,0 +1,212 @@
+"""Background saves, retention, and the remains of a kill or a full disk."""
+
+import functools
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.training.checkpoint import Checkpointer
+from rl.training.checkpoint_files import saved_steps, step_folder
+from rl.training.failures import CheckpointError
+from tests.support.forked import die_at_flush, limit_files, run_in_fork
+from tests.training.parts import assert_near, make_engine, step
+
+
+class HeldCheckpointer(Checkpointer):
+    """Checkpointer that publishes checkpoints once its gate opens."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gate = threading.Event()
+
+    def _publish(self, *args, **kwargs):
+        assert self.gate.wait(30)
+        super()._publish(*args, **kwargs)
+
+
+def engine_with(assets, config=None, **fields):
+    """Build an engine with these fields of the checkpointer's config."""
+    engine = make_engine(assets)
+    config = config or Checkpointer.Config()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    engine.checkpointer = config.build(policy=engine.policy, optimizer=engine.optimizer)
+    return engine
+
+
+def state(engine):
+    """Return copies of all saved tensors."""
+    return {name: t.clone() for name, t in engine.checkpointer._tensors(model_only=False).items()}
+
+
+def assert_loads(assets, folder, expected):
+    engine = make_engine(assets)
+    engine.load_checkpoint(str(folder))
+    assert_near(state(engine), expected, relative=0.0)
+
+
+def entries(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_steps_during_a_background_save_do_not_change_the_checkpoint(assets, tmp_path):
+    engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async"))
+    step(engine)
+    saved = state(engine)
+    engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
+    step(engine)
+    assert saved_steps(tmp_path) == {}  # The folder does not appear before it is complete.
+    engine.checkpointer.gate.set()
+    engine.checkpointer.wait()
+    assert entries(tmp_path) == ["step-1"]
+    assert_loads(assets, tmp_path / "step-1", saved)
+    assert not torch.equal(state(engine)["model.norm.weight"], saved["model.norm.weight"])
+
+
+def test_background_saves_run_one_at_a_time_and_close_waits(assets, tmp_path):
+    engine = engine_with(assets, async_mode="async")
+    for number in (1, 2, 3):
+        step(engine)
+        engine.save_checkpoint(str(tmp_path / f"step-{number}"), wait=False)
+        assert list(saved_steps(tmp_path))[: number - 1] == list(range(1, number))
+    engine.close()
+    assert entries(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert_loads(assets, tmp_path / "step-3", state(engine))
+
+
+def test_background_save_that_hangs_is_an_error(assets, tmp_path):
+    engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async", timeout_s=0.01))
+    engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
+    with pytest.raises(CheckpointError, match=r"step-1 is not written after checkpoint\.timeout_s=0\.01"):
+        engine.close()
+    engine.checkpointer.gate.set()
+    engine.checkpointer.config.timeout_s = 30.0
+    engine.close()
+    assert entries(tmp_path) == ["step-1"]
+
+
+def test_error_of_a_background_save_is_logged_and_raised_once_by_the_next_call(assets, tmp_path, caplog):
+    engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async"))
+    engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
+    (tmp_path / "step-1").mkdir()  # Another program takes the name.
+    (tmp_path / "step-1" / "file").write_text("")
+    engine.checkpointer.gate.set()
+    with pytest.raises(FileExistsError, match="step-1 already exists"):
+        engine.save_checkpoint(str(tmp_path / "step-2"))
+    assert "background save failed: " in caplog.text
+    engine.save_checkpoint(str(tmp_path / "step-2"))
+    assert entries(tmp_path) == ["step-1", "step-2"]
+
+
+def test_latest_steps_the_seed_and_other_folders_are_kept(assets, tmp_path):
+    engine = engine_with(assets, keep_latest_k=2)
+    for name in ("hf", "step-x", "mine"):
+        (tmp_path / name).mkdir()
+    for number in (0, 3, 7, 10, 20):  # Steps are sorted as numbers, not as strings.
+        engine.save_checkpoint(str(step_folder(tmp_path, number)))
+    assert entries(tmp_path) == ["hf", "mine", "step-0", "step-10", "step-20", "step-x"]
+    engine.save_checkpoint(str(tmp_path / "elsewhere"))  # This is no step, so none is removed for it.
+    assert list(saved_steps(tmp_path)) == [0, 10, 20]
+    engine.checkpointer.config.keep_latest_k = 0
+    for number in (30, 40, 50):
+        engine.save_checkpoint(str(step_folder(tmp_path, number)))
+    assert list(saved_steps(tmp_path)) == [0, 10, 20, 30, 40, 50]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
+def test_save_killed_at_any_flush_leaves_a_complete_checkpoint_or_none(assets, tmp_path, wait):
+    engine = engine_with(assets, async_mode="async", keep_latest_k=2)
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "step-1"))
+    before = state(engine)
+    step(engine)
+    after = state(engine)
+
+    def save_and_die(flush):
+        die_at_flush(flush)
+        engine.save_checkpoint(str(tmp_path / "step-2"), wait=wait)
+        engine.checkpointer.wait()
+        return "survived"
+
+    flush = 0
+    while not saved_steps(tmp_path).get(2):
+        flush += 1
+        status, _ = run_in_fork(functools.partial(save_and_die, flush))
+        assert status == -signal.SIGKILL
+        assert "step-1" in entries(tmp_path)
+        assert len(entries(tmp_path)) <= 3  # Each save removes the remains of the save killed before.
+    # Flushed are the tensors, metadata, each file, the folder before it is renamed, and the parent folder.
+    assert flush >= 7
+    assert_loads(assets, tmp_path / "step-1", before)
+    assert_loads(assets, tmp_path / "step-2", after)
+    engine.save_checkpoint(str(tmp_path / "step-3"))
+    assert entries(tmp_path) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
+@pytest.mark.parametrize("num_bytes", [0, 60_000])
+def test_full_disk_is_reported_and_the_checkpoint_before_loads(assets, tmp_path, num_bytes, wait):
+    engine = engine_with(assets, async_mode="async")
+    step(engine)
+    engine.save_checkpoint(str(tmp_path / "step-1"))
+    before = state(engine)
+
+    def save_on_full_disk():
+        limit_files(num_bytes)
+        try:
+            engine.save_checkpoint(str(tmp_path / "step-2"), wait=wait)
+            engine.save_checkpoint(str(tmp_path / "step-3"))
+        except CheckpointError as error:
+            return str(error)
+        return "nothing raised"
+
+    status, error = run_in_fork(save_on_full_disk)
+    assert status == 0
+    assert "step-2 was not written, earlier checkpoints are unchanged" in error
+    assert os.strerror(27) in error  # File too large
+    assert entries(tmp_path) == ["step-1"]
+    assert_loads(assets, tmp_path / "step-1", before)
+
+
+def test_full_disk_leaves_nothing_of_an_export(assets, tmp_path):
+    engine = make_engine(assets)
+
+    def export_on_full_disk():
+        limit_files(3_000)
+        try:
+            engine.export_hf(str(tmp_path / "hf"))
+        except CheckpointError as error:
+            return str(error)
+        return "nothing raised"
+
+    status, error = run_in_fork(export_on_full_disk)
+    assert status == 0
+    assert f"{tmp_path / 'hf'} was not written, earlier content is unchanged: " in error
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
+def test_damaged_files_are_named_and_nothing_is_loaded(assets, tmp_path, name):
+    engine = engine_with(assets)
+    engine.save_checkpoint(str(tmp_path / "step-1"))
+    step(engine)
+    before = state(engine)
+    file = tmp_path / "step-1" / name
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 16
+    for content in (whole[:-9], flipped, None):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"checkpoint file .* is (truncated|corrupted|missing)") as error:
+            engine.load_checkpoint(str(tmp_path / "step-1"))
+        assert name in str(error.value) or name == "manifest.json"  # whose damage shows in the listed files
+        assert_near(state(engine), before, relative=0.0)
+        file.write_bytes(whole)
+    assert engine.load_checkpoint(str(tmp_path / "step-1")) == 0

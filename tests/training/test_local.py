@@ -1,0 +1,383 @@
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from losses.cross_entropy import CrossEntropyLoss
+from losses.types import LossInputs, LossOutput
+from rl.local import LocalBackend, LocalRewarder
+from rl.loop.loop import Loop
+from rl.loop.rollouts import RolloutSetup
+from rl.loop.state import StepCheckpoints
+from rl.models.generate import generate
+from rl.models.lora import LoRA
+from rl.models.spec import ModelSpec
+from rl.observability.metrics import MetricsWriter
+from rl.observability.run_folder import METRICS
+from rl.observability.sinks import SinksConfig, TensorBoardConfig, open_sinks
+from rl.rollouts.episode import Sampling
+from rl.rollouts.renderer import RendererConfig, make_renderer
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
+from rl.rollouts.samples import policy_sample
+from rl.rollouts.tokenizer import open_tokenizer
+from rl.tasks.generated import GeneratedTask
+from rl.training.checkpoint_config import CheckpointConfig
+from rl.training.config import TrainingConfig
+from rl.training.engine import TrainingEngine
+from rl.training.optimizer import Optimizer
+from rl.types import Completion, OptimParams, Problem, Prompt, Rollout, SamplingParams, TrainingSample, Turn
+from tests.support import policies
+from tests.support.event_files import points
+from tests.support.fakes import ListSink
+from tests.support.scored import replied
+from tests.training.parts import make_samples, small_spec, write_assets
+
+PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9])]
+SAMPLING = SamplingParams(max_tokens=12, num_samples=4, seed=5)
+STEP = OptimParams(lr=0.05)
+ResultT = TypeVar("ResultT")
+
+
+def with_backend(
+    use: Callable[[LocalBackend], Awaitable[ResultT]],
+    *,
+    assets: str | None = None,
+    spec: ModelSpec | None = None,
+    **settings: Any,
+) -> ResultT:
+    async def run() -> ResultT:
+        config = TrainingEngine.Config(**settings)
+        async with LocalBackend(
+            config, spec=spec or small_spec(), hf_assets_path=assets, device="cpu"
+        ) as local:
+            return await use(local)
+
+    return asyncio.run(run())
+
+
+def sample_of(prompt: np.ndarray, completion: Completion, *, temperature: float = 1.0) -> TrainingSample:
+    turn = Turn(messages=(), prompt_ids=prompt, completion=completion, text="")
+    problem = Problem(id="p", question="", answer="")
+    rollout = Rollout(prompt=Prompt(problem=problem, token_ids=prompt), sample=0, turns=(turn,))
+    advantages = np.linspace(-1, 1, len(completion.token_ids)).astype(np.float32)
+    return policy_sample(rollout, advantages_C=advantages, temperature=temperature)
+
+
+async def sampled(local: LocalBackend, sampling: SamplingParams = SAMPLING) -> list[TrainingSample]:
+    """Sample from the current weights."""
+    await local.serve(await local.push())
+    groups = await local.generate(PROMPTS, sampling=sampling)
+    return [
+        sample_of(prompt, completion, temperature=sampling.temperature)
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for completion in group
+    ]
+
+
+async def train(local: LocalBackend, num_steps: int = 3) -> None:
+    for _ in range(num_steps):
+        await local.forward_backward(make_samples(), loss=CrossEntropyLoss())
+        await local.optim_step(STEP)
+
+
+def ids_of(groups: list[list[Completion]]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for group in groups for completion in group]
+
+
+# Samples come from the trainer's weights
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings"),
+    [
+        (small_spec(), {}),
+        (small_spec(tie=False), {"converters": (LoRA.Config(rank=4),)}),
+        (policies.small_spec(experts=True), {}),
+        (small_spec(), {"training": TrainingConfig(cpu_offload=True)}),
+    ],
+    ids=["plain", "LoRA", "experts", "offloaded"],
+)
+def test_sampled_logprobs_equal_the_trainers_after_some_steps(spec, settings):
+    vocab = spec.model.vocab_size
+
+    async def use(local):
+        fits = [replace(s, token_ids=s.token_ids % vocab) for s in make_samples()]
+        for _ in range(3):
+            await local.forward_backward(fits, loss=CrossEntropyLoss())
+            await local.optim_step(STEP)
+        samples = await sampled(local, replace(SAMPLING, temperature=0.8))
+        return samples, await local.forward_backward(samples)
+
+    samples, result = with_backend(use, spec=spec, **settings)
+    assert all((s.policy_versions[s.mask] == 3).all() for s in samples)
+    assert result.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert result.logprob_diff_max < 2e-5
+    assert result.num_valid_tokens == sum(s.mask.sum() for s in samples) == 12 * 12
+
+
+def test_sampling_uses_the_dtype_of_the_trainers_forward(assets):
+    async def use(local):
+        await local.serve(await local.push())
+        groups = await local.generate(PROMPTS, sampling=SAMPLING)
+        model = local.engine.policy.model
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        return groups, generate(model, PROMPTS, sampling=SAMPLING)
+
+    training = TrainingConfig(param_dtype="bfloat16")
+    ours, theirs = with_backend(use, assets=assets, training=training)
+    for mine, expected in zip(chain(*ours), chain(*theirs), strict=True):
+        assert mine.logprobs.tolist() == expected.logprobs.tolist()
+
+
+def test_completions_equal_those_of_generate_on_the_engines_model(assets):
+    async def use(local):
+        await local.serve(await local.push())
+        return await local.generate(PROMPTS, sampling=SAMPLING), generate(
+            local.engine.policy.model, PROMPTS, sampling=SAMPLING
+        )
+
+    ours, theirs = with_backend(use, assets=assets)
+    assert ids_of(ours) == ids_of(theirs)
+    assert len(set(map(tuple, ids_of(ours)))) > 6
+
+
+# Versions
+
+
+def test_served_weights_are_a_snapshot(assets):
+    async def use(local):
+        await local.serve(await local.push())
+        drawn = [await local.generate(PROMPTS, sampling=SAMPLING)]
+        await train(local)
+        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        version = await local.push()
+        await train(local)  # The pushed weights are a copy, independent of the trainer.
+        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        await local.serve(version)
+        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        await local.serve(await local.push())
+        drawn.append(await local.generate(PROMPTS, sampling=SAMPLING))
+        return drawn
+
+    first, trained, pushed, served, last = with_backend(use, assets=assets)
+    assert ids_of(first) == ids_of(trained) == ids_of(pushed)
+    versions = [int(group[0][0].policy_versions[0]) for group in (first, trained, pushed, served, last)]
+    assert versions == [0, 0, 0, 3, 6]
+    assert len({str(ids_of(groups)) for groups in (pushed, served, last)}) == 3
+
+
+def test_loaded_weights_are_served_under_their_version(assets, tmp_path):
+    async def use(local):
+        await local.serve(await local.push())
+        first = await local.generate(PROMPTS, sampling=SAMPLING)
+        await local.save_checkpoint(str(tmp_path / "saved"))
+        await local.push()
+        await train(local)
+        await local.serve(await local.push())
+        await train(local)
+        await local.push()
+        for num_steps in (2, 0):  # Version 0 is pushed, then 2, then 0 again.
+            await local.load_checkpoint(str(tmp_path / "saved"))
+            version = await local.push()
+            await train(local, num_steps)
+            await local.push()
+        await local.serve(version)
+        for gone in (2, 6):
+            with pytest.raises(ValueError, match=rf"={gone} .* served is 0, pushed since \[\]"):
+                await local.serve(gone)
+        return first, await local.generate(PROMPTS, sampling=SAMPLING)
+
+    first, again = with_backend(use, assets=assets)
+    assert ids_of(first) == ids_of(again)
+
+
+# Cancelled and closed
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingLoss:
+    """Loss that reports its call and waits for permission to continue."""
+
+    called: threading.Event = field(default_factory=threading.Event)
+    may_end: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        self.called.set()
+        assert self.may_end.wait(30)
+        return CrossEntropyLoss()(inputs)
+
+
+def test_cancelled_generate_ends_at_its_next_token_and_the_next_one_runs(assets):
+    began, cancelled = threading.Event(), threading.Event()
+    forwards = []
+
+    def hold(*_):
+        forwards.append(began.is_set())
+        if not began.is_set():
+            began.set()
+            assert cancelled.wait(30)
+
+    async def use(local):
+        await local.serve(await local.push())
+        expected = await local.generate(PROMPTS, sampling=SAMPLING)
+        hook = local._model.register_forward_hook(hold)
+        call = asyncio.create_task(local.generate(PROMPTS, sampling=SAMPLING))
+        await asyncio.to_thread(began.wait, 30)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        cancelled.set()
+        await local.serve(0)  # After the call that was in progress.
+        assert forwards == [False]
+        hook.remove()
+        assert ids_of(await local.generate(PROMPTS, sampling=SAMPLING)) == ids_of(expected)
+
+    with_backend(use, assets=assets)
+
+
+def test_cancelled_trainer_call_completes_if_started_and_is_skipped_otherwise(assets):
+    first, second = WaitingLoss(), WaitingLoss()
+
+    async def use(local):
+        begun = asyncio.create_task(local.forward_backward(make_samples(), loss=first))
+        await asyncio.to_thread(first.called.wait, 30)
+        waiting = asyncio.create_task(local.forward_backward(make_samples(), loss=second))
+        await asyncio.sleep(0)
+        for call in (begun, waiting):
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        first.may_end.set()
+        return await local.optim_step(STEP)
+
+    assert with_backend(use, assets=assets).policy_version == 1
+    assert not second.called.is_set()
+
+
+def test_close_finishes_the_current_call_and_refuses_waiting_ones(assets):
+    loss = WaitingLoss()
+
+    async def use(local):
+        training = asyncio.create_task(local.forward_backward(make_samples(), loss=loss))
+        await asyncio.to_thread(loss.called.wait, 30)
+        waiting = asyncio.create_task(local.optim_step(STEP))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(local.__aexit__(None, None, None))
+        while not local._closed.is_set():
+            await asyncio.sleep(0)
+        loss.may_end.set()
+        await closing
+        assert (await training).num_samples == len(make_samples())
+        for late in (waiting, local.optim_step(STEP), local.generate(PROMPTS, sampling=SAMPLING)):
+            with pytest.raises(RuntimeError, match="the local backend is closed"):
+                await late
+
+    with_backend(use, assets=assets)
+
+
+def test_more_than_one_process_is_refused(assets, monkeypatch):
+    environment = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2: a local backend is a single process"):
+        LocalBackend(TrainingEngine.Config(), spec=small_spec(), hf_assets_path=assets)
+
+
+# Scores
+
+
+async def half(rollout):
+    await asyncio.sleep(0)
+    return 0.5 * len(rollout.text)
+
+
+def rank(rollouts):
+    ordered = sorted(len(r.text) for r in rollouts)
+    return [float(ordered.index(len(r.text))) for r in rollouts]
+
+
+def test_rewarder_calls_async_and_group_functions():
+    criteria = (
+        Criterion(name="half", function=half),
+        GroupCriterion(name="rank", function=rank, weight=10),
+    )
+    rewarder = LocalRewarder(rubric=Rubric(criteria=criteria))
+    groups = [[replied("aaa"), replied("a")], [replied("aa", rewards=[-1.0])]]
+    scores = asyncio.run(rewarder.score(groups))
+    assert [[score.reward for score in group] for group in scores] == [[11.5, 0.5], [0.0]]
+
+
+# Loop over the local backend
+
+
+class LowBytes(GeneratedTask):
+    """Task that rewards bytes below 96, about a third of the bytes of a random model."""
+
+    def draw(self, generator):
+        letter = chr(generator.randrange(ord("a"), ord("z") + 1))
+        return Problem(id=letter, question=letter, answer="")
+
+    def reward(self, rollout):
+        return float((rollout.completion.token_ids < 96).mean())
+
+
+@pytest.mark.medium
+def test_loop_learns_on_the_local_backend(tmp_path):
+    sink = ListSink()
+    config = SinksConfig(tensorboard=TensorBoardConfig(enable=True))
+
+    async def use(local):
+        async with open_sinks(config, folder=tmp_path, title="local", num_steps=24) as sinks:
+            with MetricsWriter(tmp_path / METRICS) as metrics, sinks.attempt():
+                await learn(local, [sink, metrics, sinks])
+
+    async def learn(local, sinks):
+        tokenizer, ends = open_tokenizer(assets_path)
+        checkpoint = CheckpointConfig(enable=False)
+        task = LowBytes.Config(num_eval=2).build()
+        loop = Loop.Config(
+            num_steps=24,
+            groups_per_batch=4,
+            group_size=8,
+            eval_every=24,
+            max_off_policy_steps=1,
+            sampling=Sampling(max_tokens=6),
+            max_logprob_diff=1e-4,
+        ).build(
+            trainer=local,
+            publisher=local,
+            rollouts=RolloutSetup(
+                generator=local,
+                rewarder=LocalRewarder(rubric=task.rubric(seed=0)),
+                renderer=make_renderer(RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends),
+                task=task,
+                max_sequence_tokens=64,
+                seed=0,
+            ),
+            sinks=sinks,
+            checkpoints=StepCheckpoints(trainer=local, config=checkpoint, folder=str(tmp_path)),
+        )
+        await loop.run()
+
+    torch.manual_seed(0)
+    assets_path = tmp_path / "assets"
+    write_assets(assets_path)
+    with_backend(
+        use,
+        assets=str(assets_path),
+        optimizer=Optimizer.Config(lr=0.012, weight_decay=0.0),
+    )
+    rewards = [float(r["reward/mean"] or 0) for r in sink.records if "reward/mean" in r]
+    assert len(rewards) == 24
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    shown = points(tmp_path / "tensorboard")
+    assert [value for _, value in shown["reward/mean"]] == pytest.approx(rewards)
+    assert [step for step, _ in shown["eval/correct"]] == [0, 24]

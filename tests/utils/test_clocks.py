@@ -1,0 +1,79 @@
+"""The wall clock, which may jump by hours, only makes time stamps for people.
+
+Every use in the product is listed here with its purpose; measuring and waiting use a monotonic clock.
+"""
+
+import ast
+import datetime
+from pathlib import Path
+
+from rl.observability.run_folder import RunFolder
+
+ROOT = Path(__file__).parent.parent.parent
+PRODUCT = ("losses", "rl", "actors", "configs")
+
+STAMPS = {
+    "rl/observability/spans.py": "the origin of spans; they go on by the monotonic clock",
+    "rl/observability/span_reader.py": "ages of spans of other machines",
+    "rl/observability/events.py": "the stamps of events",
+    "rl/observability/health.py": "how long ago the last step was, as the doctor shows it",
+    "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
+    "rl/report.py": "when a report was written, as it says",
+    "rl/tinker/service.py": "the clock of stamps in answers and of checkpoints that expire",
+    "rl/tinker/catalogue.py": "a stamp in an answer",
+}
+"""Purpose of each file's use of the wall clock."""
+
+WALL_CLOCKS = {
+    "time": ("time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "CLOCK_REALTIME"),
+    "datetime": ("now", "utcnow", "today", "fromtimestamp"),
+    "date": ("today", "fromtimestamp"),
+}
+FILE_TIMES = ("st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "getmtime", "getctime")
+
+
+def wall_clock_uses(source: str) -> list[int]:
+    """Return the lines that use a wall clock, or the times of files."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            if node.attr in WALL_CLOCKS.get(owner, ()) or node.attr in FILE_TIMES:
+                found.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [node.lineno for name in node.names if name.name in WALL_CLOCKS["time"]]
+    return sorted(found)
+
+
+def test_every_kind_of_use_is_found():
+    uses = (
+        "import time, datetime, os",
+        "time.time()",
+        "clock = time.time",
+        "datetime.datetime.now()",
+        "datetime.now()",
+        "from time import time as now",
+        "os.stat('x').st_mtime",
+        "time.clock_gettime(time.CLOCK_REALTIME)",
+    )
+    assert wall_clock_uses("\n".join(uses)) == [2, 3, 4, 5, 6, 7, 8]
+    assert wall_clock_uses("import time\ntime.monotonic() + time.perf_counter() + loop.time()") == []
+
+
+def test_the_wall_clock_is_used_only_where_listed():
+    files = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")]
+    using = {str(path.relative_to(ROOT)) for path in files if wall_clock_uses(path.read_text())}
+    assert using == set(STAMPS)
+
+
+def test_folder_names_are_unique_after_the_clock_is_set_back(tmp_path):
+    times = iter([14, 9, 14, 9, 14])
+    paths = []
+    for _ in range(5):
+        with RunFolder.create(
+            tmp_path, "run", time_stamp=True, wall_clock=lambda: datetime.datetime(2026, 3, 29, next(times))
+        ) as folder:
+            folder.mark_finished()
+            paths.append(folder.path.name)
+    first, earlier = "run-20260329-140000", "run-20260329-090000"
+    assert paths == [first, earlier, f"{first}-2", f"{earlier}-2", f"{first}-3"]

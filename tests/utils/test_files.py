@@ -1,0 +1,118 @@
+import subprocess
+import sys
+
+import pytest
+from filelock import FileLock
+
+from rl.utils.files import (
+    LOCK,
+    TMP_SUFFIX,
+    atomic_folder,
+    atomic_write,
+    is_unlocked,
+    locked_folder,
+    remove,
+    remove_leftovers,
+    temporary_folder,
+)
+
+SHARED = {"as_what": "trainer.checkpoint.folder", "otherwise": "choose another"}
+
+
+def test_atomic_write_replaces_the_file_only_without_an_error(tmp_path):
+    file = tmp_path / "file"
+    with atomic_write(file) as new:
+        new.write_text("first")
+        assert not file.exists()
+        assert new.name == f"file{TMP_SUFFIX}"
+    with pytest.raises(IsADirectoryError), atomic_write(file) as new:  # noqa: PT012
+        new.write_text("half")
+        tmp_path.read_text()
+    assert file.read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_atomic_folder_appears_only_without_an_error(tmp_path):
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "a") as folder:  # noqa: PT012
+        (folder / "file").touch()
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    with atomic_folder(tmp_path / "a") as folder:
+        (folder / "file").touch()
+        assert not (tmp_path / "a").exists()
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["a", "a/file"]
+    with pytest.raises(FileExistsError, match="a already exists"), atomic_folder(tmp_path / "a"):
+        pass
+
+
+def test_leftovers_of_killed_processes_are_removed_and_folders_in_use_are_kept(tmp_path):
+    code = """
+import os, sys
+from pathlib import Path
+from rl.utils.files import temporary_folder
+with temporary_folder(Path(sys.argv[1]) / "killed"):
+    os._exit(1)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert len(list(tmp_path.glob(".killed.*"))) == 2  # the folder and its lock
+    with temporary_folder(tmp_path / "used") as used:
+        remove_leftovers(tmp_path)
+        assert used.is_dir()
+        assert not list(tmp_path.glob(".killed.*"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_removal_is_completed_later(tmp_path, monkeypatch):
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        remove(folder)
+    assert not folder.exists()
+    assert list(tmp_path.iterdir())
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_locked_folder_has_one_owner_and_goes_if_it_stays_empty(tmp_path):
+    folder = tmp_path / "deep" / "shared"
+    with locked_folder(folder, **SHARED):
+        assert not is_unlocked(folder / LOCK)
+        text = r"shared is in use by process \d+ on .*; choose another"
+        with pytest.raises(ValueError, match=text), locked_folder(folder, **SHARED):
+            raise AssertionError("two owners")
+    assert list(tmp_path.iterdir()) == []
+    with locked_folder(folder, **SHARED):
+        (folder / "step-1").mkdir()
+    assert is_unlocked(folder / LOCK)
+    assert {path.name for path in folder.iterdir()} == {"step-1", LOCK}
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_option(tmp_path):
+    (tmp_path / "file").touch()
+    text = r"file/x cannot be trainer\.checkpoint\.folder: .*/file is not a folder"
+    with pytest.raises(ValueError, match=text), locked_folder(tmp_path / "file" / "x", **SHARED):
+        raise AssertionError("there is no such folder")
+
+
+def test_a_locked_folder_may_be_removed_meanwhile(tmp_path):
+    folder = tmp_path / "shared"
+    with locked_folder(folder, **SHARED):
+        (folder / LOCK).unlink()
+        folder.rmdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_another_process_is_seen(tmp_path):
+    code = "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire(); "
+    code += "print(1); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / LOCK)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert not is_unlocked(tmp_path / LOCK)
+        other.kill()
+    with FileLock(tmp_path / LOCK, timeout=5):
+        pass

@@ -1,0 +1,92 @@
+import contextlib
+import gc
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl.utils.processes import process_states, restore_process_states, without_collections
+
+ROOT = Path(__file__).parent.parent.parent
+
+EXITING = """
+import atexit, threading
+from rl.utils.compat import exit_process
+
+class Alive:
+    def __del__(self):
+        print("freed")
+
+alive = Alive()
+go = threading.Event()
+def work():
+    go.wait(10)
+    print("the thread is done")
+threading.Thread(target=work).start()
+atexit.register(print, "registered")
+print("unflushed")
+go.set()
+exit_process(3)
+print("never")
+"""
+
+
+def run(code, *args):
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_exit_joins_threads_and_runs_handlers_without_freeing_objects():
+    done = run(EXITING)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == ["unflushed", "the thread is done", "registered"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_off_within_and_objects_are_frozen_afterwards(enabled):
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with contextlib.suppress(ImportError), without_collections():
+            here = [gc.isenabled()]
+            raise ImportError
+        assert here == [False]
+        assert gc.isenabled() is enabled
+        assert gc.is_tracked(here)
+        assert not any(found is here for found in gc.get_objects())  # lists all objects but the frozen ones
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_restored_random_states_repeat_the_draws():
+    def draw():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    states = process_states()
+    drawn = [draw() for _ in range(3)]
+    assert len(set(drawn)) == 3
+    restore_process_states(states)
+    assert [draw() for _ in range(3)] == drawn
+
+
+def test_restoring_random_states_imports_neither_numpy_nor_torch(tmp_path):
+    (tmp_path / "states").write_bytes(process_states())
+    code = """
+import random, sys
+from pathlib import Path
+from rl.utils.processes import process_states, restore_process_states
+process_states()
+restore_process_states(Path(sys.argv[1]).read_bytes())
+print(repr(random.random()))
+assert not {"numpy", "torch"} & set(sys.modules)
+"""
+    expected = random.random()
+    done = run(code, str(tmp_path / "states"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == repr(expected)

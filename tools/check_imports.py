@@ -1,0 +1,72 @@
+"""Import what a run needs, and explain each failure: `.venv/bin/python tools/check_imports.py cpu|gpu [GROUP ...]`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import shutil
+import sys
+import warnings
+
+CORE = (
+    "torch.distributed", "transformers.models.qwen3", "vllm", "monarch.actor", "rl.weights.store", "tyro",
+    "safetensors", "rich", "matplotlib", "jinja2", "numba", "losses.types",
+)  # fmt: skip
+GROUPS = {
+    "float8": ("torchao.float8",),
+    "report": ("playwright.sync_api",),
+    "sinks": ("torch.utils.tensorboard", "wandb", "trackio.sqlite_storage"),
+    "tasks": ("datasets", "math_verify", "reasoning_gym", "verifiers.v1"),
+    "test": ("pytest", "pytest_timeout", "xdist", "mypy", "ruff", "torchao.float8", "peft", "kubernetes", "nbclient",
+             "ipykernel", "schemathesis"),
+    "tinker": ("tinker", "fastapi", "uvicorn"),
+    "trl": ("trl",),
+}  # fmt: skip
+HINTS = (
+    ("torchvision::nms", "a CUDA build of torchvision stands beside PyTorch's CPU build: uninstall torchvision"),
+    ("cannot open shared object file", "a system library is missing: install the package that holds the named file "
+     "(Debian and Ubuntu: libnuma1 for libnuma.so.1, libgomp1 for libgomp.so.1)"),
+    ("GLIBC", "this Linux is older than the builds: use one with glibc 2.35 or newer, or a container of one"),
+    ("", "run `make clean-venv` and try again; if the error stays, report it with the lines above"),
+)  # fmt: skip
+
+
+def find_problem(device: str) -> str | None:
+    """Return why the imported packages cannot be used on this machine, or None."""
+    import torch
+
+    if device == "gpu" and not torch.cuda.is_available():
+        return (
+            f"PyTorch {torch.__version__} sees no GPU: compare the driver's CUDA version (nvidia-smi) with "
+            f"PyTorch's ({torch.version.cuda}), or choose the CPU with RELAY_DEVICE=cpu"
+        )
+    if device == "cpu" and not shutil.which("lscpu"):
+        return "vLLM reads the processor's layout from lscpu, which is not on PATH: install util-linux"
+    if device == "gpu" and not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton compiles kernels with gcc, which is not on PATH: install gcc and python3-dev"
+    return None
+
+
+def main(device: str, *groups: str) -> int:
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+    warnings.simplefilter("ignore")
+    failed = False
+    for name in (*CORE, *(module for group in groups for module in GROUPS.get(group, ()))):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs any code, and may raise anything
+            failed = True
+            text = f"{type(error).__name__}: {error}"
+            hint = next(hint for symptom, hint in HINTS if symptom in text)
+            print(f"  {name} does not import: {text}\n  What to do: {hint}", flush=True)
+    problem = None if failed else find_problem(device)
+    if problem is not None:
+        print(f"  {problem}", flush=True)
+    return int(failed or problem is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""A process of a run that is killed at a chosen moment, to see that the run recovers.
+
+    export RELAY_HOOK=tools.fault_injection
+    RELAY_FAULT='{"phase": "push", "count": 2, "victim": "generator", "delay_s": 0.05}' python -m rl.train ...
+
+The process in which `phase` (a name of `rl.observability.spans.span`) begins for the count-th time kills
+the victim, after the delay: once in a run, however often it goes on or is resumed. Of several processes of
+the victim's role the victim is the one that is in the phase itself, else the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from actors.processes import with_descendants
+from actors.recording import HOOK_VARIABLE
+from rl.observability.span_reader import ProcessState, read_states
+from rl.observability.spans import RECORDER
+from rl.utils.processes import ProcessId, identify, kill, parent_of
+
+VICTIMS = ("trainer", "generator", "reward", "host", "controller")
+"""host: that of the last generator, with all that runs on it; where hosts are simulated."""
+FAULT_VARIABLE = "RELAY_FAULT"
+MARKER = "fault.json"
+"""File in a run's logs that records the fault and its time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    phase: str
+    """Name of the span whose start triggers the fault, such as "forward_backward"."""
+    victim: str
+    """One of `VICTIMS`."""
+    count: int = 1
+    """Number of the phase's start in one process, from 1."""
+    delay_s: float = 0.0
+    """Delay after the start of the phase, in seconds."""
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def environment(fault: Fault) -> dict[str, str]:
+    """Return the variables with which a run injects the fault."""
+    return {HOOK_VARIABLE: __name__, FAULT_VARIABLE: str(fault)}
+
+
+def arm(logs: Path) -> None:
+    """Wait for the phase in this process and inject the fault when it starts."""
+    RECORDER.on_begin = _Trigger(Fault(**json.loads(os.environ[FAULT_VARIABLE])), logs=logs)
+
+
+class _Trigger:
+    def __init__(self, fault: Fault, *, logs: Path) -> None:
+        self._fault = fault
+        self._logs = logs
+        self._lock = threading.Lock()
+        self._num_begun = 0
+
+    def __call__(self, phase: str) -> None:
+        if phase != self._fault.phase:
+            return
+        with self._lock:
+            self._num_begun += 1
+            is_due = self._num_begun == self._fault.count
+        if not is_due or (self._logs / MARKER).exists():
+            return
+        if self._fault.delay_s:
+            timer = threading.Timer(self._fault.delay_s, self._strike)
+            timer.daemon = True
+            timer.start()
+        else:
+            self._strike()
+
+    def _strike(self) -> None:
+        victims = _victims(self._fault.victim, list(read_states(self._logs)))
+        told = {
+            "fault": asdict(self._fault),
+            "pids": [process.pid for process in victims],
+            "time": time.time(),
+        }
+        try:
+            with (self._logs / MARKER).open("x") as marker:
+                json.dump(told, marker)
+                marker.flush()
+                os.fsync(marker.fileno())  # This process may be the victim.
+        except FileExistsError:
+            return  # Another process was as far.
+        for process in victims:
+            kill(process)
+
+
+def _victims(victim: str, states: Iterable[ProcessState]) -> list[ProcessId]:
+    role = "generator" if victim == "host" else victim
+    candidates = [s.process for s in states if s.role == role or s.role.startswith(f"{role}_")]
+    if not candidates:
+        raise RuntimeError(f"fault injection: the run has no process of role {role!r}")
+    own = identify(os.getpid())
+    chosen = own if own in candidates else candidates[-1]
+    assert chosen is not None
+    if victim != "host":
+        return [chosen]
+    host = parent_of(chosen.pid)
+    assert host is not None
+    if any(s.role == "controller" and s.process == host for s in states):
+        raise RuntimeError("fault injection: victim=host needs launch.hosts='process'")
+    # The host first: it must not see its processes die.
+    return with_descendants([host])

@@ -1,0 +1,45 @@
+"""Resolve pyproject.toml into tools/constraints-cpu.txt and tools/constraints-gpu.txt: `make constraints`.
+
+The files hold names and versions only, so that any index serves them. Both are resolved for Python 3.11 on
+x86_64 Linux, the older of the two supported Pythons.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+from tools.setup_env import GIB_NEEDED, ROOT, TORCH, Environment, read_project
+
+PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
+PLAIN = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
+
+
+def resolve(device: str) -> None:
+    """Write the constraints of one device, all optional groups included."""
+    groups = sorted(set(read_project()["optional-dependencies"]) - set(GIB_NEEDED) | {device})
+    extras = [argument for group in groups for argument in ("--extra", group)]
+    environment = Environment(ROOT / ".venv")
+    settings = environment.uv_settings()
+    if device == "gpu":
+        settings.pop("UV_FIND_LINKS", None)  # local CPU builds would be preferred
+    command = [
+        str(ROOT / ".venv/bin/uv"),
+        "pip",
+        "compile",
+        "--quiet",
+        "--upgrade",
+        *PLATFORM,
+        *PLAIN,
+        *extras,
+    ]
+    output = ROOT / "tools" / f"constraints-{device}.txt"
+    torch = TORCH + ("+cpu" if device == "cpu" else "")
+    subprocess.run(
+        [*command, "--constraint", "-", "--output-file", str(output), "pyproject.toml"],
+        input=torch, env=settings, cwd=ROOT, check=True, text=True, stdout=subprocess.DEVNULL, timeout=600,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    for device in GIB_NEEDED:
+        resolve(device)
