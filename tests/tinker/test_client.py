@@ -65,7 +65,7 @@ def test_interpreter_that_forgets_to_close_still_ends_cleanly(tmp_path):
 
 
 def test_unknown_backends_are_refused():
-    with pytest.raises(ValueError, match="must be a Backend, its config, or the name of a config"):
+    with pytest.raises(ValueError, match="must be a TinkerBackend, its config, or the name of a config"):
         make_backend(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no_such"):
         make_backend("no_such")
