@@ -24,6 +24,7 @@ from rl.config.configurable import Configurable
 from rl.models.converter import ModelConverters
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
+from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.starting_point import StartingPoint
@@ -116,7 +117,7 @@ def config_faults(
         yield partial(converted_model, config, model_spec=spec, num_gpus=num_gpus)
 
     # First what no number of processes could mend.
-    for fault in messages([partial(spec.check_layout, spec.model, trainer.parallelism)]):
+    for fault in messages([partial(check_decoder_layout, spec.model, trainer.parallelism)]):
         yield f"trainer.parallelism.{fault}"
     yield from messages(partial(_named, trainer, check) for check in of_trainer())
     yield from _contradictions(config)

@@ -11,6 +11,7 @@ from actors.calls import ActorCallError, Group
 from actors.checks import converted_model
 from actors.cluster import Cluster, num_gpus
 from actors.config import RunConfig
+from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
 from rl.observability.limits import RunLimits
 from rl.observability.machine_limits import MachineLimits, Workload
@@ -27,7 +28,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
         return None
     trainer, generator, loop = config.trainer, config.generator, config.loop
     converted, _ = converted_model(config, model_spec=spec, num_gpus=num_gpus())
-    trained, sampled = spec.work(spec.model, converted=converted), spec.work(spec.model)
+    trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
     itemsize = int(getattr(torch, generator.dtype).itemsize)
     # On shared devices the trainer measures for both.
     of_generator = cluster.trainer if config.launch.share_gpus else cluster.generators[0]

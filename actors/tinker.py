@@ -34,6 +34,7 @@ from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
 from rl.config.tree import check_fields
 from rl.models.generate import PromptLogprobs
+from rl.models.parallelize import check_decoder_layout
 from rl.tinker.backend import TinkerBackend, Workers
 from rl.tinker.base import Base
 from rl.tinker.types import BaseModel, LimitReachedError
@@ -100,7 +101,7 @@ class ActorBackend(TinkerBackend):
         )
         spec = base.spec
         with named_as_options(trainer):
-            spec.check_layout(spec.model, trainer.parallelism)
+            check_decoder_layout(spec.model, trainer.parallelism)
             checks.check_layout(
                 parallelism=trainer.parallelism,
                 activation_checkpoint=trainer.activation_checkpoint,

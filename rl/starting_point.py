@@ -89,7 +89,7 @@ def given_folder(path: str | Path, *, spec: ModelSpec, any_size: bool) -> Starti
     """
     folder = HFFolder(Path(path).expanduser(), tokenizer=True)
     if any_size:
-        spec = replace(spec, flavor=folder.path.name, model=spec.from_hf_config(folder.config))
+        spec = replace(spec, flavor=folder.path.name, model=spec.adapter.config_from_hf(folder.config))
     with torch.device("meta"):
         model = spec.model.build()
     folder.check(model, spec.adapter(spec.model))

@@ -27,6 +27,7 @@ from actors.placement import place_actors
 from rl.distributed.mesh import Degrees
 from rl.loop.config import LoopConfig
 from rl.models.decoder import persistent_buffers
+from rl.models.parallelize_generator import is_split
 from rl.models.spec import ModelSpec
 from rl.rollouts.packing import plan_micro_batches
 from rl.training.policy import shares_prompts
@@ -184,7 +185,7 @@ def tensor_bytes(spec: ModelSpec, *, dtype: str) -> dict[str, int]:
 
 def bytes_on_rank(sizes: dict[str, int], *, spec: ModelSpec, tensor_parallel_degree: int) -> int:
     """Return the bytes that one rank of a generator holds."""
-    split = sum(size for name, size in sizes.items() if spec.is_split_in_generator(name))
+    split = sum(size for name, size in sizes.items() if is_split(name))
     return split // tensor_parallel_degree + sum(sizes.values()) - split
 
 

@@ -50,7 +50,7 @@ class VLLMCore:
         use_threads(config.num_threads)
         if model_spec.batch_invariant and current_platform.is_cpu():
             # Before vLLM starts, which fixes the number of threads of its process.
-            model_config: Any = model_spec.from_hf_config(
+            model_config: Any = model_spec.adapter.config_from_hf(
                 read_json_object(Path(hf_assets_path) / "config.json")
             )
             check_machine(

@@ -431,7 +431,7 @@ class GeneratorEngine(Configurable):
 def _check_assets(config: GeneratorEngine.Config, spec: ModelSpec, path: str) -> None:
     """Raise ValueError unless the folder fits the settings and contains the weights it must have."""
     folder = HFFolder(path) if config.initial_weights == "folder" else None
-    model: Any = spec.from_hf_config(
+    model: Any = spec.adapter.config_from_hf(
         folder.config if folder else read_json_object(Path(path) / "config.json")
     )
     config.check_model(model)

@@ -30,7 +30,7 @@ from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
 from rl.models.decoder import Attention as DecoderAttention
 from rl.models.decoder import persistent_buffers, reset_buffers
 from rl.models.hf import HFFolder, hf_buffers, read_json_object, read_parameters
-from rl.models.parallelize_generator import generator_head
+from rl.models.parallelize_generator import generator_head, parallelize_decoder_generator
 from rl.models.spec import ModelSpec
 
 
@@ -49,7 +49,7 @@ class Policy(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         folder = Path(vllm_config.model_config.model)
-        config: Any = self.spec.from_hf_config(read_json_object(folder / "config.json"))
+        config: Any = self.spec.adapter.config_from_hf(read_json_object(folder / "config.json"))
         self.adapter = self.spec.adapter(config)
         tp_size = get_tensor_model_parallel_world_size()
         device = torch.get_default_device()
@@ -72,7 +72,7 @@ class Policy(nn.Module):
             self.buffer_names = tuple(persistent_buffers(config.build()))
         if tp_size > 1:
             mesh = DeviceMesh.from_group(get_tp_group().device_group, device.type, mesh_dim_names=("tp",))
-            self.spec.parallelize_generator(self.model, mesh)
+            parallelize_decoder_generator(self.model, mesh)
         make_batch_invariant(self.model, spec=self.spec, device=device)
         self.model.to_empty(device=device)
         reset_buffers(self.model)

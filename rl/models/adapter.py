@@ -1,7 +1,6 @@
-"""Hugging Face names, tensors and config.json of decoders.
+"""Hugging Face names, tensors and config.json of decoders whose checkpoints follow Llama's naming.
 
-A family subclasses `DecoderAdapter` and reads its `config.json` with `decoder_from_hf`; both are shared by all
-families whose checkpoints follow Llama's naming.
+A family is a subclass of `DecoderAdapter` that names what differs.
 
 Our fused weights order their rows by key-value head (`rl.models.decoder`), so each consists of several Hugging
 Face weights, regrouped; all other parameters are renamed.
@@ -42,11 +41,19 @@ _LAYER = {
 
 
 class DecoderAdapter:
-    """Base of a family's `rl.models.spec.StateDictAdapter`; also works on meta tensors, for shapes alone."""
+    """Translation between our parameters and Hugging Face's tensors, one parameter at a time.
+
+    One of our parameters consists of one or more of their tensors (fused projections), so a large model is read
+    and written as a stream of whole, unsharded CPU tensors. Meta tensors work too, for shapes alone.
+    """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     """Class of transformers that opens the family's folders."""
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    default_head_dim: ClassVar[int | None] = None
+    """Head size where `config.json` has none; None for the width over the number of heads."""
 
     def __init__(self, config: Decoder.Config) -> None:
         self.config = config
@@ -55,8 +62,95 @@ class DecoderAdapter:
         self.group_size = attention.num_heads // attention.num_kv_heads
         self.head_dim = attention.head_dim
 
+    @classmethod
+    def sized(
+        cls,
+        *,
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        feed_forward: Configurable.Config,
+        vocab_size: int,
+        max_positions: int,
+        theta: float,
+        tie_embeddings: bool,
+        norm_eps: float = 1e-6,
+        init_std: float = 0.02,
+    ) -> Decoder.Config:
+        """Return the config of a model of the family with these sizes."""
+        return Decoder.Config(
+            vocab_size=vocab_size,
+            dim=dim,
+            num_layers=num_layers,
+            tie_embeddings=tie_embeddings,
+            norm_eps=norm_eps,
+            init_std=init_std,
+            block=TransformerBlock.Config(
+                attention=Attention.Config(
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    qk_norm=cls.qk_norm,
+                    qkv_bias=cls.qkv_bias,
+                ),
+                feed_forward=feed_forward,
+            ),
+            rope=RoPE.Config(theta=theta, max_positions=max_positions),
+        )
+
+    @classmethod
+    def config_from_hf(cls, hf: dict[str, Any]) -> Decoder.Config:
+        """Return the model config that a `config.json` describes.
+
+        Raises:
+            ValueError: if a field is missing or malformed, or asks for something the decoder does not implement
+                (rope scaling, sliding windows, quantized weights).
+        """
+        architectures = hf.get("architectures") or [cls.architecture]
+        if hf.get("model_type") != cls.model_type or cls.architecture not in architectures:
+            raise ValueError(
+                f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: a checkpoint "
+                f"of another architecture; must be {cls.model_type!r} and [{cls.architecture!r}]"
+            )
+        refuse_other_values(
+            hf,
+            {
+                "attention_bias": (None, cls.qkv_bias),
+                "use_sliding_window": (None, False),
+                "hidden_act": (None, "silu"),
+                "quantization_config": (None,),
+            },
+        )
+        layer_types = hf.get("layer_types") or []
+        if layer_types != ["full_attention"] * len(layer_types):
+            raise ValueError(
+                f"config.json: layer_types={layer_types}: must be 'full_attention' in every layer"
+            )
+        dim, num_heads = read_field(hf, "hidden_size", int), read_field(hf, "num_attention_heads", int)
+        return cls.sized(
+            dim=dim,
+            num_layers=read_field(hf, "num_hidden_layers", int),
+            num_heads=num_heads,
+            num_kv_heads=read_field(hf, "num_key_value_heads", int),
+            head_dim=read_field(hf, "head_dim", int, cls.default_head_dim or dim // num_heads),
+            feed_forward=cls.feed_forward_from_hf(hf),
+            vocab_size=read_field(hf, "vocab_size", int),
+            max_positions=read_field(hf, "max_position_embeddings", int),
+            theta=_rope_theta(hf),
+            tie_embeddings=read_field(hf, "tie_word_embeddings", bool, False),
+            norm_eps=read_field(hf, "rms_norm_eps", float, 1e-6),
+            init_std=read_field(hf, "initializer_range", float, 0.02),
+        )
+
+    @classmethod
+    def feed_forward_from_hf(cls, hf: dict[str, Any]) -> Configurable.Config:
+        """Return the config of the feed-forward layers."""
+        return FeedForward.Config(hidden_dim=read_field(hf, "intermediate_size", int))
+
     def hf_names(self, name: str) -> list[str]:
-        """Return the Hugging Face names of a parameter's tensors; raise KeyError for an unknown parameter."""
+        """Return the Hugging Face names of a parameter's tensors, in order; raise KeyError if it is unknown."""
         if name in _TOP:
             return [_TOP[name]]
         layer, module, leaf = split_name(name)
@@ -65,6 +159,7 @@ class DecoderAdapter:
         return [f"model.layers.{layer}.{hf_module}.{leaf}" for hf_module in _LAYER[module]]
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        """Return the parameter made of the tensors of `hf_names(name)`."""
         _, module, _ = split_name(name)
         if module == _QKV:
             q_KGDE, k_K1DE, v_K1DE = (x.unflatten(0, (self.num_kv_heads, -1, self.head_dim)) for x in tensors)
@@ -76,6 +171,7 @@ class DecoderAdapter:
         return tensor
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the Hugging Face tensors of the parameter."""
         _, module, _ = split_name(name)
         parts = [tensor]
         if module == _QKV:
@@ -127,68 +223,6 @@ def split_name(name: str) -> tuple[str, str, str]:
         _, layer, name = name.split(".", 2)
     module, _, leaf = name.rpartition(".")
     return layer, module, leaf
-
-
-def decoder_from_hf(
-    hf: dict[str, Any],
-    *,
-    adapter: type[DecoderAdapter],
-    feed_forward: Configurable.Config | None = None,
-    qk_norm: bool = True,
-    qkv_bias: bool = False,
-    head_dim: int | None = None,
-) -> Decoder.Config:
-    """Return the model config that a `config.json` describes.
-
-    Args:
-        adapter: the family's, whose architecture the file must name.
-        feed_forward: the feed-forward layers; None for dense layers of `intermediate_size`.
-        head_dim: head size if the file has none; None for the width over the number of heads.
-
-    Raises:
-        ValueError: if a field is missing or malformed, or asks for something the decoder does not implement
-            (rope scaling, attention bias, sliding windows, quantized weights).
-    """
-    architectures = hf.get("architectures") or [adapter.architecture]
-    if hf.get("model_type") != adapter.model_type or adapter.architecture not in architectures:
-        raise ValueError(
-            f"config.json: model_type={hf.get('model_type')!r}, architectures={architectures!r}: a checkpoint of "
-            f"another architecture; must be {adapter.model_type!r} and [{adapter.architecture!r}]"
-        )
-    refuse_other_values(
-        hf,
-        {
-            "attention_bias": (None, qkv_bias),
-            "use_sliding_window": (None, False),
-            "hidden_act": (None, "silu"),
-            "quantization_config": (None,),
-        },
-    )
-    layer_types = hf.get("layer_types") or []
-    if layer_types != ["full_attention"] * len(layer_types):
-        raise ValueError(f"config.json: layer_types={layer_types}: must be 'full_attention' in every layer")
-    if feed_forward is None:
-        feed_forward = FeedForward.Config(hidden_dim=read_field(hf, "intermediate_size", int))
-    dim, num_heads = read_field(hf, "hidden_size", int), read_field(hf, "num_attention_heads", int)
-    return Decoder.Config(
-        vocab_size=read_field(hf, "vocab_size", int),
-        dim=dim,
-        num_layers=read_field(hf, "num_hidden_layers", int),
-        tie_embeddings=read_field(hf, "tie_word_embeddings", bool, False),
-        norm_eps=read_field(hf, "rms_norm_eps", float, 1e-6),
-        init_std=read_field(hf, "initializer_range", float, 0.02),
-        block=TransformerBlock.Config(
-            attention=Attention.Config(
-                num_heads=num_heads,
-                num_kv_heads=read_field(hf, "num_key_value_heads", int),
-                head_dim=read_field(hf, "head_dim", int, head_dim or dim // num_heads),
-                qk_norm=qk_norm,
-                qkv_bias=qkv_bias,
-            ),
-            feed_forward=feed_forward,
-        ),
-        rope=RoPE.Config(theta=_rope_theta(hf), max_positions=read_field(hf, "max_position_embeddings", int)),
-    )
 
 
 def refuse_other_values(hf: dict[str, Any], valid: dict[str, tuple[Any, ...]]) -> None:

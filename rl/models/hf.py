@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json, tokenizer files, safetensors in one file or in shards.
 
 A folder's headers are read and checked when it is opened; tensors are read one at a time. An adapter
-(`rl.models.spec`) translates between a family's parameters and its tensors.
+(`rl.models.adapter`) translates between a family's parameters and its tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import persistent_buffers
-from rl.models.spec import ModelSpec, StateDictAdapter
+from rl.models.spec import ModelSpec
 from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files
 from rl.utils.files import atomic_folder
 
@@ -73,7 +74,7 @@ class HFFolder:
                 )
 
     def check(
-        self, model: nn.Module, adapter: StateDictAdapter, *, names: Collection[str] | None = None
+        self, model: nn.Module, adapter: DecoderAdapter, *, names: Collection[str] | None = None
     ) -> None:
         """Check that the tensors are exactly those of the model's parameters.
 
@@ -106,7 +107,7 @@ class HFFolder:
                     "a checkpoint of another architecture or size"
                 )
 
-    def present(self, names: Iterable[str], adapter: StateDictAdapter) -> list[str]:
+    def present(self, names: Iterable[str], adapter: DecoderAdapter) -> list[str]:
         """Return the parameters whose tensors are all in the folder."""
         return [name for name in names if all(hf_name in self.files for hf_name in adapter.hf_names(name))]
 
@@ -121,7 +122,7 @@ class HFFolder:
 
 
 def read_parameters(
-    folder: HFFolder, adapter: StateDictAdapter, names: Iterable[str]
+    folder: HFFolder, adapter: DecoderAdapter, names: Iterable[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters on the CPU in the file's dtype, one at a time in the order of `names`."""
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def hf_buffers(model: nn.Module, adapter: StateDictAdapter) -> dict[str, Tensor]:
+def hf_buffers(model: nn.Module, adapter: DecoderAdapter) -> dict[str, Tensor]:
     """Return the persistent buffers that a Hugging Face folder may contain, by our names."""
     found = {}
     for name, buffer in persistent_buffers(model).items():
@@ -164,7 +165,7 @@ def hf_buffers(model: nn.Module, adapter: StateDictAdapter) -> dict[str, Tensor]
 def write_hf_folder(
     path: str | Path,
     params: Iterable[tuple[str, Tensor]],
-    adapter: StateDictAdapter,
+    adapter: DecoderAdapter,
     *,
     dtype: torch.dtype,
     max_shard_bytes: int = 5 * 10**9,
@@ -216,7 +217,7 @@ def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Pat
 
 
 def _hf_tensors(
-    params: Iterable[tuple[str, Tensor]], adapter: StateDictAdapter, dtype: torch.dtype
+    params: Iterable[tuple[str, Tensor]], adapter: DecoderAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in params:
         for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items():

@@ -14,16 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.models.adapter import (
-    DecoderAdapter,
-    decoder_from_hf,
-    read_field,
-    refuse_other_values,
-    split_name,
-)
-from rl.models.decoder import Attention, Decoder, RoPE, TransformerBlock
+from rl.models.adapter import DecoderAdapter, read_field, refuse_other_values, split_name
+from rl.models.decoder import Decoder
 from rl.models.moe import MoE
-from rl.models.spec import ModelSpec, choose_flavor
+from rl.models.spec import ModelSpec, spec_of_flavor
 
 _EXPERTS, _ROUTER = "feed_forward.experts", "feed_forward.router"
 _ROUTER_NAMES = {"weight": "mlp.gate.weight", "load_balance_bias": "mlp.gate.e_score_correction_bias"}
@@ -32,10 +26,35 @@ _ROUTER_NAMES = {"weight": "mlp.gate.weight", "load_balance_bias": "mlp.gate.e_s
 class Qwen3MoeAdapter(DecoderAdapter):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    qk_norm = True
+    default_head_dim = 128
 
     def __init__(self, config: Decoder.Config) -> None:
         super().__init__(config)
-        self.num_experts = _mixture(config).num_experts
+        mixture = config.block.feed_forward
+        assert isinstance(mixture, MoE.Config)
+        self.mixture, self.num_experts = mixture, mixture.num_experts
+
+    @classmethod
+    def feed_forward_from_hf(cls, hf: dict[str, Any]) -> MoE.Config:
+        """Return the mixture; raise ValueError for layers without experts or the router's auxiliary loss."""
+        refuse_other_values(
+            hf,
+            {
+                "decoder_sparse_step": (None, 1),
+                "mlp_only_layers": (None, []),
+                "output_router_logits": (None, False),
+            },
+        )
+        named = {f: hf[f] for f in ("num_experts", "num_local_experts") if hf.get(f) is not None}
+        if len(set(named.values())) > 1:
+            raise ValueError(f"config.json: {named} are not equal: both are the number of experts")
+        return MoE.Config(
+            num_experts=read_field(named, next(iter(named), "num_experts"), int),
+            num_experts_per_token=read_field(hf, "num_experts_per_tok", int),
+            hidden_dim=read_field(hf, "moe_intermediate_size", int),
+            normalize_weights=read_field(hf, "norm_topk_prob", bool, False),
+        )
 
     def hf_names(self, name: str) -> list[str]:
         layer, module, leaf = split_name(name)
@@ -72,7 +91,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
         return dict(zip(self.hf_names(name), parts, strict=True))
 
     def hf_config(self) -> dict[str, Any]:
-        mixture = _mixture(self.config)
+        mixture = self.mixture
         return {
             # transformers 5 writes the second name; published folders and vLLM have the first.
             "num_experts": mixture.num_experts,
@@ -87,79 +106,19 @@ class Qwen3MoeAdapter(DecoderAdapter):
         }
 
 
-def _mixture(config: Decoder.Config) -> MoE.Config:
-    assert isinstance(config.block.feed_forward, MoE.Config)
-    return config.block.feed_forward
-
-
-def config_from_hf(hf: dict[str, Any]) -> Decoder.Config:
-    """Return the model config of a `config.json`.
-
-    Raises:
-        ValueError: if it is not of a supported Qwen3 MoE: layers without experts and the router's auxiliary
-            loss are not, nor what a dense decoder does not implement.
-    """
-    refuse_other_values(
-        hf,
-        {
-            "decoder_sparse_step": (None, 1),
-            "mlp_only_layers": (None, []),
-            "output_router_logits": (None, False),
-        },
-    )
-    named = {f: hf[f] for f in ("num_experts", "num_local_experts") if hf.get(f) is not None}
-    if len(set(named.values())) > 1:
-        raise ValueError(f"config.json: {named} are not equal: both are the number of experts")
-    mixture = MoE.Config(
-        num_experts=read_field(named, next(iter(named), "num_experts"), int),
-        num_experts_per_token=read_field(hf, "num_experts_per_tok", int),
-        hidden_dim=read_field(hf, "moe_intermediate_size", int),
-        normalize_weights=read_field(hf, "norm_topk_prob", bool, False),
-    )
-    return decoder_from_hf(hf, adapter=Qwen3MoeAdapter, feed_forward=mixture, head_dim=128)
-
-
-def _flavors() -> dict[str, Decoder.Config]:
-    return {
-        # The dense tiny model with as many feed-forward weights at work for each token.
-        "tiny": Decoder.Config(
-            vocab_size=320,
-            dim=128,
-            num_layers=3,
-            tie_embeddings=True,
-            init_std=0.06,
-            block=TransformerBlock.Config(
-                attention=Attention.Config(num_heads=8, num_kv_heads=4, head_dim=32),
-                feed_forward=MoE.Config(num_experts=8, num_experts_per_token=2, hidden_dim=192),
-            ),
-            rope=RoPE.Config(theta=10_000.0, max_positions=1024),
-        ),
-        "30B-A3B": Decoder.Config(
-            vocab_size=151_936,
-            dim=2048,
-            num_layers=48,
-            tie_embeddings=False,
-            block=TransformerBlock.Config(
-                attention=Attention.Config(num_heads=32, num_kv_heads=4, head_dim=128),
-                feed_forward=MoE.Config(num_experts=128, num_experts_per_token=8, hidden_dim=768),
-            ),
-            rope=RoPE.Config(theta=1_000_000.0, max_positions=40_960),
-        ),
-    }
-
-
-def make_spec(*, flavor: str, model: Decoder.Config) -> ModelSpec:
-    return ModelSpec(
-        name=Qwen3MoeAdapter.model_type,
-        flavor=flavor,
-        model=model,
-        adapter=Qwen3MoeAdapter,
-        from_hf_config=config_from_hf,
-    )
-
-
 def model_registry(flavor: str) -> ModelSpec:
     """Return a fresh spec of one size, free to edit; raise ValueError for an unknown flavor."""
-    return make_spec(
-        flavor=flavor, model=choose_flavor(_flavors(), flavor, family=Qwen3MoeAdapter.model_type)
-    )
+    flavors = {
+        # The dense tiny model with as many feed-forward weights at work for each token.
+        "tiny": Qwen3MoeAdapter.sized(
+            vocab_size=320, dim=128, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32,
+            feed_forward=MoE.Config(num_experts=8, num_experts_per_token=2, hidden_dim=192),
+            tie_embeddings=True, init_std=0.06, theta=10_000.0, max_positions=1024,
+        ),
+        "30B-A3B": Qwen3MoeAdapter.sized(
+            vocab_size=151_936, dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128,
+            feed_forward=MoE.Config(num_experts=128, num_experts_per_token=8, hidden_dim=768),
+            tie_embeddings=False, theta=1_000_000.0, max_positions=40_960,
+        ),
+    }  # fmt: skip
+    return spec_of_flavor(flavor, flavors, adapter=Qwen3MoeAdapter)

@@ -30,6 +30,7 @@ from rl.distributed.process_group import CommConfig, World, awaiting, barrier
 from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
+from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.training import checks
 from rl.training.checkpoint import Checkpointer
@@ -81,7 +82,7 @@ class TrainingEngine(Configurable):
                 ValueError: a field is out of range, or contradicts another field, the model or the machine.
             """
             check_fields(self)
-            spec.check_layout(spec.model, self.parallelism)
+            check_decoder_layout(spec.model, self.parallelism)
             degrees = checks.check_layout(
                 parallelism=self.parallelism,
                 activation_checkpoint=self.activation_checkpoint,
@@ -358,7 +359,7 @@ def _open_assets(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, Mo
     if path is None:
         return None, spec
     folder = HFFolder(path, tokenizer=True)
-    return folder, replace(spec, model=spec.from_hf_config(folder.config))
+    return folder, replace(spec, model=spec.adapter.config_from_hf(folder.config))
 
 
 def _set_weights(policy: Policy, folder: HFFolder | None) -> None:

@@ -27,7 +27,7 @@ def load_hf(policy: Policy, folder: HFFolder) -> None:
         ValueError: a tensor is missing or unknown, or the folder is of another architecture or size.
     """
     spec = policy.spec
-    config = spec.from_hf_config(folder.config)
+    config = spec.adapter.config_from_hf(folder.config)
     if config != spec.model:
         raise ValueError(
             f"{folder.path}: a checkpoint of another architecture or size: its config is {config}, the model's "

@@ -23,7 +23,7 @@ from rl.distributed.mesh import Degrees
 from rl.models.converter import ModelConverters
 from rl.models.decoder import Decoder, TransformerBlock
 from rl.models.low_rank import adapted_layers
-from rl.models.model_cost import FLOAT32, BlockMemory
+from rl.models.model_cost import FLOAT32, BlockMemory, block_memory
 from rl.models.moe import GroupedExperts
 from rl.models.spec import ModelSpec
 from rl.training.config import TrainingConfig
@@ -103,7 +103,7 @@ def estimate(
     kept_on_device = 0 if training.cpu_offload and on_gpu else 1
     num_tokens = math.ceil(training.max_tokens_per_microbatch / degrees.cp)
     first: TransformerBlock = module.layers[0]
-    block = spec.block_memory(
+    block = block_memory(
         model, first, num_tokens=num_tokens, degrees=degrees, itemsize=computed, on_gpu=on_gpu
     )
     activations, recomputed = _activations(block, len(module.layers), config.activation_checkpoint)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
-from rl.models.spec import StateDictAdapter
+from rl.models.adapter import DecoderAdapter
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic whose iteration brings singular values to about 1 (first source)."""
@@ -81,7 +81,7 @@ class Muon:
         *,
         config: MuonConfig,
         parameters: Mapping[str, nn.Parameter],
-        adapter: StateDictAdapter | None,
+        adapter: DecoderAdapter | None,
     ) -> None:
         """
         Args:

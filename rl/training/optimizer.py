@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
-from rl.models.spec import StateDictAdapter
+from rl.models.adapter import DecoderAdapter
 from rl.training.config import check_refused
 from rl.training.muon import Muon, MuonConfig, check_momentum, is_hidden_matrix
 from rl.types import OptimParams
@@ -57,7 +57,7 @@ class Optimizer(Configurable):
         *,
         config: Config,
         parameters: Mapping[str, nn.Parameter],
-        adapter: StateDictAdapter | None = None,
+        adapter: DecoderAdapter | None = None,
     ) -> None:
         """
         Args:

@@ -23,10 +23,11 @@ from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize,
 from rl.models.attention import Segments, SequenceLayout, SequenceShare
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
-from rl.models.decoder import reset_buffers
+from rl.models.decoder import Decoder, reset_buffers
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
 from rl.models.moe import Router
+from rl.models.parallelize import parallelize_decoder
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
@@ -74,11 +75,11 @@ class Policy:
         self._loss_parallel = options.loss_parallel
         self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
         with torch.device("meta"):
-            model: nn.Module = spec.model.build().to(getattr(torch, training.dtype))
+            model: Decoder = spec.model.build().to(getattr(torch, training.dtype))
             make_batch_invariant(model, spec=spec, device=device)
             converters.convert(model)
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        self.model = spec.parallelize(model, mesh=mesh, config=options)
+        self.model = parallelize_decoder(model, mesh=mesh, config=options)
         for name, parameter in self.model.named_parameters():
             # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
             parameter.requires_grad_(trained[name])
@@ -126,7 +127,7 @@ class Policy:
     def init_weights(self) -> None:
         """Draw weights from the configured seed, the same in every layout and with any converters."""
         names = set(self.converters.plain_names)
-        self.model.init_weights(seed=self.training.seed, names=names)  # type: ignore[operator]
+        self.model.init_weights(seed=self.training.seed, names=names)
         self.converters.weights_loaded(self.model, fresh=True)
 
     def weights_restored(self, names: Collection[str], *, base_model: str | None) -> None:

@@ -147,7 +147,7 @@ def contents(folder):
 
 def test_folder_holds_the_seeded_model_and_its_tokenizer(tmp_path, spec):
     folder = HFFolder(write_random_model(tmp_path / "a", spec=spec, seed=3), tokenizer=True)
-    assert spec.from_hf_config(folder.config) == spec.model
+    assert spec.adapter.config_from_hf(folder.config) == spec.model
     expected = spec.model.build()
     expected.init_weights(seed=3)
     names = [name for name, _ in expected.named_parameters()]

@@ -9,7 +9,7 @@ from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
-from rl.models.spec import model_spec, spec_from_hf
+from rl.models.spec import ModelSpec, model_spec, spec_from_hf
 
 # Published parameter counts, with a tied head counted once.
 NUM_PARAMETERS = {
@@ -26,8 +26,8 @@ TOKENS = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(5))
 
 def spec_of(config):
     """Make the spec of a config with or without experts."""
-    family = qwen3_moe if config.has_experts else qwen3
-    return family.make_spec(flavor="test", model=config)
+    adapter = qwen3_moe.Qwen3MoeAdapter if config.has_experts else qwen3.Qwen3Adapter
+    return ModelSpec(flavor="test", model=config, adapter=adapter)
 
 
 def adapter_of(config):
@@ -52,7 +52,7 @@ def test_dense_flavor_has_the_published_parameters_and_the_tensors_of_transforme
         for name, tensor in adapter.to_hf(our_name, parameter).items()
     }
     assert shapes == {name: parameter.shape for name, parameter in theirs.named_parameters()}
-    assert spec.from_hf_config(adapter.hf_config()) == spec.model
+    assert spec.adapter.config_from_hf(adapter.hf_config()) == spec.model
 
 
 @pytest.mark.parametrize("flavor", MOE_NUM_PARAMETERS)
@@ -65,7 +65,7 @@ def test_moe_flavor_has_the_published_parameters(flavor):
         models = spec.model.build(), Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
     for model in models:
         assert sum(p.numel() for p in model.parameters()) == MOE_NUM_PARAMETERS[flavor]
-    assert spec.from_hf_config(config) == spec.model
+    assert spec.adapter.config_from_hf(config) == spec.model
 
 
 def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
@@ -228,6 +228,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
 def test_unsupported_or_malformed_config_field_is_rejected(make_config, num_experts, change, message):
     config = make_config(num_experts=num_experts)
     spec, hf = spec_of(config), adapter_of(config).hf_config()
-    spec.from_hf_config(hf)
+    spec.adapter.config_from_hf(hf)
     with pytest.raises(ValueError, match=message):
-        spec.from_hf_config(hf | change)
+        spec.adapter.config_from_hf(hf | change)

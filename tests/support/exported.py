@@ -65,7 +65,7 @@ def our_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
     opened = HFFolder(folder)
     family = {"qwen3": qwen3, "qwen3_moe": qwen3_moe}[opened.config["model_type"]]
     spec = family.model_registry("tiny")
-    config = spec.from_hf_config(opened.config)
+    config = spec.adapter.config_from_hf(opened.config)
     model = config.build()
     adapter = spec.adapter(config)
     # Buffers, such as a router's bias, may be missing.

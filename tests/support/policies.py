@@ -27,7 +27,7 @@ from rl.models.decoder import (
 )
 from rl.models.hf import hf_buffers, write_hf_folder
 from rl.models.moe import MoE
-from rl.models.qwen3 import config_from_hf
+from rl.models.qwen3 import Qwen3Adapter
 from rl.models.sampling import processed_logprobs
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
@@ -80,11 +80,13 @@ class BiasedDecoder(Decoder):
 def biased_spec() -> ModelSpec:
     """Return `small_spec` with a buffer among its weights."""
     spec = small_spec()
-    return replace(spec, model=_biased(spec.model), from_hf_config=_biased_from_hf)
+    return replace(spec, model=_biased(spec.model), adapter=BiasedAdapter)
 
 
-def _biased_from_hf(config: dict[str, Any]) -> Decoder.Config:
-    return _biased(config_from_hf(config))
+class BiasedAdapter(Qwen3Adapter):
+    @classmethod
+    def config_from_hf(cls, hf: dict[str, Any]) -> Decoder.Config:
+        return _biased(super().config_from_hf(hf))
 
 
 def _biased(config: Decoder.Config) -> BiasedDecoder.Config:

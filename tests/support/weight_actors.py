@@ -20,6 +20,8 @@ from rl.distributed.mesh import Degrees, build_mesh
 from rl.distributed.sharding import ShardingOptions
 from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import persistent_buffers
+from rl.models.parallelize import parallelize_decoder
+from rl.models.parallelize_generator import parallelize_decoder_generator
 from rl.types import BoxSum
 from rl.weights.checksum import sums_of
 from rl.weights.store import WeightStore
@@ -91,9 +93,9 @@ def build_qwen3(
         degrees = Degrees(dp_replicate=1, dp_shard=4 if experts else 2, tp=1 if experts else 2)
         mesh = build_mesh(degrees, device_type="cpu")
         options = ShardingOptions(expert_mesh=build_expert_mesh(mesh, degree=2) if experts else None)
-        spec.parallelize(model, mesh=mesh, config=options)
+        parallelize_decoder(model, mesh=mesh, config=options)
     elif plan == "generator":
-        spec.parallelize_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+        parallelize_decoder_generator(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return parameters | persistent_buffers(model)
 

@@ -8,6 +8,7 @@ import torch
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
+from rl.models.parallelize import check_decoder_layout
 from rl.models.qwen3 import model_registry
 from rl.training.checks import check_layout, check_selective_option
 from rl.training.config import TrainingConfig
@@ -127,7 +128,7 @@ def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree,
 def test_degree_that_does_not_divide_the_model_sizes_is_refused():
     spec = model_registry("tiny")
     with pytest.raises(ValueError, match="tensor_parallel_degree=3 does not divide num_kv_heads=4"):
-        spec.check_layout(spec.model, ParallelismConfig(tensor_parallel_degree=3))
+        check_decoder_layout(spec.model, ParallelismConfig(tensor_parallel_degree=3))
 
 
 def test_checkpoint_interval_beyond_the_number_of_layers_is_refused():

@@ -30,6 +30,7 @@ from rl.loop.rollouts import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import persistent_buffers
+from rl.models.parallelize_generator import parallelize_decoder_generator
 from rl.rollouts.packing import pack
 from rl.rollouts.samples import demonstration_sample
 from rl.rollouts.staleness import StalenessBound
@@ -240,7 +241,7 @@ def test_bytes_of_a_generator_rank_equal_its_shards(family):
         with torch.device("meta"):
             model = spec.model.build()
         buffers = sum(b.nbytes for b in persistent_buffers(model).values())
-        spec.parallelize_generator(model, init_device_mesh("cpu", (2,)))
+        parallelize_decoder_generator(model, init_device_mesh("cpu", (2,)))
         held = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
     finally:
         dist.destroy_process_group()
