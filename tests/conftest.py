@@ -22,9 +22,14 @@ __all__ = [
     "pytest_sessionstart",
 ]
 
-# Set before any import that reads them, and inherited by the actors.
+# Set before any import that reads them, and inherited by the actors. Several tests and actors share the cores:
+# a compute thread that spins between two operations takes the time of another that has work.
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg"
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    TOKENIZERS_PARALLELISM="false",
+    MPLBACKEND="Agg",
+    OMP_WAIT_POLICY="passive",
 )
 
 
