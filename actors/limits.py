@@ -13,8 +13,7 @@ from actors.cluster import Cluster, num_gpus
 from actors.config import RunConfig
 from rl.models.model_cost import model_work
 from rl.models.spec import ModelSpec
-from rl.observability.limits import RunLimits
-from rl.observability.machine_limits import MachineLimits, Workload
+from rl.observability.machine_limits import MachineLimits, RunLimits, Workload
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from rl.config.tree import check_fields
 from rl.loop.stop_request import StopRequest
 from rl.observability.environment import write_environment
 from rl.observability.events import Events
-from rl.observability.limits import RunLimits
 from rl.observability.logs import setup_logging
+from rl.observability.machine_limits import RunLimits
 from rl.observability.progress import print_line, progress
 from rl.observability.run_folder import RunFolder
 from rl.observability.timeline import write_timeline_of_run

@@ -30,12 +30,12 @@ from rl.loop.rollouts import RolloutSetup
 from rl.loop.state import LoopState, StepCheckpoints, read_loop_state
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.warmup import SupervisedWarmup
-from rl.observability.cut_back import cut_back
 from rl.observability.events import read_events
-from rl.observability.limits import LimitSink
+from rl.observability.machine_limits import LimitSink
 from rl.observability.metrics import MetricsWriter
 from rl.observability.progress import progress
 from rl.observability.recorder import Recorder
+from rl.observability.run_folder import cut_back
 from rl.observability.sinks import RunSinks, open_sinks
 from rl.observability.summary import draw_learning_curve
 from rl.training.checkpoint_config import LoadSource, find_load_source, own_checkpoint

@@ -56,7 +56,7 @@ from rl.loop.loop import Loop
 from rl.loop.rollouts import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
-from rl.observability.limits import LimitSink
+from rl.observability.machine_limits import LimitSink
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import (

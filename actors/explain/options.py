@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.checks import Machine, check_source, config_faults, machine_faults, messages
 from actors.explain.known import Known
-from rl.config.effect import fixed_options, idle_options
+from rl.config.effect import idle_options
 from rl.config.tree import walk
 from rl.distributed.mesh import Degrees
 
@@ -22,7 +22,7 @@ from rl.distributed.mesh import Degrees
 def option_notes(
     known: Known, *, machine: Machine, on_gpu: bool, resumes: bool, changed: Collection[str]
 ) -> dict[str, Any]:
-    """Return refused, ineffective and fixed options, in the order of the config.
+    """Return refused and ineffective options, in the order of the config.
 
     Args:
         machine: the machine that the run is explained for.
@@ -48,7 +48,6 @@ def option_notes(
         "refused_here": refused_here,
         "set_without_effect": [names[path] for path in in_vain],
         "without_effect": [names[path] for path in listed if path not in in_vain],
-        "other_values_refused": [path for path in fixed_options(config) if not _is_below(path, idle)],
     }
 
 

@@ -1,4 +1,4 @@
-"""Options that change nothing in a config, or that can only have the value they have.
+"""Options that change nothing in a config.
 
     num_tokens: int = field(default=32, metadata=only_if("enable", True))
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
@@ -11,12 +11,11 @@ enforced: to set an option without effect is no error.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
-from rl.config.tree import ConfigEntry, children
+from rl.config.tree import children
 
 EFFECT = "effect"
 
@@ -54,38 +53,3 @@ def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:
 def _at(config: Any, path: str) -> Any:
     """Return the value at a dotted path, or None if a component on the way is None."""
     return reduce(lambda node, name: None if node is None else getattr(node, name), path.split("."), config)
-
-
-def fixed_options(config: Any, *, prefix: str = "") -> Iterator[str]:
-    """Yield the paths of options for which the component refuses every other value that is tried."""
-    for entry in children(config, prefix=prefix):
-        if entry.kind == "node":
-            yield from fixed_options(entry.value, prefix=f"{entry.path}.")
-        elif entry.kind == "leaf":
-            others = [value for value in _values(entry) if value != entry.value]
-            if others and not any(_accepts(config, entry.name, value) for value in others):
-                yield entry.path
-
-
-def _accepts(config: Any, name: str, value: Any) -> bool:
-    try:
-        dataclasses.replace(config, **{name: value})
-    except ValueError:
-        return False
-    return True
-
-
-def _values(entry: ConfigEntry) -> list[Any]:
-    """Return values of the field's type to try; none for types that are not known."""
-    found: list[Any] = [None] if entry.optional else []
-    number = entry.value if isinstance(entry.value, int | float) else 0
-    known = {
-        bool: (True, False),
-        int: (number + 1, 2 * number, max(number - 1, 0), 0, 1, 2, 64),
-        float: (0.0, 0.5, 1.0, 2.0, number / 2, 2 * number),
-        str: ("x", "/x", "1", "{question}"),
-    }
-    for arm in typing.get_args(entry.annotation) if entry.optional else (entry.annotation,):
-        is_literal = typing.get_origin(arm) is Literal
-        found += typing.get_args(arm) if is_literal else known.get(arm, ())
-    return found

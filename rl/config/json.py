@@ -124,6 +124,16 @@ def leaves(value: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
+def value_at(values: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value of `to_dict`'s result at a dotted path, or the default if there is none."""
+    value: Any = values
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
 def code_name(value: Any) -> Any:
     """Return the dotted name of a function or class, or `name/flavor` of a spec; lists in order."""
     if value is None:

@@ -160,6 +160,7 @@ def check_bounds(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
 ) -> None:
     """Raise ValueError for the first of these fields that is out of bounds or NaN; None is always accepted."""
     rules = [
@@ -168,6 +169,7 @@ def check_bounds(
             (at_least, "at least", operator.le),
             (above, "above", operator.lt),
             (at_most, "at most", operator.ge),
+            (below, "below", operator.gt),
         )
         if bound is not None
     ]

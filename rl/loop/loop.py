@@ -42,7 +42,6 @@ from rl.loop.metrics import (
 from rl.loop.rollouts import RolloutSetup
 from rl.loop.state import LoopState, Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
-from rl.observability.background import BackgroundWriter
 from rl.observability.metrics import Record
 from rl.observability.recorder import Recorder
 from rl.protocols import Publisher, Trainer
@@ -52,6 +51,7 @@ from rl.rollouts.staleness import off_policy_steps
 from rl.types import ForwardBackwardResult, OptimStepResult
 from rl.utils.clock import now_s
 from rl.utils.errors import RunError, error_context
+from rl.utils.threads import BackgroundWriter
 from rl.weights.sync import WeightSync
 
 

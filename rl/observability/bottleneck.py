@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl.config.json import value_at
+
 NUM_FIRST = 2
 """First steps of a run, which allocate and compile; ignored if there are enough others."""
 OVERLAP = 0.2
@@ -84,7 +86,7 @@ def bottleneck(record: Mapping[str, float], config: Config | None = None) -> Bot
 def _could_overlap(record: Mapping[str, float], config: Config) -> bool:
     """Return whether generation and training take turns on devices of their own."""
     steps = _number(config, "loop.max_off_policy_steps") or record.get("age/max", 0.0)
-    return not steps and not _value(config, "launch.share_gpus")
+    return not steps and not value_at(config, "launch.share_gpus")
 
 
 def _overlap(config: Config) -> Advice:
@@ -116,7 +118,7 @@ def _advice(part: str, record: Mapping[str, float], config: Config, *, is_near: 
         if record.get("packing/num_micro_batches", 1.0) > 1:
             because = "fewer, larger micro-batches use the machine better, if they fit into memory"
             return because, _doubled(config, "trainer.training.max_tokens_per_microbatch")
-        if _on_gpu(config) and _value(config, "trainer.compile.enable") is False:
+        if _on_gpu(config) and value_at(config, "trainer.compile.enable") is False:
             return "compiled blocks do more in fewer kernels", "--trainer.compile.enable True"
         because = "its matrix products are small for the machine, and a larger batch uses it better"
         return because, "--loop.groups_per_batch"
@@ -135,22 +137,15 @@ def _doubled(config: Config, path: str) -> str:
     return f"--{path} {2 * value:.0f}" if value else f"--{path}"
 
 
-def _value(config: Config, path: str) -> Any:
-    node: Any = config
-    for name in path.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
-
-
 def _number(config: Config, path: str) -> float:
     """Return the number at the path, or 0."""
-    value = _value(config, path)
+    value = value_at(config, path)
     return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _on_gpu(config: Config) -> bool:
     """Return whether the generator has half precision, which only GPU runs use."""
-    return _value(config, "generator.dtype") in ("bfloat16", "float16")
+    return value_at(config, "generator.dtype") in ("bfloat16", "float16")
 
 
 def _percent(share: float) -> str:

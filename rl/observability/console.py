@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from rl.config.effect import only_if
+from rl.config.tree import check_bounds
 from rl.observability.metrics import Record, reduced
 from rl.observability.progress import format_duration, is_terminal, print_line, progress
 from rl.observability.span_reader import read_states
@@ -39,8 +40,7 @@ class ConsoleConfig:
     """Number of latest steps in the live table."""
 
     def __post_init__(self) -> None:
-        if self.num_rows < 1:
-            raise ValueError(f"num_rows={self.num_rows}: must be at least 1")
+        check_bounds(self, "num_rows", at_least=1)
 
 
 class Column(NamedTuple):

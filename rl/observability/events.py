@@ -8,17 +8,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 from rl.observability.metrics import to_json
-from rl.utils.files import AppendFile
+from rl.utils.files import AppendFile, json_lines
 
 EventName = Literal[
     "started",
@@ -62,12 +61,4 @@ class Events:
 
 def read_events(file: Path) -> list[dict[str, Any]]:
     """Return the events, oldest first, without damaged lines; nothing if the file does not exist."""
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return [event for event in found if isinstance(event, dict)]
+    return [event for _, event in json_lines(file) if event is not None]

@@ -1,8 +1,17 @@
-"""Measured limits of a machine: matrix products and memory copies.
+"""Limits of a machine, and the share of them that each part of a step reached.
 
-Each kind of machine is measured once, by the process and threads that compute there, and cached in a file. The
-best of several tries counts, since other work only slows a try down. If the tries differ much the machine was
-busy, and the result is used but not cached.
+    limit/decode    least time of the decoding at the measured rates (operations or bytes, whichever takes
+                    longer), as a share of the time it took
+    limit/train     the same for the operations of forward_backward and optim_step
+    limit/sync      the same for copying the weights in a push and a pull
+    limit/idle      mean share of the step in which trainer and generators were idle; on shared devices, in
+                    which both were
+
+Only the work that a step needs at least is counted (docs/metrics.md).
+
+Each kind of machine is measured once, by the process and threads that compute there, and the result is cached in a
+file. The best of several tries counts, since other work only slows a try down. If the tries differ much, the machine
+was busy, and the result is used but not cached.
 """
 
 from __future__ import annotations
@@ -14,16 +23,18 @@ import logging
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.benchmark import Timer
 
 from rl.config.effect import only_if
 from rl.models.batch_invariant.probe import processor
+from rl.models.model_cost import ModelWork
+from rl.observability.metrics import Mean, Record, reduced
 from rl.utils.files import atomic_write
 
 MEASURE_S = 0.4
@@ -69,15 +80,14 @@ class MachineLimits:
     """Bytes read and written in the device's memory."""
     host_bytes_per_s: float
     """Bytes copied between the device and the host's memory; on a CPU `memory_bytes_per_s`."""
-    file: str = ""
-    """Cache file, or empty."""
-
-
-Measure = Callable[[Workload, torch.device], tuple[MachineLimits, bool]]
 
 
 def machine_limits(
-    workload: Workload, *, device: torch.device, cache: Path, measure: Measure | None = None
+    workload: Workload,
+    *,
+    device: torch.device,
+    cache: Path,
+    measure: Callable[[Workload, torch.device], tuple[MachineLimits, bool]] | None = None,
 ) -> MachineLimits:
     """Return the cached limits, or measure with the calling thread's number of threads.
 
@@ -95,22 +105,21 @@ def machine_limits(
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
     file = cache.expanduser() / f"machine-{name}.json"
     try:
-        return MachineLimits(**json.loads(file.read_text())["limits"])
+        cached = json.loads(file.read_text())["limits"]
+        return MachineLimits(**{f.name: cached[f.name] for f in dataclasses.fields(MachineLimits)})
     except (OSError, ValueError, KeyError, TypeError):  # not measured, or damaged
         pass
     limits, is_quiet = (measure or measured)(workload, device)
     if not is_quiet:
         logger.info("%s was busy during the measurement, which is repeated next time", limits.device)
         return limits
-    kept = dataclasses.replace(limits, file=str(file))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as new:
-            new.write_text(json.dumps({"of": subject, "limits": dataclasses.asdict(kept)}, indent=2) + "\n")
+            new.write_text(json.dumps({"of": subject, "limits": dataclasses.asdict(limits)}, indent=2) + "\n")
     except OSError as error:
         logger.warning("%s was not written, so the machine is measured again next time: %s", file, error)
-        return limits
-    return kept
+    return limits
 
 
 @torch.no_grad()
@@ -164,3 +173,121 @@ def _copied_bytes(workload: Workload, device: torch.device) -> int:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLimits:
+    """Limits of a run's machines, known before its first step."""
+
+    trainer: MachineLimits
+    """Limits of one trainer rank."""
+    num_trainer_ranks: float
+    """Ranks that compute at the same time; fewer than all ranks if they share cores."""
+    generator: MachineLimits
+    """Limits of one tensor-parallel rank of a generator."""
+    num_generator_ranks: float
+    """Ranks of all replicas that compute at the same time."""
+    num_replicas: int
+    shares_devices: bool
+    """True if trainer and generators take turns on the same devices."""
+    trained: ModelWork
+    sampled: ModelWork
+    itemsize: int
+    """Bytes of a weight in the generators."""
+    num_samples: int
+    """Completions of a prompt, which is computed once for all of them."""
+    most_running: int
+    """Completions that one replica can draw at once."""
+    waits_for_the_longest: bool
+    """True if a step's completions end before those of the next step begin."""
+
+    def of_step(self, record: Record) -> dict[str, float]:
+        """Return the shares that a step's record has enough metrics for.
+
+        A share is at most 1: more means that the machine was busy while it was measured.
+        """
+        shares = {
+            "limit/decode": self._decode(record),
+            "limit/train": self._train(record),
+            "limit/sync": self._sync(record),
+            "limit/idle": _idle(record, shares_devices=self.shares_devices),
+        }
+        return {name: min(1.0, share) for name, share in shares.items() if share is not None}
+
+    def _decode(self, record: Record) -> float | None:
+        drawn, context = record.get("perf/generated_tokens_per_s"), _value(record, "completion/context_mean")
+        if not (isinstance(drawn, Mean) and drawn.sum > 0 and drawn.count > 0) or context is None:
+            return None
+        tokens, busy_s = drawn.sum / self.num_replicas, drawn.count
+        steps = tokens / self.most_running
+        if self.waits_for_the_longest:
+            steps = max(steps, _value(record, "completion/tokens_max") or 0.0)
+        prompts = record.get("prompt/tokens_mean")
+        prompt_tokens = prompts.sum if isinstance(prompts, Mean) else 0.0
+        computed = tokens + prompt_tokens / self.num_samples / self.num_replicas
+        attended = tokens * context
+        flops = self.sampled.sampling_flops(tokens=computed, attended=attended)
+        read = self.sampled.sampling_bytes(
+            steps=steps, tokens=tokens, attended=attended, itemsize=self.itemsize
+        )
+        least_s = max(flops / self.generator.flops_per_s, read / self.generator.memory_bytes_per_s)
+        return least_s * self.num_replicas / self.num_generator_ranks / busy_s
+
+    def _train(self, record: Record) -> float | None:
+        context, train_s = record.get("packing/context_mean"), _value(record, "time/train_s")
+        if not isinstance(context, Mean) or not context.count or not train_s:
+            return None
+        flops = self.trained.training_flops(tokens=context.count, attended=context.sum)
+        return flops / self.trainer.flops_per_s / self.num_trainer_ranks / train_s
+
+    def _sync(self, record: Record) -> float | None:
+        took_s = sum(_value(record, f"time/{name}_s") or 0.0 for name in ("push", "pull"))
+        if not took_s:
+            return None
+        num_bytes = self.sampled.parameters * self.itemsize
+        # The trainer copies to the host's memory once, each replica from there; a copy within the host's memory
+        # reads and writes.
+        on_host = self.trainer.host_bytes_per_s == self.trainer.memory_bytes_per_s
+        copy_s = num_bytes * (2 if on_host else 1) / self.trainer.host_bytes_per_s
+        return copy_s * (1 / self.num_trainer_ranks + self.num_replicas / self.num_generator_ranks) / took_s
+
+
+def _idle(record: Record, *, shares_devices: bool) -> float | None:
+    step_s = _value(record, "time/step_s")
+    idle_s = [_value(record, f"time/{role}_idle_s") for role in ("trainer", "generator")]
+    known = [seconds for seconds in idle_s if seconds is not None]
+    if not (known and step_s):
+        return None
+    if shares_devices:  # each is busy only while the other is not
+        return max(0.0, sum(known) / step_s - (len(known) - 1))
+    return sum(known) / len(known) / step_s
+
+
+def _value(record: Mapping[str, object], name: str) -> float | None:
+    return reduced(record.get(name))  # type: ignore[arg-type]
+
+
+class Sink(Protocol):
+    """Sink of `rl.loop.loop`."""
+
+    def write(self, record: Record) -> None: ...
+
+
+class LimitSink:
+    """Sink that adds `limit/` (0 to 1) to the records of steps and hands all records on."""
+
+    def __init__(self, *, limits: RunLimits, sinks: Sequence[Sink]) -> None:
+        self._limits = limits
+        self._sinks = sinks
+        self._published: float | None = None
+        """Version of the latest weight sync."""
+
+    def write(self, record: Record) -> None:
+        if "time/step_s" in record:
+            shares, version = self._limits.of_step(record), _value(record, "sync/version")
+            if version == self._published:
+                shares.pop("limit/sync", None)  # the sync of an earlier step
+            self._published = version
+            record = {**record, **shares}
+        for sink in self._sinks:
+            sink.write(record)

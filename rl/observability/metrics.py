@@ -20,10 +20,9 @@ from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 import numpy as np
 
-from rl.observability.background import WRITE_S
 from rl.utils.errors import writing
-from rl.utils.files import AppendFile
-from rl.utils.threads import run_aside
+from rl.utils.files import AppendFile, json_lines
+from rl.utils.threads import WRITE_S, run_aside
 
 MetricT = TypeVar("MetricT", bound="Metric")
 
@@ -151,7 +150,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         """Open the file; raises UnwrittenError."""
-        self._num_records = len(read_metrics(path)) if path.exists() else 0
+        self._num_records = len(read_metrics(path))
         self._file = AppendFile(path)
         with writing(path):
             self._file.open()
@@ -207,7 +206,6 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the records of a metrics file, without a last line that was cut short."""
-    lines = path.read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the records of a metrics file without damaged lines; none if the file does not exist."""
+    records = [record for _, record in json_lines(path) if record is not None]
     return [{k: float(v) if isinstance(v, str) else v for k, v in record.items()} for record in records]

@@ -16,7 +16,6 @@ Shape legend: P groups, G scored rollouts of each, C tokens that the model produ
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,13 +28,14 @@ from typing import Any
 import numpy as np
 
 from rl.config.effect import only_if
-from rl.observability.bounded_file import BoundedFile, previous_file
+from rl.config.tree import check_bounds
 from rl.observability.metrics import to_json
 from rl.rollouts.evaluation import EvaluationResult
 from rl.rollouts.group import Group, RolloutId, failure_of
 from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
+from rl.utils.files import BoundedFile, json_lines, previous_file
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,8 @@ class RecorderConfig:
     """Largest size of rollouts.jsonl and rollouts.1.jsonl together; the oldest rollouts are dropped."""
 
     def __post_init__(self) -> None:
-        if (self.num_groups or 0) < 0 or (self.num_eval_problems or 0) < 0:
-            raise ValueError(
-                f"num_groups={self.num_groups}, num_eval_problems={self.num_eval_problems}: must be at "
-                "least 0, or None for all"
-            )
-        if not 0 < self.max_megabytes < math.inf:
-            raise ValueError(f"max_megabytes={self.max_megabytes}: must be above 0 and finite")
+        check_bounds(self, "num_groups", "num_eval_problems", at_least=0)
+        check_bounds(self, "max_megabytes", above=0, below=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -229,10 +224,9 @@ class Recorder:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Return the rollouts of both files, oldest first, without an unfinished line."""
-    parts = [part for part in (previous_file(path), path) if part.exists()]
-    lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines(keepends=True)]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the rollouts of both files, oldest first, without damaged lines."""
+    parts = (previous_file(path), path)
+    return [rollout for part in parts for _, rollout in json_lines(part) if rollout is not None]
 
 
 def _dropped(step: int, batch: Batch) -> list[list[Entry]]:

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from rl.config.effect import only_if
+from rl.config.tree import check_bounds
 from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console, ConsoleConfig, make_console
 from rl.observability.loggers import MetricsLogger, TensorBoardLogger, TrackioLogger, WandbLogger
@@ -112,9 +113,7 @@ class SinksConfig:
     """Seconds that the loggers have at the end of the run to write what is left; the rest is dropped."""
 
     def __post_init__(self) -> None:
-        for name, value in (("write_s", self.write_s), ("close_s", self.close_s)):
-            if not 0.0 < value < math.inf:
-                raise ValueError(f"{name}={value}: must be above 0 and finite")
+        check_bounds(self, "write_s", "close_s", above=0, below=math.inf)
 
     @property
     def enabled(self) -> tuple[str, ...]:
@@ -273,7 +272,7 @@ class RunSinks:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Show a loop that continues after the records of metrics.jsonl."""
-        records = read_metrics(self._metrics) if self._metrics.exists() else []
+        records = read_metrics(self._metrics)
         for thread in self.threads:
             thread.begin(int(records[-1]["step"]) if records else None)
         with self._tolerate(lambda: self.console.shown(records)):

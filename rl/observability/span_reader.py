@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from rl.observability.bounded_file import previous_file
 from rl.observability.spans import SPANS_FOLDER, STATE_FOLDER
+from rl.utils.files import previous_file
 from rl.utils.processes import ProcessId
 
 Kind = Literal[
@@ -37,6 +37,7 @@ _KIND_OF: dict[str, Kind] = {
     "load": "checkpoint",
     "export": "checkpoint",
 }
+_ROLES = ("controller", "trainer", "generator", "reward")
 _READ_ATTEMPTS = 20
 """Attempts to read a state file that is being written."""
 
@@ -140,6 +141,11 @@ class Span:
 def kind_of(name: str) -> Kind:
     """Return the kind of the spans of this name, for colours and sums."""
     return "wait" if name.startswith(WAITS) else _KIND_OF.get(name, "other")
+
+
+def role_order(role: str) -> int:
+    """Return the place of a role from top to bottom; other roles follow."""
+    return next((place for place, name in enumerate(_ROLES) if role.startswith(name)), len(_ROLES))
 
 
 def read_state(file: Path) -> ProcessState:

@@ -34,7 +34,8 @@ from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rl.config.effect import only_if
-from rl.observability.bounded_file import BoundedFile
+from rl.config.tree import check_bounds
+from rl.utils.files import BoundedFile
 from rl.utils.processes import identify
 
 P = ParamSpec("P")
@@ -51,7 +52,6 @@ MAX_OPEN_NAMES = 12
 MAX_NAME_CHARACTERS = 100
 MAX_ERROR_CHARACTERS = 200
 BUFFER_S = 0.25
-_MIN_MEGABYTES = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,7 @@ class TimelineConfig:
     """Largest size of one process's spans; the oldest spans are dropped."""
 
     def __post_init__(self) -> None:
-        if not _MIN_MEGABYTES <= self.max_megabytes < math.inf:
-            raise ValueError(
-                f"max_megabytes={self.max_megabytes}: must be at least {_MIN_MEGABYTES} and finite"
-            )
+        check_bounds(self, "max_megabytes", at_least=0.1, below=math.inf)
 
 
 class SpanLog:

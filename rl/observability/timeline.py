@@ -1,8 +1,7 @@
 """A run's timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Each process is a track with one async event for each span, so that spans may overlap. Open spans reach to the
-last moment at which any process ended a span. Counters are the policy version of each push and pull, and the
-metrics of each step at its end. The events of events.jsonl are marks across all tracks.
+last moment at which any process ended a span. The events of events.jsonl are marks across all tracks.
 """
 
 from __future__ import annotations
@@ -10,28 +9,15 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rl.observability.events import read_events
-from rl.observability.metrics import read_metrics
-from rl.observability.run_folder import EVENTS, METRICS
-from rl.observability.span_reader import Span, read_spans, read_states
+from rl.observability.run_folder import EVENTS
+from rl.observability.span_reader import Span, read_spans, read_states, role_order
 from rl.observability.spans import TimelineConfig
 from rl.utils.files import atomic_write
-
-COUNTERS = (
-    "reward/mean",
-    "completion/tokens_mean",
-    "perf/generated_tokens_per_s",
-    "perf/trained_tokens_per_s",
-)
-"""Metrics shown as counters, besides all of `limit/`."""
-_FIRST_ROLES = ("controller", "trainer", "generator", "reward")
-"""Roles from top to bottom; others follow."""
 
 Event = dict[str, Any]
 
@@ -73,11 +59,11 @@ def write_timeline(logs: Path, destination: Path) -> int:
         if isinstance(e.get("time"), int | float) and "event" in e
     ]
     origin_s = min([*(span.start_s for span in spans), *(mark["time"] for mark in marks)])
-    pids = {name: pid for pid, name in enumerate(sorted({span.process for span in spans}, key=_order), 1)}
+    processes = sorted({(role_order(span.role), span.process) for span in spans})
+    pids = {process: pid for pid, (_, process) in enumerate(processes, start=1)}
     events = itertools.chain(
         _names(pids),
         _span_events(spans, pids, origin_s=origin_s, num_ended=num_ended),
-        _metric_counters(logs.parent / METRICS, spans, origin_s=origin_s),
         (_mark(mark, origin_s) for mark in marks),
     )
     with atomic_write(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -110,45 +96,17 @@ def _mark(event: Event, origin_s: float) -> Event:
     return {**place, "name": event["event"], "ts": _us(event["time"], origin_s), "args": args}
 
 
-def _order(process: str) -> tuple[int, str]:
-    role = process.partition("[")[0]
-    places = [i for i, first in enumerate(_FIRST_ROLES) if role == first or role.startswith(f"{first}_")]
-    return (places[0] if places else len(_FIRST_ROLES), process)
-
-
 def _span_events(
     spans: Iterable[Span], pids: dict[str, int], *, origin_s: float, num_ended: int
 ) -> Iterator[Event]:
     for number, span in enumerate(spans):
-        pid, end_us = pids[span.process], _us(span.end_s, origin_s)
         args: dict[str, Any] = {"version": span.version, "error": span.error}
         args = {name: value for name, value in args.items() if value is not None}
         if number >= num_ended:
             args["unfinished"] = True
-        event = {"pid": pid, "tid": 0, "id": number, "cat": span.kind, "name": span.name}
+        event = {"pid": pids[span.process], "tid": 0, "id": number, "cat": span.kind, "name": span.name}
         yield {"ph": "b", **event, "ts": _us(span.start_s, origin_s), "args": args}
-        yield {"ph": "e", **event, "ts": end_us}
-        if span.kind in ("push", "pull") and span.version is not None:
-            yield _counter(pid, "policy version", span.version, end_us)
-
-
-def _metric_counters(file: Path, spans: Iterable[Span], *, origin_s: float) -> Iterator[Event]:
-    """Yield the metrics of each step at its end, as far as the file is readable."""
-    ends = {s.name: s.end_s for s in spans if s.role == "controller" and s.name.startswith("step ")}
-    records: list[dict[str, float]] = []
-    with suppress(OSError, ValueError):
-        records = read_metrics(file)
-    for record in records:
-        end_s = ends.get(f"step {record.get('step')}")
-        if end_s is None or "time/step_s" not in record:
-            continue
-        for name, value in record.items():
-            if (name in COUNTERS or name.startswith("limit/")) and math.isfinite(value):
-                yield _counter(1, name, value, _us(end_s, origin_s))
-
-
-def _counter(pid: int, name: str, value: float, ts: float) -> Event:
-    return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": ts, "args": {"value": value}}
+        yield {"ph": "e", **event, "ts": _us(span.end_s, origin_s)}
 
 
 def _us(at_s: float, origin_s: float) -> float:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.config.json import value_at
 from rl.observability.run_folder import EVENTS, METRICS, ROLLOUTS, STATUS, read_status
 from rl.observability.span_reader import Span, read_spans
 from rl.observability.spans import SPANS_FOLDER
+from rl.utils.files import json_lines
 
 CONFIG, LOGS = "config.json", "logs"
 TOKENS_MB = 48.0
@@ -60,12 +62,7 @@ class RunData:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
-        value: Any = self.config.get("values")
-        for name in path.split("."):
-            if not isinstance(value, dict) or name not in value:
-                return default
-            value = value[name]
-        return value
+        return value_at(self.config.get("values", {}), path, default)
 
 
 def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
@@ -180,16 +177,13 @@ def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
     """Return what `take` keeps of a JSON-lines file, and add the number of damaged lines to the problems."""
     found: list[dict[str, Any]] = []
     broken: list[int] = []
-    if not file.exists():
-        return found
     try:
-        with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                kept = _parse(line, take)
-                if kept is not None:
-                    found.append(kept)
-                elif line.strip():
-                    broken.append(number)
+        for number, line in json_lines(file):
+            kept = None if line is None else take(line)
+            if kept is None:
+                broken.append(number)
+            else:
+                found.append(kept)
     except OSError as error:
         problems.append(f"{file.name} cannot be read to its end: {error}")
     if broken:
@@ -198,14 +192,6 @@ def _lines(file: Path, problems: list[str], take: Take) -> list[dict[str, Any]]:
             "rest is shown"
         )
     return found
-
-
-def _parse(line: str, take: Take) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return take(value) if isinstance(value, dict) else None
 
 
 def _missing(folder: Path, steps: list[dict[str, float]]) -> list[str]:

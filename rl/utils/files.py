@@ -8,6 +8,7 @@ process never leaves half of anything under the final name. Locks are held by th
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -217,6 +219,20 @@ def locked_folder(path: Path, *, as_what: str, otherwise: str) -> Iterator[None]
         lock.release()
 
 
+def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield number and object of each line that is not blank, with None for a damaged line.
+
+    A missing file has no lines.
+    """
+    with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                value = None
+                with suppress(ValueError):
+                    value = json.loads(line)
+                yield number, value if isinstance(value, dict) else None
+
+
 class AppendFile:
     """Append-only file in which each piece of text is stored whole or not at all, also on a full disk."""
 
@@ -259,3 +275,33 @@ class AppendFile:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
+
+
+class BoundedFile:
+    """Two files, such as x.1.jsonl and x.jsonl, that keep the newest lines within `max_bytes` together."""
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        self.path = path
+        self.max_line = max_bytes // 2
+        """Largest number of bytes that can be appended at once."""
+        self._file = AppendFile(path)
+
+    def append(self, text: str) -> bool:
+        """Append ASCII text, and return whether the oldest lines were dropped for it; raises OSError."""
+        size = 0
+        with suppress(FileNotFoundError):
+            size = self.path.stat().st_size
+        is_full = size > 0 and size + len(text) > self.max_line
+        if is_full:
+            self._file.close()
+            self.path.replace(previous_file(self.path))
+        self._file.append(text)
+        return is_full
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def previous_file(path: Path) -> Path:
+    """Return the path of the file with the older lines."""
+    return path.with_suffix(f".1{path.suffix}")

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from rl.utils.errors import RunError
+
 T = TypeVar("T")
+
+CLOSE_S = 30.0
+"""Timeout of a background write that is under way when a run ends with an error."""
+WRITE_S = 600.0
+"""Timeout of one background write; a longer one means a file system that hangs."""
+
+logger = logging.getLogger(__name__)
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -91,3 +101,65 @@ class WorkerThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+
+
+class WriteTimeoutError(RunError, TimeoutError):
+    """A background write did not finish in time."""
+
+
+class BackgroundWriter:
+    """Runs writes in a thread, one after another; an error surfaces before the next write begins."""
+
+    def __init__(self, name: str, *, close_s: float = CLOSE_S) -> None:
+        self._name = name
+        self._close_s = close_s
+        self._writing: asyncio.Task[None] | None = None
+        self._hangs = False
+
+    async def begin(self, write: Callable[[], None]) -> None:
+        """Start a write as soon as the previous one is done; raise the error of the previous one."""
+        await self.finish()
+        self._writing = asyncio.create_task(run_aside(write, name=self._name, limit_s=WRITE_S))
+
+    async def finish(self) -> None:
+        """Wait for the write that is under way, and raise its error once.
+
+        Raises:
+            WriteTimeoutError: the disk hangs.
+        """
+        if (writing := self._writing) is not None:
+            try:
+                await asyncio.shield(writing)
+            except TimeoutError as error:
+                self._hangs = True
+                raise WriteTimeoutError(str(error)) from error
+            finally:
+                if writing.done():
+                    self._writing = None
+
+    async def last(self, write: Callable[[], None]) -> None:
+        """Write the last part of a run that stops with an error, in the calling thread.
+
+        Errors are logged, since the run reports its own. If the thread is not done within `close_s`, nothing is
+        written, since two threads would write into one file.
+        """
+        if not await self.close():
+            logger.warning("%s: the last part of the run is not written", self._name)
+            return
+        try:
+            write()
+        except Exception as error:
+            logger.warning("%s: %r", self._name, error, exc_info=error)
+
+    async def close(self) -> bool:
+        """Wait up to `close_s` and log an unseen error; return False if the thread still writes. Idempotent."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait({writing}, timeout=self._close_s)
+            if not writing.done():
+                logger.warning("%s: not done after %g s", self._name, self._close_s)
+                writing.cancel()
+                self._hangs = True
+            elif not writing.cancelled() and (error := writing.exception()):
+                logger.warning("%s: %r", self._name, error, exc_info=error)
+        return not self._hangs

@@ -1,9 +1,8 @@
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Literal
 
 from configs.sum_digits import tiny
-from rl.config.effect import EFFECT, all_of, fixed_options, idle_options, only_if, unless
+from rl.config.effect import EFFECT, all_of, idle_options, only_if, unless
 from rl.config.tree import rebuild, walk
 
 
@@ -43,37 +42,3 @@ def test_every_condition_of_a_run_names_an_existing_field_and_values():
             for path, values, _ in declared.metadata.get(EFFECT, ()):
                 reduce(getattr, path.split("."), owner)
                 assert values
-
-
-@dataclass(kw_only=True)
-class Part:
-    off: bool = False
-    steps: int = 0
-    rate: float = 1.0
-    kind: Literal["a", "b"] = "a"
-    depth: int = 3
-    folder: str | None = None
-
-    def __post_init__(self):
-        if self.off:
-            raise ValueError("off=True: must be False, as nothing can do it")
-        if self.depth != 3 and self.kind == "a":
-            raise ValueError(f"depth={self.depth} has no effect with kind='a': must be 3, or kind 'b'")
-        if self.steps % 2:
-            raise ValueError(f"steps={self.steps}: must be even")
-        if self.folder is not None and not self.folder.startswith("/"):
-            raise ValueError(f"folder={self.folder!r}: must be an absolute path")
-
-
-@dataclass(kw_only=True)
-class Whole:
-    part: Part = field(default_factory=Part)
-    parts: tuple[Part, ...] = ()
-
-
-def test_options_whose_other_values_are_all_refused_are_found():
-    config = Whole(parts=(Part(kind="b"),))
-    before = [(entry.path, entry.value) for entry in walk(config)]
-    # Odd numbers and relative paths are refused, others are not.
-    assert list(fixed_options(config)) == ["part.off", "part.depth", "parts.0.off"]
-    assert [(entry.path, entry.value) for entry in walk(config)] == before

@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rl.observability.background import BackgroundWriter
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import is_correct
 from rl.types import Rollout
 from rl.utils.errors import RunError
+from rl.utils.threads import BackgroundWriter
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
 

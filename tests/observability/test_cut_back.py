@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rl.observability.cut_back import cut_back
+from rl.observability.run_folder import cut_back
 from rl.types import LoopPosition
 
 

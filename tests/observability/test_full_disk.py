@@ -6,11 +6,10 @@ import json
 import logging
 import re
 
-from rl.observability.cut_back import cut_back
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
-from rl.observability.run_folder import RunFolder, read_status
+from rl.observability.run_folder import RunFolder, cut_back, read_status
 from rl.observability.summary import draw_learning_curve
 from rl.types import LoopPosition
 from rl.utils.errors import RunError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.observability.health import examine
+from rl.doctor import examine
 from rl.observability.run_folder import RunFolder
 from rl.observability.spans import SpanRecorder
 from rl.utils.processes import identify

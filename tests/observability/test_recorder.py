@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.observability.bounded_file import previous_file
 from rl.observability.recorder import (
     Recorder,
     RecorderConfig,
@@ -16,6 +15,7 @@ from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
 from rl.tasks.data import read_pass_rates
 from rl.types import Completion, EndReason, Message, Observation, Problem, Prompt, Rollout, Score, Turn
+from rl.utils.files import previous_file
 
 
 def not_json(constant):

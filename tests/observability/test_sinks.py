@@ -45,8 +45,8 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
     ("path", "value", "message"),
     [
         ("console.num_rows", 0, "console: num_rows=0: must be at least 1"),
-        ("write_s", 0.0, "write_s=0.0: must be above 0 and finite"),
-        ("close_s", float("inf"), "close_s=inf: must be above 0 and finite"),
+        ("write_s", 0.0, "write_s=0.0: must be above 0 and below inf"),
+        ("close_s", float("inf"), "close_s=inf: must be above 0 and below inf"),
         ("wandb.project", "a/b", r"wandb: project='a/b': must be a name without / \\ # \? % or :"),
         ("trackio.project", "", "trackio: project='': must be a name"),
         ("console.style", "loud", r"console: style='loud': must be 'auto' \| 'lines' \| 'off'"),

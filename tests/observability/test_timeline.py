@@ -69,24 +69,6 @@ def test_every_process_is_a_track_with_its_spans(run):
     assert len({e["id"] for e in slices(events).values()}) == 7  # spans of one name may overlap
 
 
-def test_counters_are_versions_and_metrics(run):
-    records = [
-        {"step": 1, "eval/correct": 0.5},
-        {"step": 1, "time/step_s": 4.0, "reward/mean": 0.25, "limit/idle": 0.5, "loss/mean": 1.0},
-        {"step": 2, "time/step_s": 4.0, "reward/mean": 0.5},
-    ]
-    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 3, "rew')
-    write_timeline(run.logs, run.timeline)
-    counters = [
-        (e["pid"], e["name"], e["ts"], e["args"]["value"]) for e in events_of(run.timeline) if e["ph"] == "C"
-    ]
-    assert counters == [
-        (3, "policy version", 4_000_000.0, 5),
-        (1, "reward/mean", 4_000_000.0, 0.25),
-        (1, "limit/idle", 4_000_000.0, 0.5),
-    ]
-
-
 def test_open_spans_end_at_the_last_known_time(run):
     activity = SpanRecorder()
     state = activity.start(run.logs, role="trainer", rank=0)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -271,11 +270,3 @@ def test_random_reward_is_found():
     lines = [tossed(step, p, i) for step in range(1, 21) for p in range(2) for i in range(8)]
     finding = only(run_data(20, rollouts=lines), "reward_not_correct")
     assert finding.since_step == 1
-
-
-def test_waiting_for_rewards_is_found_in_a_synchronous_run():
-    turns: dict[str, Any] = {"time__trainer_idle_s": lambda s: 9.0, "time__generator_idle_s": lambda s: 1.0}
-    assert find(run_data(30, **turns)) == []
-    assert only(run_data(30, time__score_s=lambda s: 7.0 if s >= 6 else 1.0), "idle_actor").since_step == 6
-    ahead = only(run_data(30, loop={"max_off_policy_steps": 1}, **turns), "idle_actor")
-    assert (ahead.since_step, ahead.title) == (1, "The trainer waits for rollouts")

@@ -8,7 +8,7 @@ import pytest
 
 from rl import report
 from rl.observability.spans import SpanRecorder
-from rl.reporting.html.blocks import unpack
+from rl.reporting.html.rollouts import unpack
 from tests.support.report_runs import MadeRun, make_run
 
 

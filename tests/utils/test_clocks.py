@@ -16,7 +16,7 @@ STAMPS = {
     "rl/observability/spans.py": "the origin of spans; they go on by the monotonic clock",
     "rl/observability/span_reader.py": "ages of spans of other machines",
     "rl/observability/events.py": "the stamps of events",
-    "rl/observability/health.py": "how long ago the last step was, as the doctor shows it",
+    "rl/doctor.py": "how long ago the last step was, as the doctor shows it",
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
     "rl/report.py": "when a report was written, as it says",
     "rl/tinker/service.py": "the clock of stamps in answers and of checkpoints that expire",

@@ -14,7 +14,7 @@ from rl.config.json import leaves, to_dict
 from rl.config.registry import resolve
 from rl.config.tree import ConfigError
 from rl.reporting.data import RunData
-from rl.reporting.evidence import Evidence, Finding, RolloutEvidence
+from rl.reporting.evidence import Finding, RolloutEvidence
 
 _OUTSIDE_STEP = ("step", "push", "pull", "canary", "eval")
 """Times that do not add up to the step."""
@@ -230,30 +230,6 @@ def config_differences(configs: Sequence[Sequence[Mapping[str, Any]]]) -> list[d
 
 
 # Findings
-
-
-def finding_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding in the form that static/overview.js reads."""
-    return {
-        "kind": finding.kind,
-        "title": finding.title,
-        "since_step": finding.since_step,
-        "sentence": finding.sentence,
-        "advice": finding.advice,
-        "evidence": [_evidence_json(evidence) for evidence in finding.evidence],
-    }
-
-
-def _evidence_json(evidence: Evidence) -> dict[str, Any]:
-    if isinstance(evidence, RolloutEvidence):
-        rollout = {
-            "step": evidence.step,
-            "problem": evidence.problem,
-            "sample": evidence.sample,
-            "excerpt": evidence.text,
-        }
-        return {"rollout": rollout, "note": evidence.note}
-    return {"series": evidence.name, "x": list(evidence.steps), "y": list(evidence.values)}
 
 
 def referenced_lines(findings: Iterable[Finding], lines: Sequence[Mapping[str, Any]]) -> frozenset[int]:

@@ -22,19 +22,16 @@ from markupsafe import Markup
 from rl.observability.bottleneck import Bottleneck
 from rl.reporting.data import RunData
 from rl.reporting.evidence import Finding
-from rl.reporting.html.blocks import inline_json, pack
 from rl.reporting.html.overview import (
     breakdown,
     config_differences,
     config_rows,
     curves,
     facts,
-    finding_json,
     referenced_lines,
 )
-from rl.reporting.html.rollouts import pack_rollouts
+from rl.reporting.html.rollouts import json_text, open_token_texts, pack, pack_rollouts
 from rl.reporting.html.timeline import MAX_BLOCKS, pack_timeline
-from rl.reporting.html.token_texts import open_token_texts
 from rl.utils.files import atomic_write
 
 MAX_RUNS = 2
@@ -136,7 +133,7 @@ def _run_json(
         "facts": facts(data, is_alive=run.is_alive),
         "breakdown": breakdown(data),
         "bottleneck": None if run.bottleneck is None else asdict(run.bottleneck),
-        "findings": [finding_json(finding) for finding in run.findings],
+        "findings": [asdict(finding) for finding in run.findings],
         "problems": [*data.problems, *([no_texts] if no_texts and has_tokens else [])],
         "events": data.events[-MAX_EVENTS:],
         "num_events": len(data.events),
@@ -169,6 +166,12 @@ def render(*, title: str, report: Mapping[str, Any], blocks: Iterable[tuple[str,
         report=Markup(inline_json(report)),
         blocks=[(id_, Markup(block)) for id_, block in blocks],
     )
+
+
+def inline_json(value: Any) -> str:
+    """Return JSON that may stand in a `<script>` element; numbers that are not finite become strings."""
+    text = json_text(value)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _read(name: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from rl.observability.span_reader import Span, kind_of
+from rl.observability.span_reader import Span, kind_of, role_order
 
 MAX_BLOCKS = 40_000
 """Blocks of a page; timeline.json has every span, for Perfetto."""
@@ -102,23 +102,13 @@ def _steps(spans: Iterable[Span], start_s: float) -> Iterable[tuple[int, float, 
             yield int(found[1]), span.start_s - start_s, span.duration_s
 
 
-_ROLES = ("controller", "trainer", "generator", "reward")
-
-
 def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
     """Return the spans by role and rank, in a fixed order of the roles, each by time."""
     lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.role, span.rank].append(span)
-
-    def place(lane: tuple[str, int]) -> tuple[int, str, int]:
-        role, rank = lane
-        first = [i for i, name in enumerate(_ROLES) if role.startswith(name)]
-        return (first[0] if first else len(_ROLES), role, rank)
-
-    return {
-        lane: sorted(lanes[lane], key=attrgetter("start_s", "end_s")) for lane in sorted(lanes, key=place)
-    }
+    ordered = sorted(lanes, key=lambda lane: (role_order(lane[0]), *lane))
+    return {lane: sorted(lanes[lane], key=attrgetter("start_s", "end_s")) for lane in ordered}
 
 
 def _blocks(spans: Iterable[Span], *, gap_s: float) -> list[_Block]:

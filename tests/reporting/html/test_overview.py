@@ -15,7 +15,6 @@ from rl.reporting.html.overview import (
     config_rows,
     curves,
     facts,
-    finding_json,
     referenced_lines,
     state,
 )
@@ -163,23 +162,6 @@ FINDING = Finding(
         RolloutEvidence(step=3, problem="p", sample=1, text="so long", note="nine tokens"),
     ),
 )
-
-
-def test_finding_has_finite_curves_and_rollouts():
-    assert finding_json(FINDING) == {
-        "kind": "length_drift",
-        "title": "Replies grow",
-        "since_step": 3,
-        "sentence": "They grow.",
-        "advice": "Look.",
-        "evidence": [
-            {"series": "completion/tokens_mean", "x": [1, 3], "y": [4.0, 9.0]},
-            {
-                "rollout": {"step": 3, "problem": "p", "sample": 1, "excerpt": "so long"},
-                "note": "nine tokens",
-            },
-        ],
-    }
 
 
 def test_recorded_rollouts_of_findings_are_returned():

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl.reporting.html import page
-from rl.reporting.html.blocks import inline_json, pack, unpack
+from rl.reporting.html.page import inline_json
+from rl.reporting.html.rollouts import pack, unpack
 
 EVIL = "</script><script>alert(1)</script>"
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl.reporting.html.blocks import unpack
-from rl.reporting.html.rollouts import CHUNK_TOKENS, pack_rollouts
-from rl.reporting.html.token_texts import open_token_texts
+from rl.reporting.html.rollouts import CHUNK_TOKENS, open_token_texts, pack_rollouts, unpack
 
 ROOM = 10_000_000
 

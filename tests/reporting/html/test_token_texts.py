@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.reporting.html.token_texts import TokenTexts, open_token_texts
+from rl.reporting.html.rollouts import TokenTexts, open_token_texts
 
 NONE_GIVEN = {"hf_assets_path": None}
 

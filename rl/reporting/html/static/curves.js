@@ -125,7 +125,7 @@
   const marksOf = (names, all = false) =>
     relay.runs.flatMap((run) =>
       run.findings.flatMap((finding, n) => {
-        const shown = all || finding.evidence.some((evidence) => names.includes(evidence.series));
+        const shown = all || finding.evidence.some((evidence) => names.includes(evidence.name));
         return shown && finding.since_step !== null
           ? [{ x: finding.since_step, color: "--bad", label: `F${n + 1}` }]
           : [];

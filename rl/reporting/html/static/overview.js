@@ -122,27 +122,26 @@
       ),
       el("p", {}, finding.sentence),
       finding.advice ? el("p.advice", {}, finding.advice) : null,
-      el(".evidence", {}, finding.evidence.filter((e) => e.series).map((e) => seriesEvidence(e, finding))),
-      el(".evidence", {}, finding.evidence.filter((e) => e.rollout).map((e) => rolloutEvidence(e, runNumber))),
+      el(".evidence", {}, finding.evidence.filter((e) => e.steps).map((e) => seriesEvidence(e, finding))),
+      el(".evidence", {}, finding.evidence.filter((e) => !e.steps).map((e) => rolloutEvidence(e, runNumber))),
     );
 
   const seriesEvidence = (evidence, finding) => {
     const host = el("div");
     const lines = [
-      { label: evidence.series, x: evidence.x, y: evidence.y, color: "--bad", points: evidence.x.length < 16 },
+      { label: evidence.name, x: evidence.steps, y: evidence.values, color: "--bad", points: evidence.steps.length < 16 },
     ];
     const marks = finding.since_step === null ? [] : [{ x: finding.since_step, color: "--muted" }];
     relay.chart(host, { lines, marks, height: 120 });
-    return el("figure.evidence-item", {}, el("figcaption", {}, el("code", {}, evidence.series)), host);
+    return el("figure.evidence-item", {}, el("figcaption", {}, el("code", {}, evidence.name)), host);
   };
 
-  const rolloutEvidence = (evidence, runNumber) => {
-    const { rollout } = evidence;
+  const rolloutEvidence = (rollout, runNumber) => {
     return el(
       "button.evidence-item.quote",
       { type: "button", onclick: () => relay.openRollout(runNumber, rollout) },
-      el("figcaption", {}, el("span", {}, `step ${number(rollout.step)} · ${rollout.problem} · sample ${number(rollout.sample)}`), el("span", {}, evidence.note)),
-      el("blockquote", {}, rollout.excerpt),
+      el("figcaption", {}, el("span", {}, `step ${number(rollout.step)} · ${rollout.problem} · sample ${number(rollout.sample)}`), el("span", {}, rollout.note)),
+      el("blockquote", {}, rollout.text),
     );
   };
 
