@@ -1,4 +1,4 @@
-"""Pages are reachable from the README, and links lead to files."""
+"""Pages are reachable from the README; links and paths lead to files."""
 
 import re
 from pathlib import Path
@@ -20,6 +20,12 @@ def test_every_link_leads_to_a_file():
     for page in (DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_path_of_the_feature_table_exists():
+    paths = re.findall(r"`((?:tests|examples|benchmarks)/[^`]*)`", (DOCS / "features.md").read_text())
+    assert paths
+    assert not [path for path in paths if not any(DOCS.parent.glob(path))]
 
 
 @pytest.mark.parametrize("page", ["rewards.md"])
