@@ -1,4 +1,4 @@
-"""Pages are reachable from the README; links and paths lead to files."""
+"""Pages are reachable from the README; links, paths and make targets exist."""
 
 import re
 from pathlib import Path
@@ -26,6 +26,14 @@ def test_every_path_of_the_feature_table_exists():
     paths = re.findall(r"`((?:tests|examples|benchmarks)/[^`]*)`", (DOCS / "features.md").read_text())
     assert paths
     assert not [path for path in paths if not any(DOCS.parent.glob(path))]
+
+
+def test_every_make_target_of_the_pages_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (DOCS.parent / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in (DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        assert set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)) <= targets, (
+            page.name
+        )
 
 
 @pytest.mark.parametrize("page", ["rewards.md"])
