@@ -28,14 +28,18 @@ from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.starting_point import StartingPoint
-from rl.training import checks as training_checks
-from rl.training.checkpoint_config import LoadSource, check_pinned_memory
+from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import ADAPTER_FOLDER, check_sizes, is_checkpoint, read_state
-from rl.training.checkpoint_io import model_tensors, optimizer_tensors
-from rl.training.checkpoint_match import Destination, check_tokenizer, matching_tensors, reference_folder
+from rl.training.checkpoint_tensors import (
+    check_tokenizer,
+    matching_tensors,
+    model_tensors,
+    optimizer_tensors,
+    reference_folder,
+)
+from rl.training.checks import trainer_checks
 from rl.training.memory import too_large
-from rl.training.optimizer import Optimizer
-from rl.training.schedule import check_total_steps
+from rl.training.optimizer import Optimizer, check_total_steps
 from rl.weights.store import check_unused
 
 Check = Callable[[], object]
@@ -89,21 +93,6 @@ def config_faults(
     trainer, loop = config.trainer, config.loop
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
 
-    def of_trainer() -> Iterator[Check]:
-        yield partial(
-            training_checks.check_layout,
-            parallelism=trainer.parallelism,
-            activation_checkpoint=trainer.activation_checkpoint,
-            compile=trainer.compile,
-            world_size=trainer.num_procs,
-            device_type="cuda" if on_gpu else "cpu",
-        )
-        yield partial(trainer.check_model, spec)
-        kl_in_reward = loop.kl_reward.coef > 0 and trainer.reference.enable
-        yield partial(
-            training_checks.check_reference, trainer.reference, loss=trainer.loss, kl_in_reward=kl_in_reward
-        )
-
     def of_run() -> Iterator[Check]:
         yield partial(
             check_total_steps,
@@ -111,15 +100,20 @@ def config_faults(
             num_steps=loop.num_steps,
             num_minibatches=loop.num_minibatches,
         )
-        yield partial(training_checks.check_sequence_length, spec, trainer.training)
-        yield partial(check_pinned_memory, trainer.checkpoint, has_gpu=on_gpu)
         yield partial(place_actors, config, num_gpus=num_gpus)
         yield partial(converted_model, config, model_spec=spec, num_gpus=num_gpus)
 
     # First what no number of processes could mend.
     for fault in messages([partial(check_decoder_layout, spec.model, trainer.parallelism)]):
         yield f"trainer.parallelism.{fault}"
-    yield from messages(partial(_named, trainer, check) for check in of_trainer())
+    checks = trainer_checks(
+        trainer,
+        spec,
+        world_size=trainer.num_procs,
+        device_type="cuda" if on_gpu else "cpu",
+        kl_in_reward=loop.kl_reward.coef > 0 and trainer.reference.enable,
+    )
+    yield from messages(partial(_named, trainer, check) for check in checks)
     yield from _contradictions(config)
     yield from _adapter_faults(config, resumes=resumes)
     for fault in messages([partial(config.generator.check_model, spec.model, on_gpu=on_gpu)]):
@@ -289,7 +283,7 @@ def check_source(
         return None
     exclude = config.trainer.checkpoint.exclude_from_loading
     num_steps, position = config.loop.num_steps, source.position
-    if not source.in_hf:  # a Hugging Face folder does not record its tokenizer
+    if is_checkpoint(source.path):  # a Hugging Face folder does not record its tokenizer
         saved = read_state(source.path).tokenizer
         present = start.tokenizer_fingerprint()
         check_tokenizer(source.path, saved, present, model_only=source.model_only, exclude=exclude)
@@ -331,5 +325,11 @@ def _check_weights(
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
         tensors |= optimizer_tensors(trained, optimizer)
-    into = Destination(tensors=tensors, converters=converters)
-    matching_tensors(folder, read_state(folder), into, model_only=model_only, exclude=exclude)
+    matching_tensors(
+        folder,
+        read_state(folder),
+        into=tensors,
+        converters=converters,
+        model_only=model_only,
+        exclude=exclude,
+    )

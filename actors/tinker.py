@@ -38,7 +38,7 @@ from rl.models.parallelize import check_decoder_layout
 from rl.tinker.backend import TinkerBackend, Workers
 from rl.tinker.base import Base
 from rl.tinker.types import BaseModel, LimitReachedError
-from rl.training import checks
+from rl.training.checks import trainer_checks
 from rl.training.models import ModelError, check_config
 from rl.types import Completion, SamplingParams, ServeResult
 from rl.weights.store import WeightStore
@@ -102,14 +102,9 @@ class ActorBackend(TinkerBackend):
         spec = base.spec
         with named_as_options(trainer):
             check_decoder_layout(spec.model, trainer.parallelism)
-            checks.check_layout(
-                parallelism=trainer.parallelism,
-                activation_checkpoint=trainer.activation_checkpoint,
-                compile=trainer.compile,
-                world_size=trainer.num_procs,
-                device_type="cuda" if trains_on_gpu(config.launch, num_gpus=num_gpus()) else "cpu",
-            )
-            trainer.check_model(spec)
+            device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=num_gpus()) else "cpu"
+            for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
+                check()
         config.generator.check_model(spec.model)
         return base
 

@@ -46,7 +46,7 @@ from rl.training.checkpoint_files import (
     damaged_folders,
     put_aside,
 )
-from rl.training.checkpoint_match import RANDOM, TOKENIZER, excluded
+from rl.training.checkpoint_tensors import RANDOM, TOKENIZER, excluded
 from rl.utils.errors import RunError
 from rl.utils.files import remove
 

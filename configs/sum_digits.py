@@ -19,8 +19,7 @@ from rl.models.qwen3 import model_registry
 from rl.rollouts.episode import Sampling
 from rl.tasks.sum_digits import INSTRUCTION, SumDigits
 from rl.training.config import TrainingConfig
-from rl.training.optimizer import Optimizer
-from rl.training.schedule import LRSchedule
+from rl.training.optimizer import LRSchedule, Optimizer
 
 
 def tiny() -> Controller.Config:

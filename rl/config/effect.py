@@ -1,8 +1,9 @@
-"""Options that change nothing in a config.
+"""Options that change nothing in a config, and options that are refused.
 
     num_tokens: int = field(default=32, metadata=only_if("enable", True))
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=unless("eval_every", 0))
     export_dtype: Dtype = field(default="float32", metadata=all_of(only_if("enable", True), unless("a", 0)))
+    compiled_autograd: bool = field(default=False, metadata=refused("it does not follow FSDP's hooks"))
 
 Conditions name a field of the same config, or a field below one ("generator.num_replicas"). They are shown and never
 enforced: to set an option without effect is no error.
@@ -17,7 +18,7 @@ from typing import Any
 
 from rl.config.tree import children
 
-EFFECT = "effect"
+EFFECT, REFUSED = "effect", "refused"
 
 
 def only_if(field: str, *values: Any) -> Mapping[str, Any]:
@@ -33,6 +34,19 @@ def unless(field: str, *values: Any) -> Mapping[str, Any]:
 def all_of(*metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return metadata of a field that has an effect only if all conditions hold."""
     return {EFFECT: tuple(condition for one in metadata for condition in one[EFFECT])}
+
+
+def refused(reason: str) -> Mapping[str, Any]:
+    """Return metadata of a field that other trainers have and this project refuses, with the reason."""
+    return {REFUSED: reason}
+
+
+def check_refused(config: Any) -> None:
+    """Raise ValueError for a field of `refused` that has another value than its default."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if REFUSED in f.metadata and value != f.default:
+            raise ValueError(f"{f.name}={value!r}: must be {f.default!r}: {f.metadata[REFUSED]}")
 
 
 def idle_options(config: Any, *, prefix: str = "") -> Iterator[str]:

@@ -17,28 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.distributed.collectives import all_to_all
-from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP
-
-
-def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | None:
-    """Return a mesh of the same ranks whose shards are cut into the axes `expert_shard` and `expert`.
-
-    `degree` neighbours hold different experts; ranks with the same experts share them as FSDP shards. None if
-    `degree` is 1.
-    """
-    if mesh is None or degree == 1:
-        return None
-    replicas, tp = mesh[DP_REPLICATE].size(), mesh[TP].size()
-    shards = mesh.size() // (replicas * tp)
-    assert shards % degree == 0, "checked by Degrees"
-    return init_device_mesh(
-        mesh.device_type,
-        (replicas, shards // degree, degree, tp),
-        mesh_dim_names=(DP_REPLICATE, EXPERT_SHARD, EXPERT, TP),
-    )
 
 
 class ExpertExchange:

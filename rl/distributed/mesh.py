@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rl.config.effect import check_refused, refused
+from rl.config.tree import check_bounds
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
@@ -43,6 +46,26 @@ class Degrees:
         return self.dp_shard * self.cp
 
 
+_NO_PIPELINE = refused(
+    "pipeline parallelism is not supported, because forward_backward packs samples of any length into "
+    "micro-batches whose number changes from call to call, while a pipeline needs a fixed number of equal "
+    "shape; split the model with FSDP, tensor and context parallelism"
+)
+_NO_COMPILED_AUTOGRAD = refused(
+    "it traces the backward of a whole micro-batch whenever its shape is new, which packed ones are in every "
+    "call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; compile.enable compiles "
+    "each block's backward"
+)
+_NO_ROTATION = refused(
+    "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
+    "attention kernels for packed sequences do not return with a gradient"
+)
+
+
+def _no_pipeline(default: Any) -> Any:
+    return field(default=default, metadata=_NO_PIPELINE)
+
+
 @dataclass(kw_only=True, slots=True)
 class ParallelismConfig:
     """Layout of the model and the samples over the trainer's processes.
@@ -68,11 +91,13 @@ class ParallelismConfig:
     async_tensor_parallel: bool = False
     """Overlap tensor parallelism's communication with its matrix products; needs compiled blocks and GPUs that
     read each other's memory."""
-    compiled_autograd: bool = False
+    compiled_autograd: bool = field(default=False, metadata=_NO_COMPILED_AUTOGRAD)
     """Compile the backward as a whole; refused."""
     context_parallel_degree: int = 1
     """Number of ranks that share the tokens of each micro-batch, and the parameters as shards do."""
-    context_parallel_rotation: Literal["allgather", "alltoall"] = "allgather"
+    context_parallel_rotation: Literal["allgather", "alltoall"] = field(
+        default="allgather", metadata=_NO_ROTATION
+    )
     """Transport of keys and values to the queries of other ranks; alltoall is refused."""
     expert_parallel_degree: int = 1
     """Number of ranks, among those that shard parameters, that hold different experts and exchange tokens; 1 for
@@ -80,31 +105,28 @@ class ParallelismConfig:
     expert_tensor_parallel_degree: int = 1
     """Number of tensor-parallel ranks that share each expert. 1: each rank holds all experts for its own tokens;
     tensor_parallel_degree: each rank holds a part of every expert for all tokens."""
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: int = _no_pipeline(1)
     """Number of pipeline stages; values above 1 are refused, and so are the following fields."""
-    pipeline_parallel_schedule: str = "1F1B"
-    pipeline_parallel_schedule_csv: str | None = None
+    pipeline_parallel_schedule: str = _no_pipeline("1F1B")
+    pipeline_parallel_schedule_csv: str | None = _no_pipeline(None)
     """File that describes a pipeline schedule."""
-    pipeline_parallel_microbatch_size: int = 1
-    pipeline_parallel_layers_per_stage: int | None = None
-    module_fqns_per_model_part: tuple[str, ...] | None = None
+    pipeline_parallel_microbatch_size: int = _no_pipeline(1)
+    pipeline_parallel_layers_per_stage: int | None = _no_pipeline(None)
+    module_fqns_per_model_part: tuple[str, ...] | None = _no_pipeline(None)
     """Module names of each stage, separated by commas."""
-    pipeline_parallel_first_stage_less_layers: int = 1
-    pipeline_parallel_last_stage_less_layers: int = 1
+    pipeline_parallel_first_stage_less_layers: int = _no_pipeline(1)
+    pipeline_parallel_last_stage_less_layers: int = _no_pipeline(1)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, is_shard = getattr(self, f.name), f.name == "data_parallel_shard_degree"
-            if f.name.startswith(("pipeline_", "module_fqns_")):
-                if value != f.default:
-                    raise ValueError(f"{f.name}={value!r}: must be {f.default!r}: {_NO_PIPELINE}")
-            elif f.name.endswith("_degree") and value < 1 and not (is_shard and value == -1):
-                remaining = ", or -1 for all remaining ranks" if is_shard else ""
-                raise ValueError(f"{f.name}={value}: must be at least 1{remaining}")
-        if self.compiled_autograd:
-            raise ValueError(f"compiled_autograd=True: must be False: {_NO_COMPILED_AUTOGRAD}")
-        if self.context_parallel_rotation == "alltoall":
-            raise ValueError(f"context_parallel_rotation='alltoall': must be 'allgather': {_NO_ROTATION}")
+        check_refused(self)
+        axes = ("data_parallel_replicate", "tensor_parallel", "context_parallel")
+        for axis in (*axes, "expert_parallel", "expert_tensor_parallel"):
+            check_bounds(self, f"{axis}_degree", at_least=1)
+        shards = self.data_parallel_shard_degree
+        if shards < 1 and shards != -1:
+            raise ValueError(
+                f"data_parallel_shard_degree={shards}: must be at least 1, or -1 for all remaining ranks"
+            )
 
     def degrees(self, world_size: int) -> Degrees:
         """Return the sizes of all axes for a number of processes.
@@ -137,22 +159,6 @@ class ParallelismConfig:
         return Degrees(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)
 
 
-_NO_PIPELINE = (
-    "pipeline parallelism is not supported, because forward_backward packs samples of any length into "
-    "micro-batches whose number changes from call to call, while a pipeline needs a fixed number of equal "
-    "shape; split the model with FSDP, tensor and context parallelism"
-)
-_NO_COMPILED_AUTOGRAD = (
-    "it traces the backward of a whole micro-batch whenever its shape is new, which packed ones are in every "
-    "call, and does not follow FSDP's hooks: on two ranks gradients come out wrong; compile.enable compiles "
-    "each block's backward"
-)
-_NO_ROTATION = (
-    "passing blocks of keys from rank to rank merges partial softmaxes by their log-sum-exp, which the "
-    "attention kernels for packed sequences do not return with a gradient"
-)
-
-
 def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> DeviceMesh | None:
     """Return the mesh with axes `dp_replicate`, `dp_shard`, `cp` and `tp`; None for a single process.
 
@@ -163,6 +169,24 @@ def build_mesh(degrees: Degrees, *, device_type: str, always: bool = False) -> D
     if shape == (1, 1, 1, 1) and not always:
         return None
     return init_device_mesh(device_type, shape, mesh_dim_names=(DP_REPLICATE, DP_SHARD, CP, TP))
+
+
+def build_expert_mesh(mesh: DeviceMesh | None, *, degree: int) -> DeviceMesh | None:
+    """Return a mesh of the same ranks whose shards are cut into the axes `expert_shard` and `expert`.
+
+    `degree` neighbours hold different experts; ranks with the same experts share them as FSDP shards. None if
+    `degree` is 1.
+    """
+    if mesh is None or degree == 1:
+        return None
+    replicas, tp = mesh[DP_REPLICATE].size(), mesh[TP].size()
+    shards = mesh.size() // (replicas * tp)
+    assert shards % degree == 0, "checked by Degrees"
+    return init_device_mesh(
+        mesh.device_type,
+        (replicas, shards // degree, degree, tp),
+        mesh_dim_names=(DP_REPLICATE, EXPERT_SHARD, EXPERT, TP),
+    )
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.config.tree import check_bounds
 from rl.distributed.compat import recorded_collectives, set_group_timeout, use_one_gloo_worker
-from rl.distributed.mesh import CP, fsdp_axis
+from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh, fsdp_axis
 from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,63 @@ class CommConfig:
     folder when one fails; 0 for none."""
 
     def __post_init__(self) -> None:
-        if self.trace_buffer_size < 0:
-            raise ValueError(f"trace_buffer_size={self.trace_buffer_size}: must be at least 0")
-        for name in ("init_timeout_s", "train_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+        check_bounds(self, "trace_buffer_size", at_least=0)
+        check_bounds(self, "init_timeout_s", "train_timeout_s", above=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class RankInfo:
+    """Meshes of one rank and its process group; several engines of a process can share them."""
+
+    mesh: DeviceMesh | None
+    """Device mesh of the ranks; None for a single process."""
+    expert_mesh: DeviceMesh | None
+    """Device mesh of expert parallelism; None without it."""
+    joined: bool
+    """True if the process group was created here and is left by `leave`."""
+
+    @classmethod
+    def join(
+        cls,
+        degrees: Degrees,
+        *,
+        world: World,
+        device: torch.device,
+        comm: CommConfig,
+        always: bool,
+        record_in: str | None = None,
+    ) -> RankInfo:
+        """Join the process group and build the meshes.
+
+        Args:
+            always: have a group and a mesh for a single process too.
+            record_in: folder that receives the latest collectives of a rank that hangs.
+
+        Raises:
+            TimeoutError: not all ranks appeared in time.
+        """
+        if record_in is not None:
+            # NCCL's watchdog writes its pickled record to this path and the rank.
+            os.environ.setdefault(WATCHDOG_FILE, str(Path(record_in) / "collectives_rank"))
+        joined = connect(world=world, device=device, comm=comm, always=always)
+        mesh = build_mesh(degrees, device_type=device.type, always=always)
+        return cls(mesh=mesh, expert_mesh=build_expert_mesh(mesh, degree=degrees.ep), joined=joined)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the deadline of every later collective, in the default group and in those of the meshes' axes."""
+        if self.mesh is None:
+            return
+        groups = [None, *self.mesh.get_all_groups(), fsdp_axis(self.mesh).get_group()]
+        if self.expert_mesh is not None:
+            groups += self.expert_mesh.get_all_groups()
+        for group in groups:
+            set_group_timeout(timedelta(seconds=timeout_s), group)
+
+    def leave(self) -> None:
+        """Leave the process group if it was created here."""
+        if self.joined:
+            disconnect()
+            self.joined = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,17 +222,6 @@ def everywhere(is_true: bool) -> bool:
     return bool(found.item())
 
 
-def set_timeout(mesh: DeviceMesh | None, *, timeout_s: float) -> None:
-    """Set the deadline of every later collective, in the default group and in those of the mesh's axes."""
-    if mesh is None:
-        return
-    groups = [None, *mesh.get_all_groups()]
-    if CP in (mesh.mesh_dim_names or ()):
-        groups.append(fsdp_axis(mesh).get_group())
-    for group in groups:
-        set_group_timeout(timedelta(seconds=timeout_s), group)
-
-
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
     """Add the call and the rank to the error of a failed collective.
@@ -209,11 +251,6 @@ def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
         if raised is error:
             raise
         raise raised from error
-
-
-def name_watchdog_file(folder: str | Path) -> None:
-    """Let NCCL's watchdog write its pickled record to `collectives_rank<r>` in the folder."""
-    os.environ.setdefault(WATCHDOG_FILE, str(Path(folder) / "collectives_rank"))
 
 
 def write_collectives(folder: str | Path) -> Path | None:

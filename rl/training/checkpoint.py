@@ -24,7 +24,7 @@ from rl.distributed.collectives import on_first_rank
 from rl.models.hf import HFFolder
 from rl.models.peft import is_peft_folder
 from rl.models.tokenizer import tokenizer_fingerprint
-from rl.training.checkpoint_config import CheckpointConfig, check_pinned_memory
+from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import (
     FileSum,
     SavedState,
@@ -36,29 +36,25 @@ from rl.training.checkpoint_files import (
     sum_of_file,
     write_description,
 )
-from rl.training.checkpoint_io import (
+from rl.training.checkpoint_tensors import (
     MODEL,
-    model_tensors,
-    optimizer_tensors,
-    read_tensors,
-    saved_names,
-    write_tensors,
-)
-from rl.training.checkpoint_match import (
     RANDOM,
     TRAIN_STATE,
-    Destination,
     changes_weights,
     check_tokenizer,
     excluded,
     matching_tensors,
+    model_tensors,
+    optimizer_tensors,
+    read_tensors,
     reference_folder,
+    saved_names,
+    write_tensors,
 )
 from rl.training.export import load_hf
 from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
-from rl.training.policy import Policy
-from rl.training.reference import ReferencePolicy
+from rl.training.policy import Policy, ReferencePolicy
 from rl.types import LoopPosition
 from rl.utils.files import publish, remove, remove_leftovers, temporary_folder
 from rl.utils.processes import process_states, restore_process_states
@@ -88,7 +84,6 @@ class Checkpointer(Configurable):
             reference: reference policy that follows the weights that training starts from.
             starting_folder: source of the policy's weights; None for weights drawn from the seed.
         """
-        check_pinned_memory(config, has_gpu=policy.device.type == "cuda")
         self.config = config
         self.policy = policy
         self.optimizer = optimizer
@@ -198,7 +193,7 @@ class Checkpointer(Configurable):
 
         Raises:
             DamagedCheckpointError: a file is missing, truncated or corrupted; nothing was loaded.
-            ValueError: the checkpoint does not fit the run (`rl.training.checkpoint_match`).
+            ValueError: the checkpoint does not fit the run (`rl.training.checkpoint_tensors`).
             CheckpointError: the checkpoint could not be read.
         """
         self.wait()
@@ -215,8 +210,14 @@ class Checkpointer(Configurable):
         if self.reference is not None and not model_only:
             present = self.started_from
             of_reference = reference_folder(saved.started_from, of=path, present=present, exclude=exclude)
-        into = Destination(tensors=self._tensors(model_only=model_only), converters=self.policy.converters)
-        tensors = matching_tensors(path, saved, into, model_only=model_only, exclude=exclude)
+        tensors = matching_tensors(
+            path,
+            saved,
+            into=self._tensors(model_only=model_only),
+            converters=self.policy.converters,
+            model_only=model_only,
+            exclude=exclude,
+        )
         if of_reference is not None:
             self._load_reference(of_reference)
         with_random = not model_only and not excluded(RANDOM, exclude)
@@ -227,10 +228,8 @@ class Checkpointer(Configurable):
         if model_only:
             self._start_anew(None if keeps_weights else path)
             return 0
-        if keeps_weights and saved.started_from != self.started_from:
-            self.started_from = None
-        else:
-            self.started_from = saved.started_from
+        is_mixed = keeps_weights and saved.started_from != self.started_from
+        self.started_from = None if is_mixed else saved.started_from
         return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
 
     def close(self) -> None:
@@ -344,8 +343,14 @@ class Checkpointer(Configurable):
             load_hf(policy, HFFolder(folder))
             return
         saved = self._verified_state(folder)
-        into = Destination(tensors=model_tensors(policy.model), converters=policy.converters)
-        tensors = matching_tensors(folder, saved, into, model_only=True, exclude=())
+        tensors = matching_tensors(
+            folder,
+            saved,
+            into=model_tensors(policy.model),
+            converters=policy.converters,
+            model_only=True,
+            exclude=(),
+        )
         self._read(folder, tensors, saved, policy=policy)
 
     def _load_exported(self, path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from rl.config.configurable import Configurable
-from rl.config.effect import all_of, only_if
+from rl.config.effect import all_of, check_refused, only_if, refused, unless
+from rl.config.tree import check_bounds
 from rl.training.checkpoint_files import (
     HF_FOLDER,
     Skip,
@@ -18,8 +19,7 @@ from rl.training.checkpoint_files import (
     read_state,
     saved_steps,
 )
-from rl.training.checkpoint_match import DATALOADER, excluded
-from rl.training.config import check_refused
+from rl.training.checkpoint_tensors import DATALOADER, excluded
 from rl.types import LoopPosition
 
 RUN_FOLDER = "checkpoints"
@@ -39,13 +39,15 @@ class CheckpointConfig(Configurable.Config):
     absolute path continues its latest checkpoint."""
     interval: int = field(default=500, metadata=_SAVES)
     """Steps between checkpoints; the last step is always saved."""
-    enable_first_step_checkpoint: bool = False
+    enable_first_step_checkpoint: bool = field(default=False, metadata=_SAVES)
     """Save after step 1 too, to find out early that saving works."""
-    create_seed_checkpoint: bool = False
+    create_seed_checkpoint: bool = field(default=False, metadata=_SAVES)
     """Save before step 1 too, as step-0, from which every layout can start alike; never removed."""
     keep_latest_k: int = field(default=10, metadata=_SAVES)
     """Number of latest checkpoints to keep; 0 keeps all, 1 is refused."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = field(
+        default="disabled", metadata=_SAVES
+    )
     """Write a copy in host memory while training continues; page-locked memory copies faster and stays
     allocated between saves (needs a GPU)."""
     timeout_s: float = 1800.0
@@ -63,13 +65,18 @@ class CheckpointConfig(Configurable.Config):
     initial_load_model_only: bool = True
     """Load only the weights from `initial_load_path` and start at step 0; False continues that run with
     optimizer, policy version, random states and the loop's position."""
-    initial_load_in_hf: bool = False
+    initial_load_in_hf: bool = field(default=False, metadata=unless("initial_load_path", None))
     """Read `initial_load_path` as a Hugging Face folder."""
-    initial_load_in_hf_quantized: bool = False
+    initial_load_in_hf_quantized: bool = field(
+        default=False,
+        metadata=refused(
+            "quantized weights cannot be trained; convert the folder to bfloat16 and load it with initial_load_in_hf"
+        ),
+    )
     """Quantized weights; refused."""
     load_step: int = field(default=LATEST, metadata=only_if("enable", True))
     """Step to load from `initial_load_path` or, without one, from `folder`; -1 is the latest."""
-    load_only: bool = False
+    load_only: bool = field(default=False, metadata=only_if("enable", True))
     """Load and never save."""
     exclude_from_loading: tuple[str, ...] = field(default=(), metadata=only_if("enable", True))
     """Parts that keep their state when a checkpoint is loaded: model, optimizer, train_state (the policy
@@ -79,15 +86,32 @@ class CheckpointConfig(Configurable.Config):
 
     def __post_init__(self) -> None:
         check_refused(self)
-        self._check_ranges()
-        self._check_loading()
-        if not self.enable:
-            self._refuse("enable=False", "initial_load_path", "load_only")
-        if not self.saves:
-            why = "load_only=True" if self.load_only else "enable=False"
-            self._refuse(why, "enable_first_step_checkpoint", "create_seed_checkpoint")
-            if self.load_only and self.async_mode != "disabled":
-                raise ValueError(f"async_mode={self.async_mode!r} has no effect with load_only=True")
+        check_bounds(self, "interval", at_least=1)
+        check_bounds(self, "timeout_s", above=0, below=float("inf"))
+        check_bounds(self, "load_step", at_least=LATEST)
+        if self.keep_latest_k < 0 or self.keep_latest_k == 1:
+            raise ValueError(
+                f"keep_latest_k={self.keep_latest_k}: must be 0 (all) or at least 2, so that a damaged "
+                "checkpoint leaves one to fall back to"
+            )
+        if self.shared_folder is None and self.folder != RUN_FOLDER:
+            raise ValueError(
+                f"folder={self.folder!r}: must be {RUN_FOLDER!r}, inside the run's folder, or an absolute path"
+            )
+        if not self.enable and self.initial_load_path is not None:
+            raise ValueError(
+                f"initial_load_path={self.initial_load_path!r}: must be None with enable=False, which loads nothing"
+            )
+        if not self.initial_load_model_only and (self.initial_load_path is None or self.initial_load_in_hf):
+            raise ValueError(
+                "initial_load_model_only=False: needs initial_load_path, and initial_load_in_hf=False, "
+                "because a Hugging Face folder holds only the model"
+            )
+        for name in self.exclude_from_loading:
+            if not name or name.split(".")[0] == "lr_scheduler":
+                raise ValueError(
+                    f"exclude_from_loading: {name!r} has no state; the schedule follows train_state"
+                )
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Return whether a checkpoint is saved after `step`; step 0 is the seed checkpoint."""
@@ -113,50 +137,6 @@ class CheckpointConfig(Configurable.Config):
         path = Path(self.folder).expanduser()
         return path if path.is_absolute() else None
 
-    def _check_ranges(self) -> None:
-        if self.interval < 1:
-            raise ValueError(f"interval={self.interval}: must be at least 1")
-        if self.keep_latest_k < 0 or self.keep_latest_k == 1:
-            raise ValueError(
-                f"keep_latest_k={self.keep_latest_k}: must be 0 (all) or at least 2, so that a damaged "
-                "checkpoint leaves one to fall back to"
-            )
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"timeout_s={self.timeout_s}: must be a finite number above 0")
-        if self.load_step < LATEST:
-            raise ValueError(f"load_step={self.load_step}: must be a step, or -1 for the latest")
-        if self.shared_folder is None and self.folder != RUN_FOLDER:
-            raise ValueError(
-                f"folder={self.folder!r}: must be {RUN_FOLDER!r}, inside the run's folder, or an absolute path"
-            )
-
-    def _check_loading(self) -> None:
-        if self.initial_load_path is None:
-            self._refuse("initial_load_path=None", "initial_load_in_hf")
-        if not self.initial_load_model_only and (self.initial_load_path is None or self.initial_load_in_hf):
-            raise ValueError(
-                "initial_load_model_only=False: needs initial_load_path, and initial_load_in_hf=False, "
-                "because a Hugging Face folder holds only the model"
-            )
-        for name in self.exclude_from_loading:
-            if not name or name.split(".")[0] == "lr_scheduler":
-                raise ValueError(
-                    f"exclude_from_loading: {name!r} has no state; the schedule follows train_state"
-                )
-
-    def _refuse(self, setting: str, *names: str) -> None:
-        for name in names:
-            if getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with {setting}")
-
-
-def check_pinned_memory(config: CheckpointConfig, *, has_gpu: bool) -> None:
-    """Raise ValueError for page-locked memory on a machine without a GPU."""
-    if config.async_mode == "async_with_pinned_mem" and not has_gpu:
-        raise ValueError(
-            "async_mode='async_with_pinned_mem': page-locked memory needs a GPU; without one use 'async'"
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSource:
@@ -164,8 +144,6 @@ class LoadSource:
 
     path: Path
     model_only: bool
-    in_hf: bool
-    """True for a Hugging Face folder."""
     position: LoopPosition | None
     """Position at which the loop continues; None starts the loop anew."""
     started_from: str | None = None
@@ -192,7 +170,6 @@ def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> Load
     Raises:
         ValueError: something is missing or damaged, or the run could not save into `folder` later.
     """
-    config.__post_init__()  # Callers may have edited fields.
     if not config.enable:
         return None
     shared = config.shared_folder
@@ -238,7 +215,7 @@ def initial_source(config: CheckpointConfig) -> LoadSource | None:
                 "load_step and exclude_from_loading are only for checkpoints: must not be set with "
                 "initial_load_in_hf=True"
             )
-        return LoadSource(path=path, model_only=True, in_hf=True, position=None)
+        return LoadSource(path=path, model_only=True, position=None)
     if steps := saved_steps(path):
         path = _path_of_step(steps, load_step, folder=path)
     elif not is_checkpoint(path) or load_step != LATEST:
@@ -277,7 +254,6 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
     return LoadSource(
         path=path,
         model_only=state.model_only,
-        in_hf=False,
         position=position,
         started_from=state.started_from,
         whole=True,
@@ -327,7 +303,6 @@ def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> Lo
     return LoadSource(
         path=path,
         model_only=model_only,
-        in_hf=False,
         position=state.position if continues else None,
         started_from=None if model_only else state.started_from,
     )

@@ -3,73 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from losses.types import Loss
-from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.compile import CompileConfig, check_async_tensor_parallel, check_compiler
-from rl.distributed.mesh import Degrees, ParallelismConfig
+from rl.distributed.compile import check_async_tensor_parallel, check_compiler
 from rl.models.batch_invariant.model import ROW_MULTIPLE, check_batch_invariant_model
-from rl.models.batch_invariant.probe import check_machine
 from rl.models.converter import ModelConverter
 from rl.models.decoder import Decoder
 from rl.models.float8 import Float8
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
-from rl.training.config import ReferenceConfig, TrainingConfig
+from rl.training.config import ReferenceConfig
 from rl.training.experts import ExpertBalance
 from rl.training.policy import num_positions
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
-LARGEST_INVARIANT_DEGREE = 2
-"""Tensor-parallel degree up to which a sum over ranks has only one order."""
 
-
-def check_layout(
+def trainer_checks(
+    config: TrainingEngine.Config,
+    spec: ModelSpec,
     *,
-    parallelism: ParallelismConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compile: CompileConfig,
     world_size: int,
     device_type: str,
-) -> Degrees:
-    """Return the degrees of a trainer with `world_size` processes.
-
-    Raises:
-        ValueError: a field contradicts the world size, the device or another field.
-    """
-    degrees = parallelism.degrees(world_size)
-    activation_checkpoint.__post_init__()  # Callers may have edited fields.
-    if parallelism.async_tensor_parallel:
-        check_async_tensor_parallel(
-            tensor_parallel_degree=degrees.tp, compile_config=compile, device_type=device_type
+    kl_in_reward: bool = False,
+) -> Iterator[Callable[[], object]]:
+    """Yield checks, each of which raises ValueError, that need neither the trainer's processes nor its devices."""
+    yield partial(config.parallelism.degrees, world_size)
+    if config.parallelism.async_tensor_parallel:
+        yield partial(
+            check_async_tensor_parallel,
+            tensor_parallel_degree=config.parallelism.tensor_parallel_degree,
+            compile_config=config.compile,
+            device_type=device_type,
         )
-    check_compiler(compile, device_type=device_type)
-    return degrees
+    yield partial(check_compiler, config.compile, device_type=device_type)
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield partial(_check_pinned_memory, device_type=device_type)
+    yield partial(check_experts, spec.model, balance=config.experts, converters=config.converters)
+    yield partial(_check_sizes, config, spec)
+    yield partial(check_batch_invariant, config, spec)
+    yield partial(check_reference, config.reference, loss=config.loss, kl_in_reward=kl_in_reward)
 
 
-def check_selective_option(config: ActivationCheckpointConfig, *, num_layers: int) -> None:
-    """Raise ValueError for checkpointing every n-th block of a model with fewer blocks."""
-    option = config.selective_option
+def _check_pinned_memory(*, device_type: str) -> None:
+    if device_type != "cuda":
+        raise ValueError(
+            "checkpoint.async_mode='async_with_pinned_mem': page-locked memory needs a GPU; without one use 'async'"
+        )
+
+
+def _check_sizes(config: TrainingEngine.Config, spec: ModelSpec) -> None:
+    """Raise ValueError for a setting beyond the model's layers or positions."""
+    option, num_layers = config.activation_checkpoint.selective_option, spec.model.num_layers
     if option != "op" and int(option) > num_layers:
         raise ValueError(
             f"activation_checkpoint.selective_option={option!r}: must be 'op', or a number of layers up to "
             f"{str(num_layers)!r}, the layers of the model"
         )
-
-
-def check_sequence_length(spec: ModelSpec, training: TrainingConfig) -> None:
-    """Raise ValueError if samples may be longer than the model has positions for."""
-    length = training.max_sequence_length
-    if length is not None and length > num_positions(spec):
+    length, limit = config.training.max_sequence_length, num_positions(spec)
+    if length is not None and length > limit:
         raise ValueError(
-            f"max_sequence_length={length}: must be at most {num_positions(spec)}, the positions of "
-            f"{spec.name} {spec.flavor}"
+            f"training.max_sequence_length={length}: must be at most {limit}, the positions of {spec.name} "
+            f"{spec.flavor}"
         )
 
 
@@ -89,14 +88,6 @@ def check_reference(config: ReferenceConfig, *, loss: Loss, kl_in_reward: bool =
     if not config.enable and (kl_in_reward or (in_loss and coef)):
         needed_by = "a KL divergence in the reward" if kl_in_reward else f"loss.kl_coef={coef}"
         raise ValueError(f"{needed_by} needs the reference policy: reference.enable must be True")
-    if config.enable or not dataclasses.is_dataclass(loss):
-        return
-    for f in dataclasses.fields(loss):
-        if f.name.startswith("kl_") and getattr(loss, f.name) != f.default:
-            raise ValueError(
-                f"loss.{f.name}={getattr(loss, f.name)!r} has no effect without the reference policy: must be "
-                f"{f.default!r}, or reference.enable True"
-            )
 
 
 def check_experts(
@@ -132,42 +123,19 @@ def check_batch_invariant(config: TrainingEngine.Config, spec: ModelSpec) -> Non
                 "generator has the plain weights, whose products round differently"
             )
     parallelism, chunk = config.parallelism, config.training.logits_chunk_tokens
-    tp = parallelism.tensor_parallel_degree
-    for name, value, is_refused, rule in (
-        ("compile.enable", config.compile.enable, config.compile.enable, "False"),
-        # A sum over more ranks depends on the order that a collective takes.
-        ("parallelism.tensor_parallel_degree", tp, tp > LARGEST_INVARIANT_DEGREE, "at most 2"),
+    tp, loss_parallel = parallelism.tensor_parallel_degree, parallelism.loss_parallel
+    for name, value, is_valid, rule in (
+        ("compile.enable", config.compile.enable, not config.compile.enable, "False"),
+        # A sum over more than two ranks depends on the order that a collective takes.
+        ("parallelism.tensor_parallel_degree", tp, tp <= 2, "at most 2"),
         # The generator normalises whole logits, in another order than sums over ranks.
-        (
-            "parallelism.loss_parallel",
-            parallelism.loss_parallel,
-            parallelism.loss_parallel and tp > 1,
-            "False",
-        ),
+        ("parallelism.loss_parallel", loss_parallel, not loss_parallel or tp == 1, "False"),
         (
             "training.logits_chunk_tokens",
             chunk,
-            chunk is not None and chunk % ROW_MULTIPLE != 0,
+            chunk is None or chunk % ROW_MULTIPLE == 0,
             f"None or a multiple of {ROW_MULTIPLE}",
         ),
     ):
-        if is_refused:
+        if not is_valid:
             raise ValueError(f"{name}={value}: must be {rule} with batch_invariant=True, to keep the bits")
-
-
-def check_invariant_machine(
-    config: TrainingEngine.Config, spec: ModelSpec, *, device: torch.device, tensor_parallel_degree: int
-) -> None:
-    """Run the model's layers on this CPU in the batch-invariant mode.
-
-    Raises:
-        ValueError: the rows of a layer depend on the number of rows.
-    """
-    if not spec.batch_invariant or device.type != "cpu":
-        return
-    check_machine(
-        spec.model,
-        dtype=getattr(torch, config.training.param_dtype),
-        max_rows=config.training.max_tokens_per_microbatch,
-        tensor_parallel_degree=tensor_parallel_degree,
-    )

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from rl.config.effect import check_refused, refused, unless
+from rl.config.tree import check_bounds
 from rl.distributed.runtime import check_seed
 
 Dtype = Literal["float32", "bfloat16"]
-
-REFUSED = {
-    "global_batch_size": (
-        "the loop decides how many samples an optimizer step takes: loop.groups_per_batch x loop.group_size / "
-        "loop.num_minibatches"
-    ),
-    "early_step_in_backward": (
-        "optim_step divides the gradient by the denominators of all forward_backward calls and clips it by its "
-        "norm over all parameters, and neither is known during a backward pass"
-    ),
-    "initial_load_in_hf_quantized": (
-        "quantized weights cannot be trained; convert the folder to bfloat16 and load it with initial_load_in_hf"
-    ),
-}
-"""Options that other trainers have and this one refuses, with the reason."""
-
-
-def check_refused(config: object) -> None:
-    """Raise ValueError for a field that is set although `REFUSED` names it."""
-    for name, reason in REFUSED.items():
-        value = getattr(config, name, None)
-        if value is not None and value is not False:
-            valid = False if isinstance(value, bool) else None
-            raise ValueError(f"{name}={value!r}: must be {valid}: {reason}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +23,13 @@ class TrainingConfig:
     share_prompts: bool = True
     """Send the prompt that samples of a micro-batch have in common through the model once; ignored with
     context parallelism, a compiled model or a mixture of experts."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = field(
+        default=None,
+        metadata=refused(
+            "the loop decides how many samples an optimizer step takes: loop.groups_per_batch x loop.group_size / "
+            "loop.num_minibatches"
+        ),
+    )
     """Samples of an optimizer step; refused."""
     max_sequence_length: int | None = None
     """Longest sample in tokens, prompt and completion; None for the positions that the model has."""
@@ -68,28 +52,22 @@ class TrainingConfig:
     """Use only kernels that return the same bits every time; slower on a GPU."""
     gc_every_steps: int = 0
     """Steps between garbage collections, which then run on all ranks at once; 0 leaves them to Python."""
-    gc_debug: bool = False
+    gc_debug: bool = field(default=False, metadata=unless("gc_every_steps", 0))
     """Log the number of objects that each of these collections freed, and its time."""
 
     def __post_init__(self) -> None:
         check_refused(self)
         check_seed(self.seed)
-        for name, minimum, limit in (
-            ("max_tokens_per_microbatch", 1, ""),
-            ("max_sequences_per_microbatch", 1, ", or None for no limit"),
-            ("max_sequence_length", 2, ", or None for no limit"),
-            ("logits_chunk_tokens", 1, ", or None for no chunks"),
-            ("gc_every_steps", 0, ""),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ValueError(f"{name}={value}: must be at least {minimum}{limit}")
-        if self.gc_debug and not self.gc_every_steps:
-            raise ValueError(
-                "gc_debug=True has no effect with gc_every_steps=0: must be False, or gc_every_steps above 0"
-            )
-        if not self.max_norm > 0.0:
-            raise ValueError(f"max_norm={self.max_norm}: must be above 0, or inf for no clipping")
+        check_bounds(
+            self,
+            "max_tokens_per_microbatch",
+            "max_sequences_per_microbatch",
+            "logits_chunk_tokens",
+            at_least=1,
+        )
+        check_bounds(self, "max_sequence_length", at_least=2)
+        check_bounds(self, "gc_every_steps", at_least=0)
+        check_bounds(self, "max_norm", above=0)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,8 @@ takes its share of the samples, and all return the same numbers. A single proces
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,31 +24,32 @@ from torch import Tensor
 from losses.policy import GRPOLoss
 from losses.types import Loss
 from rl.config.configurable import Configurable
-from rl.config.tree import check_fields
+from rl.config.tree import check_bounds, check_fields
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
-from rl.distributed.mesh import Degrees, ParallelismConfig
-from rl.distributed.process_group import CommConfig, World, awaiting, barrier
+from rl.distributed.mesh import DataRank, Degrees, ParallelismConfig
+from rl.distributed.process_group import CommConfig, RankInfo, World, awaiting, barrier
+from rl.distributed.runtime import seed_everything
+from rl.distributed.sharding import ShardingOptions
+from rl.models.batch_invariant.probe import check_machine
 from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import persistent_buffers
 from rl.models.hf import HFFolder
 from rl.models.parallelize import check_decoder_layout
 from rl.models.spec import ModelSpec
-from rl.training import checks
 from rl.training.checkpoint import Checkpointer
+from rl.training.checks import trainer_checks
 from rl.training.config import Dtype, ReferenceConfig, TrainingConfig
 from rl.training.experts import ExpertBalance
 from rl.training.export import export_hf, load_hf, save_adapter
 from rl.training.failures import unwritten
-from rl.training.garbage import GarbageCollector
 from rl.training.gradients import GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
-from rl.training.optimizer import Optimizer
-from rl.training.policy import Policy
-from rl.training.rank import RankInfo
-from rl.training.reference import ReferencePolicy
-from rl.training.schedule import LRSchedule
+from rl.training.optimizer import LRSchedule, Optimizer
+from rl.training.policy import Policy, ReferencePolicy
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingEngine(Configurable):
@@ -55,6 +58,11 @@ class TrainingEngine(Configurable):
     A call of `forward_backward` or `optim_step` that fails after it has started drops the whole accumulated
     gradient.
     """
+
+    experts: ExpertBalance
+    optimizer: Optimizer
+    schedule: LRSchedule
+    checkpointer: Checkpointer
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -83,29 +91,25 @@ class TrainingEngine(Configurable):
             """
             check_fields(self)
             check_decoder_layout(spec.model, self.parallelism)
-            degrees = checks.check_layout(
-                parallelism=self.parallelism,
-                activation_checkpoint=self.activation_checkpoint,
-                compile=self.compile,
-                world_size=world_size,
-                device_type=device.type,
-            )
             # A caller may ask for reference logprobs whatever the loss is.
-            checks.check_reference(self.reference, loss=self.loss, kl_in_reward=self.reference.enable)
-            checks.check_sequence_length(spec, self.training)
-            self.check_model(spec)
-            checks.check_invariant_machine(self, spec, device=device, tensor_parallel_degree=degrees.tp)
+            uses_reference = self.reference.enable
+            for check in trainer_checks(
+                self, spec, world_size=world_size, device_type=device.type, kl_in_reward=uses_reference
+            ):
+                check()
+            degrees = self.parallelism.degrees(world_size)
+            if spec.batch_invariant and device.type == "cpu":
+                check_machine(
+                    spec.model,
+                    dtype=getattr(torch, self.training.param_dtype),
+                    max_rows=self.training.max_tokens_per_microbatch,
+                    tensor_parallel_degree=degrees.tp,
+                )
             if device.type == "cuda":
                 total = torch.cuda.get_device_properties(device).total_memory
                 need = self.estimate_memory(spec, degrees=degrees, on_gpu=True)
                 check_device_memory(need, device_bytes=total, compiled=self.compile.enable)
             return degrees
-
-        def check_model(self, spec: ModelSpec) -> None:
-            """Raise ValueError for options that do not fit the model."""
-            checks.check_experts(spec.model, balance=self.experts, converters=self.converters)
-            checks.check_selective_option(self.activation_checkpoint, num_layers=spec.model.num_layers)
-            checks.check_batch_invariant(self, spec)
 
         def estimate_memory(self, spec: ModelSpec, *, degrees: Degrees, on_gpu: bool) -> MemoryEstimate:
             """Return the memory that one rank needs."""
@@ -141,34 +145,36 @@ class TrainingEngine(Configurable):
         folder, model_spec = _open_assets(hf_assets_path, model_spec)
         degrees = config.check(model_spec, world_size=world.size, device=self.device)
         self.config = config
-        self.hf_assets_path = hf_assets_path
-        self.failure_folder = failure_folder
-        join = partial(RankInfo.join, config, degrees=degrees, world=world, device=self.device)
-        self._rank = join(record_in=failure_folder) if rank is None else rank.shared_by(config)
-        self.mesh = self._rank.mesh
-        make_policy = partial(self._rank.make_policy, model_spec)
-        self.policy = make_policy(config.training)
-        self.experts: ExpertBalance = config.experts.build(
-            model=self.policy.model, mesh=self.mesh, device=self.device
+        self.hf_assets_path, self.failure_folder = hf_assets_path, failure_folder
+        self._owns_rank = rank is None
+        offload = config.training.cpu_offload  # FSDP does the copying, so that one process needs a mesh too.
+        self._rank = rank or RankInfo.join(
+            degrees,
+            world=world,
+            device=self.device,
+            comm=config.comm,
+            always=offload,
+            record_in=failure_folder,
         )
+        self.mesh = self._rank.mesh
+        make_policy = partial(_make_policy, config, spec=model_spec, rank=self._rank, device=self.device)
+        self.policy = make_policy(config.training)
+        self.experts = config.experts.build(model=self.policy.model, mesh=self.mesh, device=self.device)
         _set_weights(self.policy, folder)
-        self.reference: ReferencePolicy | None = None
-        if config.reference.enable:
-            self.reference = ReferencePolicy.copy_of(self.policy, build=make_policy)
-        self.optimizer: Optimizer = config.optimizer.build(
+        has_reference = config.reference.enable
+        self.reference = ReferencePolicy.copy_of(self.policy, build=make_policy) if has_reference else None
+        self.optimizer = config.optimizer.build(
             parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
-        self.schedule: LRSchedule = config.lr_scheduler.build()
-        self.checkpointer: Checkpointer = config.checkpoint.build(
+        self.schedule = config.lr_scheduler.build()
+        self.checkpointer = config.checkpoint.build(
             policy=self.policy, optimizer=self.optimizer, reference=self.reference, starting_folder=folder
         )
         self.policy_version = 0
         self._gradient = GradientAccumulator(
             policy=self.policy, reference=self.reference, experts=self.experts, failure_folder=failure_folder
         )
-        self._garbage = GarbageCollector(
-            every_steps=config.training.gc_every_steps, debug=config.training.gc_debug
-        )
+        self._enable_gc_again = _stop_collections(config.training)
         barrier()
         self._rank.set_timeout(config.comm.train_timeout_s)
 
@@ -226,7 +232,10 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         lr = self.config.optimizer.lr * self.schedule.factor(self.policy_version)
         settings = self.optimizer.settings(lr=lr, params=params)
-        max_norm = _max_norm(self.config.training, params)
+        max_norm = self.config.training.max_norm
+        if params is not None and params.max_norm is not None:
+            check_bounds(params, "max_norm", above=0)
+            max_norm = params.max_norm
         scale = self._gradient.scale(allow_empty=allow_empty)
         with self._gradient.dropped_on_error(f"optim_step {self.policy_version}"):
             grad_norm = self._gradient.finish(scale=scale, max_norm=max_norm, version=self.policy_version)
@@ -235,7 +244,7 @@ class TrainingEngine(Configurable):
             self.experts.step()
         self.drop_gradient()
         self.policy_version += 1
-        self._garbage.after_step(self.policy_version)
+        self._collect_garbage()
         return OptimStepResult(
             grad_norm=grad_norm,
             lr=settings["lr"],
@@ -260,7 +269,7 @@ class TrainingEngine(Configurable):
         if self.reference is None:
             raise ValueError("there is no reference policy to ask: reference.enable is False, must be True")
         with awaiting("compute_reference_logprobs", record_in=self.failure_folder):
-            return self.reference.logprobs(samples) if samples else []
+            return self.reference.policy.logprobs(samples) if samples else []
 
     def save_checkpoint(
         self,
@@ -347,11 +356,41 @@ class TrainingEngine(Configurable):
 
     def close(self) -> None:
         """Wait for the background save, and leave the process group that this engine joined."""
-        self._garbage.close()
+        if self._enable_gc_again:
+            gc.enable()
+            self._enable_gc_again = False
         try:
             self.checkpointer.close()
         finally:
-            self._rank.leave()
+            if self._owns_rank:
+                self._rank.leave()
+
+    def _collect_garbage(self) -> None:
+        training = self.config.training
+        if not training.gc_every_steps or self.policy_version % training.gc_every_steps:
+            return
+        started = time.perf_counter()
+        num_objects = gc.collect()
+        if training.gc_debug:
+            logger.info(
+                "garbage collection after step %d: %d objects, %.3f s",
+                self.policy_version,
+                num_objects,
+                time.perf_counter() - started,
+            )
+
+
+def _stop_collections(training: TrainingConfig) -> bool:
+    """Leave garbage collection to the engine if it is configured; return whether Python collected before.
+
+    Python pauses one process at an unpredictable moment, for which all other ranks would wait, one pause after
+    another. Collections at the same steps pause them together.
+    """
+    was_enabled = gc.isenabled()
+    if training.gc_every_steps:
+        gc.disable()
+        gc.collect()
+    return was_enabled and training.gc_every_steps > 0
 
 
 def _open_assets(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, ModelSpec]:
@@ -369,9 +408,37 @@ def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
         load_hf(policy, folder)
 
 
-def _max_norm(training: TrainingConfig, params: OptimParams | None) -> float:
-    if params is None or params.max_norm is None:
-        return training.max_norm
-    if not params.max_norm > 0.0:
-        raise ValueError(f"max_norm={params.max_norm}: must be above 0, or inf for no clipping")
-    return params.max_norm
+def _make_policy(
+    config: TrainingEngine.Config,
+    training: TrainingConfig,
+    *,
+    spec: ModelSpec,
+    rank: RankInfo,
+    device: torch.device,
+) -> Policy:
+    """Return a policy without weights; `training` replaces the engine's."""
+    parallelism = config.parallelism
+    degrees = parallelism.degrees(1 if rank.mesh is None else rank.mesh.size())
+    seed_everything(training.seed, offset=DataRank.of(rank.mesh).index, deterministic=training.deterministic)
+    policy = Policy(
+        spec=spec,
+        mesh=rank.mesh,
+        device=device,
+        training=training,
+        options=ShardingOptions(
+            param_dtype=getattr(torch, training.param_dtype),
+            reduce_dtype=getattr(torch, training.reduce_dtype),
+            reshard_after_forward=parallelism.reshard_after_forward,
+            loss_parallel=parallelism.loss_parallel,
+            async_tensor_parallel=parallelism.async_tensor_parallel,
+            cpu_offload=training.cpu_offload,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            expert_mesh=rank.expert_mesh,
+            expert_tensor_parallel=parallelism.expert_tensor_parallel_degree > 1,
+        ),
+        converters=ModelConverters(config.converters, spec=spec, degrees=degrees, device=device),
+    )
+    if config.print_after_conversion and policy.is_first_rank:
+        logger.info("the model after its converters:\n%s", policy.model)
+    return policy

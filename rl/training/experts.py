@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.distributed.mesh import TP
 from rl.models.moe import Router
 from rl.types import ExpertLoad
@@ -35,14 +36,11 @@ class ExpertBalance(Configurable):
         output is wrong and differs between layouts."""
 
         def __post_init__(self) -> None:
-            if not 0.0 <= self.load_balance_rate < float("inf"):
-                raise ValueError(
-                    f"experts.load_balance_rate={self.load_balance_rate}: must be a finite number, at least 0"
-                )
+            check_bounds(self, "load_balance_rate", at_least=0, below=float("inf"))
             if self.load_balance_rate and self.force_load_balance:
                 raise ValueError(
-                    f"experts.load_balance_rate={self.load_balance_rate}: must be 0 with "
-                    "experts.force_load_balance, which ignores scores and biases"
+                    f"load_balance_rate={self.load_balance_rate}: must be 0 with force_load_balance, which ignores "
+                    "scores and biases"
                 )
 
     def __init__(

@@ -28,8 +28,7 @@ from rl.distributed.sharding import local_tensor, num_shards
 from rl.rollouts.packing import PackedBatch
 from rl.training.experts import ExpertBalance
 from rl.training.failures import non_finite
-from rl.training.policy import Policy, TokenValues
-from rl.training.reference import ReferencePolicy
+from rl.training.policy import Policy, ReferencePolicy, TokenValues
 from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
 _SUMS = (

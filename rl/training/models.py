@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.distributed.process_group import World, everywhere
+from rl.distributed.process_group import RankInfo, World, everywhere
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
 from rl.models.batch_invariant.model import ROW_MULTIPLE, make_batch_invariant
 from rl.models.converter import ModelConverter
@@ -37,7 +37,6 @@ from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint_files import sum_of_file
 from rl.training.engine import TrainingEngine
-from rl.training.rank import RankInfo
 from rl.utils.errors import RunError
 from rl.utils.processes import process_states, restore_process_states
 
@@ -101,7 +100,7 @@ class TrainedModels:
         check_config(config)
         degrees = config.check(spec, world_size=self._world.size, device=self.device)
         self._rank = RankInfo.join(
-            config, degrees=degrees, world=self._world, device=self.device, record_in=None
+            degrees, world=self._world, device=self.device, comm=config.comm, always=False
         )
         self.frozen: dict[str, Tensor] = {}
         """This rank's shards of the parameters that LoRA models do not train, by our names."""

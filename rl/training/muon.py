@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rl.config.tree import check_bounds
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
 from rl.models.adapter import DecoderAdapter
 
@@ -53,16 +54,9 @@ class MuonConfig:
     """Dtype of the iteration's matrix products."""
 
     def __post_init__(self) -> None:
-        check_momentum(self.momentum)
-        if self.num_iterations < 1:
-            raise ValueError(f"num_iterations={self.num_iterations}: must be at least 1")
-        if not 0.0 <= self.lr_ratio < float("inf"):
-            raise ValueError(f"lr_ratio={self.lr_ratio}: must be a finite number of at least 0")
-
-
-def check_momentum(momentum: float) -> None:
-    if not 0.0 <= momentum < 1.0:
-        raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
+        check_bounds(self, "momentum", at_least=0, below=1)
+        check_bounds(self, "num_iterations", at_least=1)
+        check_bounds(self, "lr_ratio", at_least=0, below=float("inf"))
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:

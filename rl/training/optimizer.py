@@ -1,7 +1,8 @@
-"""Adam, AdamW and Muon over the model's parameters, whole or sharded."""
+"""Adam, AdamW and Muon over the model's parameters, whole or sharded, and schedules of their learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rl.config.configurable import Configurable
+from rl.config.effect import check_refused, only_if, refused, unless
+from rl.config.tree import check_bounds
 from rl.models.adapter import DecoderAdapter
-from rl.training.config import check_refused
-from rl.training.muon import Muon, MuonConfig, check_momentum, is_hidden_matrix
+from rl.training.muon import Muon, MuonConfig, is_hidden_matrix
 from rl.types import OptimParams
+
+_DECAYS = unless("decay", "constant")
 
 
 class Optimizer(Configurable):
@@ -38,19 +42,20 @@ class Optimizer(Configurable):
         implementation: Literal["fused", "foreach", "for-loop"] = "fused"
         """One kernel for all parameters, one per operation, or one per operation and parameter; Adam and AdamW
         only."""
-        muon: MuonConfig = field(default_factory=MuonConfig)
-        """Settings of Muon; refused for other names."""
-        early_step_in_backward: bool = False
+        muon: MuonConfig = field(default_factory=MuonConfig, metadata=only_if("name", "Muon"))
+        """Settings of Muon."""
+        early_step_in_backward: bool = field(
+            default=False,
+            metadata=refused(
+                "optim_step divides the gradient by the denominators of all forward_backward calls and clips it "
+                "by its norm over all parameters, and neither is known during a backward pass"
+            ),
+        )
         """Step each parameter during backward; refused."""
 
         def __post_init__(self) -> None:
             check_refused(self)
-            _check_settings(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-            self.muon.__post_init__()  # Callers may have edited fields.
-            if self.name != "Muon" and self.muon != MuonConfig():
-                raise ValueError(
-                    f"muon={self.muon} has no effect with name={self.name!r}: leave its defaults"
-                )
+            _check_settings(self)
 
     def __init__(
         self,
@@ -94,13 +99,14 @@ class Optimizer(Configurable):
         if self.muon is not None:
             settings["momentum"] = self.config.muon.momentum
         if params is not None:
+            _check_settings(params)
+            check_bounds(params, "momentum", at_least=0, below=1)
             if params.momentum is not None and self.muon is None:
                 raise ValueError(
                     f"momentum={params.momentum}: is Muon's; optimizer.name={self.config.name!r} has betas"
                 )
             given = {name: getattr(params, name) for name in settings}
             settings |= {name: value for name, value in given.items() if value is not None}
-        _check_settings(**settings)
         return settings
 
     def step(self, settings: dict[str, Any]) -> None:
@@ -143,21 +149,75 @@ class Optimizer(Configurable):
         return states
 
 
-def _check_settings(
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    momentum: float | None = None,
-) -> None:
-    if not 0.0 <= lr < float("inf"):
-        raise ValueError(f"lr={lr}: must be a finite number of at least 0")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas}: each must be at least 0 and below 1")
-    if not eps >= 0.0:
-        raise ValueError(f"eps={eps}: must be at least 0")
-    if momentum is not None:
-        check_momentum(momentum)
-    if not weight_decay >= 0.0:
-        raise ValueError(f"weight_decay={weight_decay}: must be at least 0")
+def _check_settings(settings: Optimizer.Config | OptimParams) -> None:
+    check_bounds(settings, "lr", at_least=0, below=float("inf"))
+    check_bounds(settings, "eps", "weight_decay", at_least=0)
+    if not all(0.0 <= beta < 1.0 for beta in settings.betas or ()):
+        raise ValueError(f"betas={settings.betas}: each must be at least 0 and below 1")
+
+
+class LRSchedule(Configurable):
+    """Factor on the peak learning rate as a function of the step.
+
+    A linear warm-up, a plateau, and a decay over the last `decay_ratio` of `total_steps`; afterwards the factor
+    stays at `min_ratio`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        warmup_steps: int = 0
+        """Steps of linear warm-up; step n has n / warmup_steps of the peak."""
+        decay: Literal["constant", "linear", "cosine", "sqrt"] = "constant"
+        """Shape of the decay; constant does not decay."""
+        decay_ratio: float = field(default=1.0, metadata=_DECAYS)
+        """Share of total_steps, at the end, over which the rate decays; never before the warm-up is over."""
+        min_ratio: float = field(default=0.0, metadata=_DECAYS)
+        """Learning rate after the decay, as a share of the peak."""
+        total_steps: int = field(default=0, metadata=_DECAYS)
+        """Optimizer steps of the whole run; needed for a decay, and must equal the loop's."""
+
+        def __post_init__(self) -> None:
+            check_bounds(self, "warmup_steps", "total_steps", at_least=0)
+            check_bounds(self, "decay_ratio", "min_ratio", at_least=0, at_most=1)
+            if self.decay == "constant":
+                return
+            num_decay = round(self.decay_ratio * self.total_steps)
+            if self.total_steps <= self.warmup_steps or not num_decay or self.min_ratio == 1.0:
+                raise ValueError(
+                    f"decay={self.decay!r} with total_steps={self.total_steps}, warmup_steps={self.warmup_steps}, "
+                    f"decay_ratio={self.decay_ratio}, min_ratio={self.min_ratio}: nothing would decay; total_steps "
+                    "must be the steps of the run, above warmup_steps, decay_ratio above 0, and min_ratio below 1"
+                )
+
+    def __init__(self, *, config: Config) -> None:
+        self.config = config
+        length = round(config.decay_ratio * config.total_steps)
+        self.decay_start = max(config.warmup_steps, config.total_steps - length)
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step, counted from 0."""
+        config = self.config
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        if config.decay == "constant" or step < self.decay_start:
+            return 1.0
+        if step >= config.total_steps:
+            return config.min_ratio
+        progress = (step - self.decay_start) / (config.total_steps - self.decay_start)
+        shape = {
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+            "sqrt": 1.0 - math.sqrt(progress),
+        }[config.decay]
+        return config.min_ratio + (1.0 - config.min_ratio) * shape
+
+
+def check_total_steps(config: LRSchedule.Config, *, num_steps: int, num_minibatches: int) -> None:
+    """Raise ValueError for a decay whose `total_steps` differ from the loop's optimizer steps."""
+    in_loop = num_steps * num_minibatches
+    if config.decay != "constant" and num_steps and config.total_steps != in_loop:
+        raise ValueError(
+            f"trainer.lr_scheduler.total_steps={config.total_steps} with decay={config.decay!r}: must be "
+            f"{in_loop}, the optimizer steps of the run: loop.num_steps={num_steps} x "
+            f"loop.num_minibatches={num_minibatches}"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, TP, DataRank
-from rl.distributed.sharding import ShardingOptions, call_in_dtype, materialize, reshard
+from rl.distributed.sharding import ShardingOptions, call_in_dtype, local_tensor, materialize, reshard
 from rl.models.attention import Segments, SequenceLayout, SequenceShare
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
 from rl.models.converter import ModelConverters
-from rl.models.decoder import Decoder, reset_buffers
+from rl.models.decoder import Decoder, persistent_buffers, reset_buffers
 from rl.models.logprobs import logprobs_of_chunk, token_logprobs
 from rl.models.lora import LoRA
 from rl.models.moe import Router
@@ -260,6 +261,47 @@ class TokenValues:
     def _split(self, flat: np.ndarray) -> list[np.ndarray]:
         parts = np.split(flat, self._ends[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class ReferencePolicy:
+    """The frozen starting weights, whose logprobs a KL term compares with.
+
+    It has the policy's layout, and its parameters are stored in the dtype of the forward pass, so that its logprobs
+    equal the policy's bit for bit before the first update.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        for parameter in policy.parameters.values():
+            parameter.requires_grad_(False)
+
+    @classmethod
+    def copy_of(cls, policy: Policy, *, build: Callable[[TrainingConfig], Policy]) -> ReferencePolicy:
+        """Return a frozen copy of `policy`; `build` makes a policy in the same layout."""
+        reference = cls(build(replace(policy.training, dtype=policy.training.param_dtype)))
+        reference.follow(policy)
+        return reference
+
+    @torch.no_grad()
+    def follow(self, policy: Policy) -> None:
+        """Copy the policy's weights, each rank its own shards."""
+        for name, parameter in self.policy.parameters.items():
+            local_tensor(parameter).copy_(local_tensor(policy.parameters[name]))
+        buffers = persistent_buffers(policy.model)
+        for name, buffer in persistent_buffers(self.policy.model).items():
+            buffer.copy_(buffers[name])
+
+    @torch.no_grad()
+    def attach(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Return the batches with reference logprobs; those that samples brought stay."""
+        attached = []
+        for batch in batches:
+            if batch.reference_logprobs is None:
+                logprobs_T, _ = self.policy.forward(batch.to(self.policy.device))
+                batch = replace(batch, reference_logprobs=logprobs_T)
+            attached.append(batch)
+        self.policy.release()
+        return attached
 
 
 def shares_prompts(

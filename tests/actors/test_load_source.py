@@ -45,11 +45,11 @@ def saved(tmp_path_factory):
     return folder
 
 
-def check(folder, config=None, *, model_only=False, converters=(), exclude=(), in_hf=False, position=None):
+def check(folder, config=None, *, model_only=False, converters=(), exclude=(), position=None):
     config = config or tiny()
     config.trainer.converters = converters
     config.trainer.checkpoint.exclude_from_loading = exclude
-    source = LoadSource(path=folder, model_only=model_only or in_hf, in_hf=in_hf, position=position)
+    source = LoadSource(path=folder, model_only=model_only, position=position)
     start = random_model(folder / "nowhere", spec=config.model, seed=0)
     check_source(source, start=start, config=config, num_gpus=0)
 
@@ -60,8 +60,8 @@ def test_matching_checkpoint_is_accepted(saved, tmp_path):
         check(saved / "lora", converters=(ADAPTERS,), model_only=model_only)
     check(saved / "muon", model_only=True)
     folder = write_random_model(tmp_path / "model", spec=tiny().model, seed=0)
-    check(folder, in_hf=True)
-    check(folder, in_hf=True, converters=(ADAPTERS,))
+    check(folder, model_only=True)
+    check(folder, model_only=True, converters=(ADAPTERS,))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace("[ANSWER]", "[RESULT]"))
     sources = [
-        LoadSource(path=tmp_path / "step-0", model_only=model_only, in_hf=False, position=None)
+        LoadSource(path=tmp_path / "step-0", model_only=model_only, position=None)
         for model_only in (False, True)
     ]
     # The random model is not written yet; its tokenizer is known already.

@@ -77,7 +77,7 @@ def test_damaged_checkpoint_of_another_run_is_an_error(tmp_path):
 
 
 def test_checkpoint_of_another_run_is_loaded_as_configured(tmp_path):
-    source = LoadSource(path=tmp_path / "other", model_only=True, in_hf=False, position=None)
+    source = LoadSource(path=tmp_path / "other", model_only=True, position=None)
     trainer = Loading()
     assert load(trainer, tmp_path, source=source) is source
     assert trainer.calls == [("other", None)]

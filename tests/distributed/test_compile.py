@@ -42,17 +42,9 @@ def test_components_select_the_compiled_parts(counters):
     assert compile_function(torch.sin, loss) is not torch.sin
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"backend": "inducto"}, "backend='inducto': must be one of inductor, aot_eager, eager"),
-        ({"components": ()}, r"components=\(\): must be 'model', 'loss' or both"),
-        ({"components": ("optimizer",)}, r"components=\('optimizer',\): must be"),
-    ],
-)
-def test_invalid_setting_is_rejected(config, says):
-    with pytest.raises(ValueError, match=says):
-        CompileConfig(**config)
+def test_enabling_no_component_is_rejected():
+    with pytest.raises(ValueError, match=r"components=\(\): must be 'model', 'loss' or both"):
+        CompileConfig(components=())
 
 
 def test_missing_compiler_is_named_unless_the_environment_has_one(monkeypatch, tmp_path):

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rl.distributed.expert_parallel import build_expert_mesh
-from rl.distributed.mesh import Degrees, build_mesh
+from rl.distributed.mesh import Degrees, build_expert_mesh, build_mesh
 from rl.distributed.sharding import ShardingOptions
 from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import persistent_buffers

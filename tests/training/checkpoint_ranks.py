@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import step_folder
 from rl.training.engine import TrainingEngine
-from tests.training.layouts import Tensors, parallelism, to_numpy, whole_parameters
+from tests.training.layouts import parallelism
 from tests.training.parts import engine_config, make_samples, small_spec
 
 SAVED_STEP, LAST_STEP = 5, 15
@@ -58,34 +58,6 @@ def continue_training(layout: str, folder: str) -> Losses:
     losses = train(engine, until=LAST_STEP)
     engine.close()
     return losses
-
-
-def whole_state(engine: TrainingEngine) -> Tensors:
-    """Return unsharded parameters and optimizer state."""
-    states = engine.optimizer.state_tensors()
-    moments = {
-        f"{name}.{key}": to_numpy(tensor)
-        for name, parameter in engine.policy.parameters.items()
-        for key, tensor in states[parameter].items()
-    }
-    return whole_parameters(engine) | moments
-
-
-def train_and_save(layout: str, assets: str, folder: str) -> Tensors:
-    engine = make_engine(layout, assets)
-    train(engine, until=3)
-    engine.save_checkpoint(folder)
-    state = whole_state(engine)
-    engine.close()
-    return state
-
-
-def load_state(layout: str, folder: str) -> tuple[int, Tensors]:
-    engine = make_engine(layout, None)
-    version = engine.load_checkpoint(folder)
-    state = whole_state(engine)
-    engine.close()
-    return version, state
 
 
 def fail_to_save(assets: str, folder: str) -> tuple[str, str]:

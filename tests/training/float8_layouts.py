@@ -24,25 +24,17 @@ GATHERED = Float8.Config(
 )
 FLOAT8: dict[str, tuple[ModelConverter.Config, ...]] = {
     "tensorwise": (Float8.Config(emulate=True),),
-    "rowwise": (Float8.Config(emulate=True, recipe="rowwise"),),
-    "rowwise_with_gw_hp": (Float8.Config(emulate=True, recipe="rowwise_with_gw_hp"),),
     "with_lora": (Float8.Config(emulate=True), LoRA.Config(rank=RANK)),
     "gathered": (GATHERED,),
     "gathered_scaled_when_needed": (Float8.Config(emulate=True, enable_fsdp_float8_all_gather=True),),
     "gathered_with_lora": (GATHERED, LoRA.Config(rank=RANK)),
 }
 KINDS = {
-    "fsdp2": ("rowwise", "gathered", "gathered_scaled_when_needed", "gathered_with_lora"),
-    "tp2": ("tensorwise", "rowwise_with_gw_hp", "with_lora"),
-    "cp2": ("rowwise", "tensorwise", "gathered"),
+    "fsdp2": ("gathered", "gathered_scaled_when_needed", "gathered_with_lora"),
+    "tp2": ("tensorwise", "with_lora"),
 }
-"""Kinds measured in each layout; float8 all-gathers only where parameters are sharded."""
-
-
-def has_scales_of_its_own(layout: str, kind: str) -> bool:
-    """Return True if a tensor with one scale has other values than on one device: a context-parallel rank has
-    only some of the tokens."""
-    return layout == "cp2" and not kind.startswith("rowwise")
+"""Kinds measured in each layout; float8 all-gathers only where parameters are sharded. Scales by row, and context
+parallelism, are among the cases of `test_layout_options.py`."""
 
 
 def ungathered(kind: str) -> str:

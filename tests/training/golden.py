@@ -90,10 +90,8 @@ def run_steps_with_a_resume() -> Steps:
 
 
 NEUTRAL = {
-    "training.gc_every_steps": 1,
     "reference.enable": True,
     "training.deterministic": True,
-    "training.max_sequence_length": 63,
     "activation_checkpoint.mode": "full",
     "activation_checkpoint.selective_option": "op",
 }

@@ -22,7 +22,6 @@ from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compat import use_one_gloo_worker
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
-from rl.distributed.process_group import CommConfig
 from rl.distributed.sharding import local_tensor, whole_tensor
 from rl.models.decoder import persistent_buffers
 from rl.models.float8 import Float8
@@ -37,7 +36,6 @@ from tests.training.parts import (
     RANK,
     engine_config,
     even_spec,
-    make_engine,
     make_sample,
     make_samples,
     moe_spec,
@@ -142,7 +140,7 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     for _ in range(2):
         engine.forward_backward(samples)
         found["norms"].append(engine.optim_step().grad_norm)
-    found["weights"] = whole_weights(engine)
+    found["weights"], found["state"] = whole_weights(engine), whole_state(engine)
     found["merged"] = {name: to_numpy(tensor) for name, tensor in engine.model_state_dict().items()}
     engine.save_checkpoint(f"{folder}/checkpoint")
     engine.export_hf(f"{folder}/exported")
@@ -155,7 +153,7 @@ def measure(case: Case, assets: Assets, folder: str) -> dict[str, Any]:
     found["sparse"] = engine.forward_backward(samples[:1])
     found["not finite"] = provoke_nan(engine)
     engine.load_checkpoint(f"{folder}/checkpoint")
-    found["restored"] = whole_weights(engine)
+    found["restored"] = whole_state(engine)
     engine.forward_backward(samples)
     found["norms"].append(engine.optim_step().grad_norm)
     engine.close()
@@ -234,36 +232,14 @@ def provoke_nan(engine: TrainingEngine) -> str:
 
 
 def restore_all(cases: list[Case], assets: Assets, folder: str) -> dict[Case, tuple[int, Tensors]]:
-    """Return version and weights of the checkpoint that one device wrote, in other layouts."""
+    """Return version and state of the checkpoint that one device wrote, in other layouts."""
     join(cases[0][1])
     return {case: restore(case, assets, f"{folder}/{case[0]}_one/checkpoint") for case in cases}
 
 
 def restore(case: Case, assets: Assets, checkpoint: str) -> tuple[int, Tensors]:
     engine = make(*case, assets)
-    return engine.load_checkpoint(checkpoint), whole_weights(engine)
-
-
-def one_step(layout: ParallelismConfig, assets: str) -> tuple[float, float]:
-    engine = make_engine(assets, parallelism=layout)
-    engine.compute_logprobs(make_samples()[:3])  # leaves FSDP in its state between two forwards
-    result = engine.forward_backward(make_samples()).loss_sum, engine.optim_step().grad_norm
-    engine.close()
-    return result
-
-
-def first_rank_alone(assets: str) -> str:
-    """Train on rank 0 only, and return the error that it gets."""
-    config = engine_config()
-    config.comm = CommConfig(init_timeout_s=60.0, train_timeout_s=1.0)
-    engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
-    if engine.policy.data_rank.index > 0:
-        return ""
-    try:
-        engine.forward_backward(make_samples())
-    except RuntimeError as error:
-        return "\n".join([str(error), *error.__notes__])
-    return "nothing raised"
+    return engine.load_checkpoint(checkpoint), whole_state(engine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,6 +328,16 @@ def whole_weights(engine: TrainingEngine) -> Tensors:
     """Return parameters and persistent buffers, unsharded, on every rank."""
     buffers = persistent_buffers(engine.policy.model)
     return whole_parameters(engine) | {name: to_numpy(buffer) for name, buffer in buffers.items()}
+
+
+def whole_state(engine: TrainingEngine) -> Tensors:
+    """Return weights and optimizer state, unsharded, on every rank."""
+    states = engine.optimizer.state_tensors()
+    return whole_weights(engine) | {
+        f"{name}.{key}": to_numpy(tensor)
+        for name, parameter in engine.policy.trained_parameters.items()
+        for key, tensor in states[parameter].items()
+    }
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

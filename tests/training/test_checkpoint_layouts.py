@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from rl.training.checkpoint_files import saved_steps
@@ -12,11 +11,8 @@ from tests.training.checkpoint_ranks import (
     SAVED_STEP,
     continue_training,
     fail_to_save,
-    load_state,
     train_and_be_killed,
-    train_and_save,
 )
-from tests.training.layouts import num_ranks
 
 pytestmark = pytest.mark.medium
 
@@ -30,29 +26,6 @@ def test_ten_steps_after_a_kill_have_the_losses_of_an_uninterrupted_run(assets, 
         assert len(losses) == LAST_STEP - SAVED_STEP == 10
         assert len(set(losses)) == 10
         assert losses == [tuple(step) for step in expected]  # bit for bit
-
-
-@pytest.fixture(scope="module")
-def saved(assets, tmp_path_factory):
-    """Return the checkpoint of FSDP2 x TP2 and its state."""
-    folder = str(tmp_path_factory.mktemp("saved") / "step-3")
-    states = run_ranks(train_and_save, 4, "fsdp2_tp2", assets, folder, timeout_s=150)
-    return folder, states[0]
-
-
-@pytest.mark.parametrize("layout", ["one", "tp2"])
-def test_checkpoint_of_fsdp2_x_tp2_loads_in_other_layouts_with_the_same_bits(saved, layout):
-    folder, expected = saved
-    if layout == "one":
-        answers = [load_state(layout, folder)]
-    else:
-        answers = run_ranks(load_state, num_ranks(layout), layout, folder, timeout_s=150)
-    assert any(name.endswith("exp_avg_sq") for name in expected)
-    for version, state in answers:
-        assert version == 3
-        assert list(state) == list(expected)
-        for name, tensor in expected.items():
-            np.testing.assert_array_equal(state[name], tensor, err_msg=name)
 
 
 def test_error_of_one_rank_is_raised_on_all_ranks(assets, tmp_path):

@@ -87,13 +87,7 @@ def naive(engine, samples):
     return result
 
 
-def test_gradient_equals_a_loop_over_single_samples(assets):
-    engine = make_engine(assets)
-    engine.forward_backward(SAMPLES)
-    assert_near(gradients(engine), naive(engine, SAMPLES).gradients)
-
-
-def test_result_equals_a_loop_over_single_samples(assets):
+def test_result_and_gradient_equal_a_loop_over_single_samples(assets):
     engine = make_engine(assets)
     expected = naive(engine, SAMPLES)
     result = engine.forward_backward(SAMPLES)
@@ -114,6 +108,7 @@ def test_result_equals_a_loop_over_single_samples(assets):
     assert result.advantage_std == pytest.approx(advantages.std())
     assert not result.logprobs_identical
     assert result.time_s > 0
+    assert_near(gradients(engine), expected.gradients)
 
 
 def test_result_reports_the_fill_of_the_micro_batches():
@@ -194,12 +189,11 @@ def test_loss_without_denominator_is_not_divided(assets):
     assert ratio == pytest.approx(mean.denominator)
 
 
-@pytest.mark.parametrize("losses", [(PLAIN_SUM, GRPOLoss()), (GRPOLoss(), PLAIN_SUM)])
-def test_mixing_losses_with_and_without_denominator_is_an_error(assets, losses):
+def test_mixing_losses_with_and_without_denominator_is_an_error(assets):
     engine = make_engine(assets)
-    engine.forward_backward(SAMPLES, loss=losses[0])
+    engine.forward_backward(SAMPLES, loss=PLAIN_SUM)
     with pytest.raises(ValueError, match="denominator"):
-        engine.forward_backward(SAMPLES, loss=losses[1])
+        engine.forward_backward(SAMPLES, loss=GRPOLoss())
     with pytest.raises(ValueError, match="without an accumulated gradient"):
         engine.optim_step()
 
@@ -306,17 +300,6 @@ def test_params_out_of_range_are_refused_and_the_gradient_is_kept(assets):
     assert engine.optim_step().policy_version == 1
 
 
-def test_schedule_sets_the_learning_rate_of_each_step(assets):
-    config = engine_config()
-    config.lr_scheduler.warmup_steps = 4
-    engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
-    rates = []
-    for _ in range(5):
-        engine.forward_backward(SAMPLES[:1])
-        rates.append(engine.optim_step().lr)
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
-
-
 def test_loss_that_is_not_finite_stops_with_its_batch_saved(assets, tmp_path):
     engine = make_engine(assets, failure_folder=str(tmp_path / "failures"))
     engine.forward_backward(SAMPLES[:3])
@@ -405,17 +388,6 @@ def test_forward_returns_the_result_of_forward_backward_and_keeps_the_gradient(a
         make_engine(assets).forward(SAMPLES).loss_sum
         == make_engine(assets).forward_backward(SAMPLES).loss_sum
     )
-
-
-def test_forward_with_a_loss_that_is_not_finite_raises_and_keeps_the_gradient(assets, tmp_path):
-    engine = make_engine(assets, failure_folder=str(tmp_path))
-    engine.forward_backward(SAMPLES)
-    before = gradients(engine)
-    broken = replace(SAMPLES[3], advantages=np.full_like(SAMPLES[3].advantages, np.nan))
-    with pytest.raises(NonFiniteLossError, match="loss nan"):
-        engine.forward([broken])
-    assert len(read_batch(tmp_path / "nan_batch_version_0.npz")) == 1
-    assert_near(gradients(engine), before, relative=0.0)
 
 
 def test_dropped_gradient_does_not_reach_the_step(assets):

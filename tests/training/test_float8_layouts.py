@@ -8,7 +8,6 @@ from tests.support.distributed import run_ranks
 from tests.training.float8_layouts import (
     FLOAT8,
     KINDS,
-    has_scales_of_its_own,
     measure,
     measure_all,
     ungathered,
@@ -39,11 +38,6 @@ def test_float8_equals_one_device(ranks, one, layout, kind):
     for rank in (rank[layout, kind] for rank in ranks):
         assert rank["num_tokens"]
         assert all(number % 16 == 0 for number in rank["num_tokens"])
-        if has_scales_of_its_own(layout, kind):
-            # The measured change is 0.0014 in the loss and up to 0.17 in a gradient, as by float8 itself.
-            assert rank["whole"].loss_sum == pytest.approx(expected["whole"].loss_sum, rel=5e-3)
-            assert_near(rank["gradients"], expected["gradients"], relative=0.25)
-            continue
         assert_same_result(rank["whole"], expected["whole"])
         assert_near(rank["gradients"], expected["gradients"])
         assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)

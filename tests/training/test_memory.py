@@ -157,44 +157,29 @@ EP2, ETP2 = {"expert_parallel": 2}, {"expert_tensor_parallel": 2}
 BF16 = {"param_dtype": "bfloat16"}
 FULL, BY_OP = {"mode": "full"}, {"mode": "selective"}
 EVERY_SECOND = {"mode": "selective", "selective_option": "2"}
-CHUNKED = {"logits_chunk_tokens": 64}
 LORA = (LoRA.Config(rank=16),)
-LORA_QKVO = (LoRA.Config(rank=16, target_modules=("qkv_proj", "o_proj")),)
 LORA_AND_HEAD = (LoRA.Config(rank=16, unembedding=True),)
 FLOAT8_GATHERED = (Float8.Config(emulate=True, enable_fsdp_float8_all_gather=True),)
 
 CASES = {
     "parameters": Case(shape=PARAMETERS),
-    "activations": Case(shape=ACTIVATIONS),
     "logits bf16, entropy": Case(shape=LOGITS, training=BF16, entropy=True),
     "logits, TP2": Case(shape=dataclasses.replace(LOGITS, num_tokens=2048), degrees=TP2),
     "mixed, chunked logits": Case(shape=MIXED, training={"logits_chunk_tokens": 128}),
     "activations bf16": Case(shape=ACTIVATIONS, training=BF16),
-    "activations, by op": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), checkpoint=BY_OP),
     "4 layers, every second": Case(shape=FOUR_LAYERS, checkpoint=EVERY_SECOND),
     "mixed, full": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), checkpoint=FULL),
     "parameters, Muon": Case(shape=PARAMETERS, optimizer={"name": "Muon"}),
-    "parameters, foreach": Case(shape=PARAMETERS, optimizer={"implementation": "foreach"}),
     "parameters bf16, reference": Case(shape=PARAMETERS, training=BF16, reference=True),
     "parameters, FSDP2": Case(shape=PARAMETERS, degrees=FSDP2),
-    "parameters, FSDP2 never": Case(shape=PARAMETERS, degrees=FSDP2, reshard="never"),
     "parameters, DDP2": Case(shape=PARAMETERS, degrees=DDP2),
     "activations, TP2": Case(shape=dataclasses.replace(ACTIVATIONS, num_tokens=4096), degrees=TP2),
-    "mixed, FSDP2 x TP2": Case(shape=dataclasses.replace(MIXED, num_tokens=2048), degrees=FSDP2 | TP2),
     "experts, FSDP2 x EP2": Case(shape=EXPERTS, degrees=FSDP2 | EP2),
     "experts, TP2 split": Case(shape=dataclasses.replace(EXPERTS, num_experts=24), degrees=TP2 | ETP2),
-    "routed bf16": Case(shape=ROUTED, training=BF16),
-    "routed, FSDP2 x EP2 by op": Case(
-        shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=FSDP2 | EP2, checkpoint=BY_OP
-    ),
     "routed, TP2": Case(shape=dataclasses.replace(ROUTED, num_tokens=4096), degrees=TP2),
     "untied, FSDP2": Case(shape=dataclasses.replace(UNTIED, vocab_size=32_768), degrees=FSDP2),
-    "untied, chunked logits": Case(shape=HEAD, training=CHUNKED),
-    "LoRA, pushed": Case(shape=PARAMETERS, converters=LORA),
     "LoRA, FSDP2": Case(shape=FROZEN, converters=LORA, degrees=FSDP2),
-    "LoRA, activations by op": Case(shape=FOUR_LAYERS, converters=LORA, checkpoint=BY_OP),
     "LoRA, head": Case(shape=HEAD, converters=LORA_AND_HEAD),
-    "LoRA, routed": Case(shape=ROUTED, converters=LORA_QKVO),
     "Float8, FSDP2 never": Case(shape=PARAMETERS, converters=FLOAT8_GATHERED, degrees=FSDP2, reshard="never"),
 }
 

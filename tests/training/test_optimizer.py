@@ -1,14 +1,18 @@
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from rl.training.muon import Muon, MuonConfig, orthogonalize
-from rl.training.optimizer import Optimizer
+from rl.training.optimizer import LRSchedule, Optimizer, check_total_steps
 from rl.types import OptimParams
 from tests.training.layouts import whole_parameters
-from tests.training.parts import engine_config, make_samples, small_spec
+from tests.training.parts import engine_config, make_engine, make_samples, small_spec
 
+SAMPLES = make_samples()
 ADAMW_NAMES = ("embed_tokens.weight", "norm.weight")
 
 
@@ -27,16 +31,6 @@ def test_adamw_decays_separately_from_the_gradient_and_adam_within_it(name, expe
     optimizer = config.build(parameters={"norm.weight": parameter})
     optimizer.step(optimizer.settings(lr=0.1))
     assert parameter.item() == pytest.approx(expected)
-
-
-def test_muon_settings_without_effect_are_refused():
-    with pytest.raises(ValueError, match=r"momentum=0\.9, .* has no effect with name='AdamW'"):
-        Optimizer.Config(muon=MuonConfig(momentum=0.9))
-    edited = Optimizer.Config()
-    edited.muon.lr_ratio = 2.0
-    with pytest.raises(ValueError, match=r"lr_ratio=2\.0, .* has no effect"):
-        edited.build(parameters={"norm.weight": one_parameter([2.0], [1.0])})
-    Optimizer.Config(name="Muon", muon=MuonConfig(momentum=0.9))
 
 
 @pytest.mark.parametrize(
@@ -153,3 +147,121 @@ def test_momentum_of_one_step_is_accepted_by_muon_only(assets):
     adam.forward_backward(make_samples())
     with pytest.raises(ValueError, match=r"momentum=0\.5: is Muon's; optimizer\.name='AdamW' has betas"):
         adam.optim_step(OptimParams(momentum=0.5))
+
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.95), 1e-2, 0.1
+"""Settings of `engine_config`."""
+
+
+def doubles(engine, read):
+    return {name: read(p).detach().double() for name, p in engine.policy.parameters.items()}
+
+
+class AdamWByHand:
+    """AdamW by Loshchilov and Hutter (2019), algorithm 2, in float64."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self.means = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.squares = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.num_steps = 0
+
+    def step(self, gradients, *, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, max_norm=math.inf):
+        self.num_steps += 1
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        for name, gradient in gradients.items():
+            g = gradient * min(1.0, max_norm / norm)
+            self.means[name] = betas[0] * self.means[name] + (1 - betas[0]) * g
+            self.squares[name] = betas[1] * self.squares[name] + (1 - betas[1]) * g**2
+            mean = self.means[name] / (1 - betas[0] ** self.num_steps)
+            square = self.squares[name] / (1 - betas[1] ** self.num_steps)
+            decayed = self.weights[name] * (1 - lr * weight_decay)
+            self.weights[name] = decayed - lr * mean / (square.sqrt() + eps)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"lr": 3e-3},
+        {"betas": (0.5, 0.95)},
+        {"betas": (0.9, 0.6)},
+        {"eps": 0.3},
+        {"weight_decay": 5.0},
+        {"max_norm": 0.05},
+    ],
+)
+def test_each_optim_param_replaces_the_configured_setting_for_one_step(assets, params):
+    engine = make_engine(assets, max_norm=math.inf)
+    by_hand = AdamWByHand(doubles(engine, lambda p: p.clone()))
+    nothing: dict[str, Any] = {}
+    for given in (nothing, params, nothing):
+        num_tokens = engine.forward_backward(SAMPLES).num_valid_tokens
+        gradients = doubles(engine, lambda p, n=num_tokens: p.grad / n)
+        engine.optim_step(OptimParams(**given))
+        by_hand.step(gradients, **given)
+        for name, weight in doubles(engine, lambda p: p).items():
+            torch.testing.assert_close(weight, by_hand.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def factors(steps, **config):
+    schedule = LRSchedule.Config(**config).build()
+    return [schedule.factor(step) for step in steps]
+
+
+def test_decay_never_starts_before_the_warmup_is_over():
+    got = factors(range(5), warmup_steps=2, decay="linear", total_steps=4)
+    assert got == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        # Warm-up over 2 of 12 steps, decay over the last half: progress (step - 6) / 6 at 6, 9, 11, 12.
+        ("linear", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 / 6, 0.1]),
+        ("cosine", [1.0, 0.1 + 0.9 / 2, 0.1 + 0.9 * (1 - math.sqrt(3) / 2) / 2, 0.1]),
+        ("sqrt", [1.0, 0.1 + 0.9 * (1 - math.sqrt(1 / 2)), 0.1 + 0.9 * (1 - math.sqrt(5 / 6)), 0.1]),
+    ],
+)
+def test_every_shape_over_the_last_half_down_to_a_tenth(decay, expected):
+    config = {"warmup_steps": 2, "decay": decay, "decay_ratio": 0.5, "min_ratio": 0.1, "total_steps": 12}
+    assert factors([0, 1, 2, 5], **config) == [0.5, 1.0, 1.0, 1.0]
+    assert factors([6, 9, 11, 12, 99], **config) == pytest.approx([*expected, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"decay": "linear"}, "total_steps=0"),
+        (
+            {"decay": "cosine", "warmup_steps": 5, "total_steps": 5},
+            "total_steps=5, warmup_steps=5",
+        ),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"min_ratio": 1.5}, r"min_ratio=1\.5: must be at least 0 and at most 1"),
+        ({"decay_ratio": -0.1}, r"decay_ratio=-0\.1"),
+        (
+            {"decay": "linear", "total_steps": 10, "min_ratio": 1.0},
+            r"min_ratio=1\.0: nothing would decay",
+        ),
+        (
+            {"decay": "cosine", "total_steps": 10, "decay_ratio": 0.04},
+            "decay_ratio=0.04, .*: nothing would decay",
+        ),
+    ],
+)
+def test_impossible_schedule_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        LRSchedule.Config(**config)
+
+
+def test_schedule_with_another_number_of_steps_than_the_loop_is_refused():
+    schedule = LRSchedule.Config(decay="linear", total_steps=80)
+    check_total_steps(schedule, num_steps=80, num_minibatches=1)
+    check_total_steps(schedule, num_steps=20, num_minibatches=4)
+    check_total_steps(schedule, num_steps=0, num_minibatches=1)  # an evaluation-only run
+    check_total_steps(LRSchedule.Config(warmup_steps=10), num_steps=2, num_minibatches=1)
+    for num_steps, num_minibatches, steps in ((80, 2, 160), (10, 1, 10)):
+        with pytest.raises(
+            ValueError, match=rf"total_steps=80 with decay='linear': must be {steps}, the opt"
+        ):
+            check_total_steps(schedule, num_steps=num_steps, num_minibatches=num_minibatches)

@@ -96,21 +96,6 @@ def test_sleep_with_an_accumulated_gradient_is_refused(assets):
     assert sleep.sleep() > 0
 
 
-def test_state_replaced_by_a_loaded_checkpoint_moves_too(assets, tmp_path):
-    engine = make(assets)
-    step(engine)
-    engine.save_checkpoint(str(tmp_path / "one"))
-    sleep = TrainerSleep(engine)
-    sleep.sleep()
-    sleep.wake()
-    step(engine)
-    engine.load_checkpoint(str(tmp_path / "one"))
-    before = held(engine)
-    assert sleep.sleep() == before[0]
-    sleep.wake()
-    assert all(np.array_equal(held(engine)[1][name], bits) for name, bits in before[1].items())
-
-
 GB = 10**9
 
 

@@ -1,36 +1,66 @@
-"""Compatibility of a checkpoint with the run that loads it: tensors, converters, tokenizer, reference policy.
+"""Tensors of a checkpoint: their names, whether they fit the run that loads them, reading and writing.
 
-The controller checks it on a model without memory before a run starts; the trainer checks it again on loading.
+The controller checks that a checkpoint fits on a model without memory before a run starts; the trainer checks it
+again on loading. torch.distributed.checkpoint reads and writes.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+import torch.futures
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
+from rl.distributed.sharding import unwrapped
 from rl.models.converter import ModelConverters
+from rl.models.decoder import persistent_buffers
 from rl.models.tokenizer import TokenizerFingerprint
-from rl.training.checkpoint_files import SavedState
-from rl.training.checkpoint_io import MODEL, OPTIMIZER, saved_names
+from rl.training.checkpoint_files import METADATA, SavedState
+from rl.training.optimizer import Optimizer
 
+MODEL, OPTIMIZER = "model", "optimizer"
+"""First part of the name of every saved tensor."""
 TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER = "train_state", "random", "dataloader", "tokenizer"
 """Names in `exclude_from_loading` that stand for no tensor."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Destination:
-    """A converted model and its optimizer, into which a checkpoint is loaded."""
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and persistent buffers by their names in a checkpoint, without copying."""
+    tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
+    return {f"{MODEL}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()}
 
-    tensors: Mapping[str, Tensor]
-    """Tensors by the names that a checkpoint uses; they may be on the meta device."""
-    converters: ModelConverters
+
+def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state by its names in a checkpoint, without copying."""
+    states = optimizer.state_tensors()
+    return {
+        f"{OPTIMIZER}.{name}.{key}": tensor
+        for name, parameter in trained.items()
+        for key, tensor in states[parameter].items()
+    }
+
+
+def saved_names(folder: Path) -> dict[str, tuple[int, ...] | None]:
+    """Return the shape of every saved tensor by name, and None for objects that are no tensors."""
+    metadata = FileSystemReader(folder).read_metadata()
+    return {
+        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -39,15 +69,25 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
 
 
 def matching_tensors(
-    path: Path, saved: SavedState, into: Destination, *, model_only: bool, exclude: Sequence[str]
+    path: Path,
+    saved: SavedState,
+    *,
+    into: Mapping[str, Tensor],
+    converters: ModelConverters,
+    model_only: bool,
+    exclude: Sequence[str],
 ) -> dict[str, Tensor]:
     """Return the tensors of `into` to load: all that are not excluded, if names and shapes agree.
+
+    Args:
+        into: tensors of a converted model and its optimizer by the names that a checkpoint uses; they may be on
+            the meta device.
 
     Raises:
         ValueError: a tensor is missing, surplus or of another shape, converters have other settings, or a
             pattern in `exclude` matches nothing.
     """
-    needed = {name: tuple(tensor.shape) for name, tensor in into.tensors.items()}
+    needed = {name: tuple(tensor.shape) for name, tensor in into.items()}
     there = {
         name: shape
         for name, shape in saved_names(path).items()
@@ -59,7 +99,7 @@ def matching_tensors(
         {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
         for shapes in (needed, there)
     )
-    differences = list(_converter_differences(saved, into.converters, names, exclude))
+    differences = list(_converter_differences(saved, converters, names, exclude))
     differences += _tensor_differences(needed, there)
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -68,7 +108,7 @@ def matching_tensors(
             "model, converters and optimizer that it was made with, or add the parts that keep their state "
             f"({MODEL}.<tensor>, {OPTIMIZER}) to checkpoint.exclude_from_loading"
         )
-    return {name: into.tensors[name] for name in needed}
+    return {name: into[name] for name in needed}
 
 
 def check_tokenizer(
@@ -182,3 +222,48 @@ def _described(converters: Mapping[str, Mapping[str, Any]]) -> str:
         for name, settings in converters.items()
     )
     return " and ".join(described) or "no converter that adds weights"
+
+
+def write_tensors(folder: Path, state: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> list[Path]:
+    """Write and flush the tensors of all ranks; return this rank's files.
+
+    Raises:
+        OSError: a rank could not write; raised on every rank.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    with plain_errors():
+        state_dict_saver.save(
+            dict(state), storage_writer=_Writer(folder), process_group=group, no_dist=group is None
+        )
+    files = list(folder.glob(f"__{rank}_*"))
+    return [*files, folder / METADATA] if rank == 0 else files
+
+
+def read_tensors(folder: Path, state: dict[str, Any], *, group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of `state` in place, and replace its None values by the saved objects."""
+    reader = FileSystemReader(folder)
+    with plain_errors():
+        state_dict_loader.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise the first failed rank's own error on all ranks."""
+    # The filter stays: removing it would race with other threads.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        cause.add_note(f"on rank {rank} of the trainer")
+        raise cause from error
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save hides the disk's error.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
