@@ -19,7 +19,7 @@ from rl.config.tree import input_paths
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import RunFolder
 from rl.observability.sinks import check_sinks
-from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer, make_renderer
 from rl.rollouts.samples import demonstrated_now
 from rl.starting_point import (
@@ -49,7 +49,7 @@ class Plan:
     reference: Path | None
     """Folder of the reference policy's weights if these are not the starting point's."""
     task: Task
-    environments: TriedEnvironments
+    environments: Environments
     """Environments of the task, tried before the run; the run uses their thread."""
     renderer: Renderer
     parity: ParityText | None
@@ -147,9 +147,9 @@ def asked_source(config: RunConfig, resumed: LoadSource | None, *, repairs: bool
         return resumed
 
 
-def tried_environments(config: RunConfig, *, task: Task) -> TriedEnvironments:
+def tried_environments(config: RunConfig, *, task: Task) -> Environments:
     """Return environments with the time limits of the run."""
-    return TriedEnvironments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
+    return Environments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
 
 
 def starting_point(
@@ -157,7 +157,7 @@ def starting_point(
     *,
     task: Task,
     source: LoadSource | None,
-    environments: TriedEnvironments | None = None,
+    environments: Environments | None = None,
 ) -> StartingPoint:
     """Return the origin of the run's weights and the model with its kernels; nothing is written yet.
 

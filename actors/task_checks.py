@@ -11,13 +11,14 @@ from itertools import islice
 import numpy as np
 
 from rl.loop.config import LoopConfig
-from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.environment import EnvironmentFailedError, Environments
 from rl.rollouts.renderer import PromptTooLongError, Renderer, render_prompt
 from rl.rollouts.rewards import score_within
 from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import UnfitDemonstrationError, demonstrated, demonstrated_rollout
 from rl.tasks.task import Task
 from rl.types import Completion, Message, Problem, Prompt, Rollout, Turn
+from rl.utils.errors import RunError
 from rl.utils.threads import run_now
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def check_task(
     max_model_len: int,
     time_limit_s: float,
     seed: int,
-    environments: TriedEnvironments,
+    environments: Environments,
     renderer: Renderer,
     warms_up: bool = False,
 ) -> Prompt:
@@ -148,7 +149,7 @@ def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_
 
 
 def _example(
-    prompt: Prompt, environments: TriedEnvironments, *, renderer: Renderer, may_fail: bool
+    prompt: Prompt, environments: Environments, *, renderer: Renderer, may_fail: bool
 ) -> Rollout | None:
     """Return the problem's demonstration, played against its environment; None where there is none that fits.
 
@@ -167,15 +168,15 @@ def _example(
         return None
 
 
-def has_turns(environments: TriedEnvironments, problem: Problem) -> bool:
+def has_turns(environments: Environments, problem: Problem) -> bool:
     """Return whether an episode of the problem may continue after the first reply.
 
-    Raises ValueError as `TriedEnvironments.opened` does.
+    Raises ValueError as `Environments.opened` does.
     """
 
     async def goes_on() -> bool:
-        async with environments.opened(problem) as environment:
-            return not environment.single_turn
+        async with environments.opened([problem]) as ((calls,),):
+            return not getattr(calls.environment, "single_turn", False)
 
     return run_now(goes_on())
 
@@ -183,7 +184,7 @@ def has_turns(environments: TriedEnvironments, problem: Problem) -> bool:
 def check_demonstrations(
     problems: Iterable[Problem],
     *,
-    environments: TriedEnvironments,
+    environments: Environments,
     renderer: Renderer,
     max_tokens: int,
     max_model_len: int,
@@ -207,14 +208,18 @@ def check_demonstrations(
             )
 
 
-def _openings(environments: TriedEnvironments, problems: Iterable[Problem]) -> list[tuple[Message, ...]]:
-    """Return the opening messages of each problem."""
+def _openings(environments: Environments, problems: Iterable[Problem]) -> list[tuple[Message, ...]]:
+    """Return the opening messages of each problem; raise ValueError if an environment does not open and close."""
 
     async def opened() -> list[tuple[Message, ...]]:
         openings = []
         for problem in problems:
-            async with environments.opened(problem) as environment:
+            async with environments.opened([problem]) as ((environment,),):
                 openings.append(environment.messages)
+                try:
+                    await environment.close()
+                except (EnvironmentFailedError, RunError) as error:
+                    raise ValueError(f"closing problem {problem.id!r}: {error}") from error
         return openings
 
     return run_now(opened())

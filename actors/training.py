@@ -25,8 +25,7 @@ from actors.calls import ActorCallError, Group, may_hang
 from actors.checks import has_lora
 from losses.types import uses_proximal_logprobs
 from rl.config.json import to_dict
-from rl.loop.loop import Loop, Sink
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import Loop, RolloutSetup, Sink
 from rl.loop.state import LoopState, StepCheckpoints, read_loop_state
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.warmup import SupervisedWarmup

@@ -52,8 +52,7 @@ from benchmarks.observability_actors import (
     observe,
 )
 from configs.sum_digits import tiny
-from rl.loop.loop import Loop
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
 from rl.observability.machine_limits import LimitSink

@@ -30,9 +30,9 @@ from losses.policy import GRPOLoss
 from rl.local import LocalBackend
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
+from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import demonstration_sample, policy_sample
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.sum_digits import SumDigits, parse_answer
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine

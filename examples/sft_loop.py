@@ -28,9 +28,9 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.local import LocalBackend
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
+from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
 from rl.rollouts.samples import TokenSpan, supervised_sample
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import Completion, Message, OptimParams, Role, TrainingSample
@@ -138,9 +138,8 @@ async def main(args: argparse.Namespace) -> list[tuple[int, float]]:
     spec = model_registry("tiny")
     folder = args.hf_assets_path or str(write_random_model(output / "random", spec=spec, seed=args.seed))
     tokenizer, ends = open_tokenizer(Path(folder))
-    renderer = make_renderer(
-        RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True
-    )
+    renderer = make_renderer(RendererConfig(keep_replies=True), tokenizer=tokenizer, stop_token_ids=ends)
+    renderer.check_multi_turn()
     samples = [conversation_sample(messages, renderer) for messages in conversations]
     kept = [sample for sample in samples if len(sample.token_ids) <= args.max_tokens]
     num_long = len(samples) - len(kept)

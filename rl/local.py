@@ -40,10 +40,10 @@ from rl.models.generate import PromptLogprobs, generate, prompt_logprobs
 from rl.models.lora import LoRA
 from rl.models.sampling import spells_any
 from rl.models.spec import ModelSpec
+from rl.models.tokenizer import open_tokenizer
 from rl.observability.spans import span
 from rl.protocols import Rewarder
 from rl.rollouts.rubric import Rubric
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.models import RUN, TrainedModels, adapted

@@ -137,7 +137,7 @@ class Publisher(Protocol):
 
 class Rewarder(Protocol):
     async def score(self, groups: Sequence[Sequence[Rollout]], *, alone: bool = False) -> list[list[Score]]:
-        """Return a score for each rollout, in order.
+        """Return a score for each rollout, in order; that of a failed rollout has its failure.
 
         Args:
             groups: rollouts by problem; reward functions of a whole group receive them together.

@@ -22,8 +22,12 @@ from rl.config.configurable import Configurable
 from rl.config.json import to_dict
 from rl.models.hf import HFFolder, write_random_model
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import TokenizerFingerprint, build_byte_tokenizer, tokenizer_fingerprint
-from rl.rollouts.tokenizer import open_tokenizer
+from rl.models.tokenizer import (
+    TokenizerFingerprint,
+    build_byte_tokenizer,
+    open_tokenizer,
+    tokenizer_fingerprint,
+)
 from rl.types import TrainingSample
 
 RECIPE = 3

@@ -280,8 +280,6 @@ class ForwardBackwardResult:
     """Input tokens of all samples, without padding; a shared prompt counts for each sample."""
     num_valid_tokens: int
     """Tokens that the loss was summed over; with K targets the number of targets."""
-    advantage_mean: float
-    advantage_std: float
     ratio_mean: float
     clipped_fraction: float
     entropy_mean: float

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.environment import Environments
+from rl.rollouts.episode import Episodes
 from rl.rollouts.samples import policy_sample
 from rl.tasks.sum_digits import SumDigits, make_problem
 from rl.types import SamplingParams
@@ -21,7 +22,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_loop_trains_on_each_groups_advantages_also_where_replies_are_equal():
     (loop,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), flags=re.DOTALL)
     names: dict[str, Any] = {
-        "EpisodeLimits": EpisodeLimits,
+        "Environments": Environments,
         "Episodes": Episodes,
         "SamplingParams": SamplingParams,
         "islice": itertools.islice,

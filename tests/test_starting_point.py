@@ -11,7 +11,7 @@ from rl.loop.warmup import SupervisedWarmup
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.protocols import Environment
-from rl.rollouts.environment import SingleTurn, TriedEnvironments
+from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.samples import demonstrated_now
 from rl.starting_point import NUM_KEYED_DEMONSTRATIONS, StartingPoint, random_model, warmed_up_model
 from rl.tasks.sum_digits import SumDigits
@@ -35,7 +35,7 @@ def planned(
         "seed": 0,
         "warmup": SupervisedWarmup.Config(),
         "demonstrations": demonstrated_now(
-            problems, TriedEnvironments(make=environment or built.environment), renderer=RENDERER
+            problems, Environments(make=environment or built.environment), renderer=RENDERER
         ),
         "arithmetic": {"dtypes": "float32"},
     }
@@ -111,7 +111,7 @@ def test_what_an_environment_says_between_the_replies_shapes_the_warm_up(tmp_pat
     two_turns = [Problem(id="p", question="q", answer="b", demonstration=("a", "b"))]
 
     def folder(answer: str) -> Path | None:
-        environments = TriedEnvironments(make=lambda p: Answering(problem=p, answer=answer))
+        environments = Environments(make=lambda p: Answering(problem=p, answer=answer))
         samples = demonstrated_now(two_turns, environments, renderer=RENDERER)
         return planned(tmp_path, demonstrations=samples).warmed_up
 

@@ -49,7 +49,7 @@ from rl.models.hf import HFFolder, read_json_object
 from rl.models.parallelize import check_tensor_parallel
 from rl.models.sampling import End, spells_any
 from rl.models.spec import ModelSpec
-from rl.rollouts.tokenizer import open_tokenizer
+from rl.models.tokenizer import open_tokenizer
 from rl.types import Completion, SamplingParams
 from rl.utils.processes import process_states, restore_process_states
 from rl.utils.threads import WorkerThread

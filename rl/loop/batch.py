@@ -152,13 +152,6 @@ def _limit_lengths(
     return kept, counts
 
 
-def recorded_samples(
-    training: TrainingBatch, minibatch: int, *, recorded: Collection[RolloutId]
-) -> list[int]:
-    """Return the indices of a minibatch's samples whose rollouts are recorded."""
-    return [i for i, rollout_id in enumerate(training.rollout_ids[minibatch]) if rollout_id in recorded]
-
-
 def trained_rollouts(
     batch: Batch,
     training: TrainingBatch,

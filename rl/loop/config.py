@@ -7,16 +7,11 @@ from typing import Literal
 
 from rl.config.configurable import Configurable
 from rl.config.effect import unless
+from rl.config.tree import check_bounds
 from rl.rollouts.advantage import Advantage
 from rl.rollouts.episode import EpisodeLimits, Sampling
 from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.penalties import KLReward, OverlongPunishment
-
-_SMALLEST = {
-    "num_steps": 0, "eval_every": 0, "max_empty_steps": 0, "max_logprob_diff": 0, "max_off_policy_steps": 0,
-    "groups_per_batch": 1, "group_size": 2, "num_minibatches": 1, "publish_every": 1,
-}  # fmt: skip
-"""Smallest value of each field; a group's mean is its baseline, so it has at least two samples."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +28,8 @@ class LoopConfig(Configurable.Config):
     """Optimizer steps that a batch is divided into, by prompts."""
     max_off_policy_steps: int = 0
     """Largest number of training steps between the weights that generated a token and the weights that train on
-    it. 0: generation and training take turns; above 0, generation runs ahead by up to this many steps."""
+    it. 0: generation and training take turns; above 0, generation runs ahead by up to this many steps, as
+    `rl.rollouts.staleness` proves."""
     publish_every: int = 1
     """Steps between two publications of the weights; needs `max_off_policy_steps` of at least one less."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -79,19 +75,18 @@ class LoopConfig(Configurable.Config):
         return step % self.publish_every == 0 or self.evaluates(step)
 
     def __post_init__(self) -> None:
-        for name, smallest in _SMALLEST.items():
-            if not getattr(self, name) >= smallest:
-                raise ValueError(f"{name}={getattr(self, name)} is not at least {smallest}")
+        from_0 = ("num_steps", "eval_every", "max_empty_steps", "max_logprob_diff", "max_off_policy_steps")
+        check_bounds(self, *from_0, at_least=0)
+        check_bounds(self, "groups_per_batch", "num_minibatches", "publish_every", at_least=1)
+        check_bounds(self, "group_size", at_least=2)  # a group's mean is its baseline
+        check_bounds(self, "max_failed_rewards", at_least=0, below=1)
+        check_bounds(self, "max_sample_tokens", at_least=2)
         if self.groups_per_batch % self.num_minibatches:
             raise ValueError(
                 f"num_minibatches={self.num_minibatches} does not divide groups_per_batch={self.groups_per_batch}"
             )
-        if not 0 <= self.max_failed_rewards < 1:
-            raise ValueError(f"max_failed_rewards={self.max_failed_rewards} is not in [0, 1)")
         if self.max_off_policy_steps < self.publish_every - 1:
             raise ValueError(
                 f"max_off_policy_steps={self.max_off_policy_steps} is a bound that no batch can meet with "
                 f"publish_every={self.publish_every}: must be at least {self.publish_every - 1}"
             )
-        if self.max_sample_tokens is not None and self.max_sample_tokens < 2:
-            raise ValueError(f"max_sample_tokens={self.max_sample_tokens}: must be at least 2, or None")

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from rl.config.configurable import Configurable
-from rl.loop.batch import TrainingBatch, make_training_batch, recorded_samples, trained_rollouts
+from rl.loop.batch import TrainingBatch, make_training_batch, trained_rollouts
 from rl.loop.config import LoopConfig
 from rl.loop.metrics import (
     StepClock,
@@ -39,20 +40,75 @@ from rl.loop.metrics import (
     time_metrics,
     training_metrics,
 )
-from rl.loop.rollouts import RolloutSetup
 from rl.loop.state import LoopState, Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.observability.metrics import Record
 from rl.observability.recorder import Recorder
-from rl.protocols import Publisher, Trainer
-from rl.rollouts.group import RolloutId
-from rl.rollouts.producer import Batch, NothingToLearnError
-from rl.rollouts.staleness import off_policy_steps
-from rl.types import ForwardBackwardResult, OptimStepResult
-from rl.utils.clock import now_s
+from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
+from rl.rollouts.environment import Environments, EnvironmentThread
+from rl.rollouts.episode import Episodes
+from rl.rollouts.evaluation import Evaluator
+from rl.rollouts.group import RolloutId, RolloutWorker
+from rl.rollouts.producer import Batch, NothingToLearnError, NumberedProblems, RolloutProducer
+from rl.rollouts.renderer import Renderer
+from rl.rollouts.staleness import StalenessBound, off_policy_steps
+from rl.tasks.task import Task
+from rl.types import ForwardBackwardResult, OptimStepResult, SamplingParams
+from rl.utils.clock import BusyClock, now_s
 from rl.utils.errors import RunError, error_context
 from rl.utils.threads import BackgroundWriter
 from rl.weights.sync import WeightSync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSetup:
+    """Everything that a loop's rollouts are made with, besides the loop's own settings."""
+
+    generator: TokenGenerator
+    rewarder: Rewarder
+    renderer: Renderer
+    task: Task
+    max_sequence_tokens: int
+    """Longest sequence that generator and trainer can process, in tokens."""
+    seed: int
+    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
+    """Event loop of the environments, shared by training and evaluation."""
+
+    def parts(self, config: LoopConfig) -> tuple[RolloutWorker, Evaluator]:
+        """Return the worker that turns a training problem into a scored group, and the evaluator."""
+        sampling = SamplingParams(
+            max_tokens=config.sampling.max_tokens,
+            num_samples=config.group_size,
+            temperature=config.sampling.temperature,
+            stop_token_ids=self.renderer.stop_token_ids,
+        )
+        episodes = Episodes(
+            generator=self.generator,
+            renderer=self.renderer,
+            environments=Environments(
+                make=self.task.environment, step_timeout_s=config.episode.step_timeout_s, thread=self.thread
+            ),
+            limits=config.episode,
+            max_tokens=self.max_sequence_tokens,
+        )
+        worker = RolloutWorker(
+            episodes=episodes,
+            rewarder=self.rewarder,
+            sampling=sampling,
+            seed=self.seed,
+            overlong=config.overlong,
+            drop_long_prompts=config.long_prompts == "drop",
+        )
+        evaluator = Evaluator(
+            sets=self.task.eval_sets(),
+            # With clocks and counters of their own, so that evaluations do not count in a step's.
+            episodes=replace(episodes, generating=BusyClock()),
+            rewarder=self.rewarder,
+            settings=config.evaluation,
+            sampling=sampling,
+            max_failed=config.max_failed_rewards,
+        )
+        return worker, evaluator
 
 
 class Sink(Protocol):
@@ -113,10 +169,26 @@ class Loop(Configurable):
         self._stop = stop or StopRequest()
         self._continued = state
         self._writer = BackgroundWriter("rollouts.jsonl")
-        self._evaluator = rollouts.evaluator(config)
-        problems = rollouts.problems(state)
-        worker = rollouts.worker(config)
-        self._producer = rollouts.producer(config, worker=worker, problems=problems, state=state)
+        worker, self._evaluator = rollouts.parts(config)
+        problems = NumberedProblems(
+            rollouts.task.train_problems(seed=rollouts.seed), None if state is None else state.to_draw
+        )
+        self._producer = RolloutProducer(
+            bound=StalenessBound(
+                max_off_policy_steps=config.max_off_policy_steps,
+                groups_per_batch=config.groups_per_batch,
+                num_steps=config.num_steps,
+                step=0 if state is None else state.position.step,
+            ),
+            worker=worker.run,
+            problems=problems,
+            drop_equal=config.drop_zero_advantage_groups,
+            max_sample_tokens=config.max_sample_tokens if config.long_samples == "drop_group" else None,
+            max_dropped=config.max_empty_steps * config.groups_per_batch,
+            max_failed_rewards=config.max_failed_rewards,
+            rewards_per_step=config.groups_per_batch * config.group_size,
+            state=None if state is None else state.held,
+        )
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)
         self._progress = Progress(config=config, problems=problems, producer=self._producer, state=state)
@@ -135,7 +207,8 @@ class Loop(Configurable):
             try:
                 await self._writer.finish()  # a checkpoint's rollouts are not generated again
             finally:
-                await self.checkpoints.save_at_stop(self._progress.now())
+                if self.checkpoints.would_save(self._progress.done):
+                    await self.checkpoints.save(self._progress.now(), wait=True)
             raise
         except Exception as error:  # also an error of the user's task
             if self._progress.whole is not None:
@@ -228,10 +301,10 @@ class Loop(Configurable):
 
         try:
             for number, samples in enumerate(training.minibatches):
-                indices = recorded_samples(training, number, recorded=recorded)
+                ids = training.rollout_ids[number]
+                indices = [i for i, rollout_id in enumerate(ids) if rollout_id in recorded]
                 gradient = await self.trainer.forward_backward(samples, return_logprobs=indices or False)
-                ids = [training.rollout_ids[number][i] for i in indices]
-                logprobs |= zip(ids, gradient.logprobs or (), strict=False)
+                logprobs |= zip([ids[i] for i in indices], gradient.logprobs or (), strict=False)
                 if number == 0 and on_policy:
                     self._check_logprobs(gradient)
                 self._clock.lap("train")

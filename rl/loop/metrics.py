@@ -150,7 +150,12 @@ def _environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 def training_metrics(minibatches: Sequence[TrainedMinibatch]) -> dict[str, Metric]:
     """Return the metrics of a step's optimizer steps."""
     # Later minibatches differ from the generator by the updates between them.
-    mismatch = _mismatch_metrics(minibatches[0].gradient)
+    first = minibatches[0].gradient
+    mismatch: dict[str, Metric] = {
+        "logprob_diff/mean": Mean(first.logprob_diff_mean),
+        "logprob_diff/max": Max(first.logprob_diff_max),
+        "logprob_diff/identical": Last(int(first.logprobs_identical)),
+    }
     merged = merge([*map(_minibatch_metrics, minibatches), mismatch])
     return merged | _effective_share(merged)
 
@@ -207,14 +212,6 @@ def _effective_share(merged: Mapping[str, Metric]) -> dict[str, Metric]:
         return {}
     share = effective_sample_share(mean_weight=weight.value, mean_squared_weight=squared.value)
     return {"loss/correction_effective_share": Last(share)}
-
-
-def _mismatch_metrics(gradient: ForwardBackwardResult) -> dict[str, Metric]:
-    return {
-        "logprob_diff/mean": Mean(gradient.logprob_diff_mean),
-        "logprob_diff/max": Max(gradient.logprob_diff_max),
-        "logprob_diff/identical": Last(int(gradient.logprobs_identical)),
-    }
 
 
 def time_metrics(

@@ -74,11 +74,6 @@ class LoopState:
         return replace(self, held=ProducerState(), drawn_with=drawn_with)
 
 
-def packed(state: LoopState) -> bytes:
-    """Return the content of the loop's file in a checkpoint."""
-    return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
-
-
 def read_loop_state(folder: str | Path) -> LoopState | None:
     """Return the loop's state of a checkpoint, or None if no loop saved it.
 
@@ -198,18 +193,13 @@ class StepCheckpoints:
             position=state.position,
             model_only=last and self.config.last_save_model_only,
             wait=wait or last,
-            attachments={ATTACHMENT: packed(state)},
+            attachments={ATTACHMENT: pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)},
         )
         self.last_saved = step
 
     def would_save(self, step: int) -> bool:
         """Return True if a loop that ends early after `step` has unsaved progress that may be saved."""
         return self.config.saves and step > 0 and step != self.last_saved
-
-    async def save_at_stop(self, state: LoopState) -> None:
-        """Save a loop that ends early on request, and wait until the checkpoint is written."""
-        if self.would_save(state.position.step):
-            await self.save(state, wait=True)
 
     async def save_after(self, error: Exception, state: LoopState) -> None:
         """Save a loop that ends with an error if the trainer still answers; only log what fails."""

@@ -12,8 +12,9 @@ from itertools import islice
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.protocols import Trainer
-from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.samples import demonstrated
 from rl.types import OptimParams, Problem
@@ -41,21 +42,12 @@ class SupervisedWarmup(Configurable):
         """Gradient clip norm."""
 
         def __post_init__(self) -> None:
-            valid = {
-                "num_steps": self.num_steps >= 1,
-                "num_demonstrations": self.num_demonstrations >= 1,
-                "lr": self.lr > 0,
-                "max_norm": self.max_norm > 0,
-                "weight_decay": self.weight_decay >= 0,
-                "betas": all(0 <= beta < 1 for beta in self.betas),
-                "lr_warmup_steps": self.lr_warmup_steps >= 0,
-                "min_lr_ratio": 0 <= self.min_lr_ratio <= 1,
-            }
-            for name, is_valid in valid.items():
-                if not is_valid:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} is out of range (no warm-up: --warmup None)"
-                    )
+            check_bounds(self, "num_steps", "num_demonstrations", at_least=1)  # no warm-up: --warmup None
+            check_bounds(self, "lr", "max_norm", above=0)
+            check_bounds(self, "weight_decay", "lr_warmup_steps", at_least=0)
+            check_bounds(self, "min_lr_ratio", at_least=0, at_most=1)
+            if not all(0 <= beta < 1 for beta in self.betas):
+                raise ValueError(f"betas={self.betas}: must be at least 0 and below 1")
 
         def lr_at(self, step: int) -> float:
             """Return the learning rate of a step, counted from 0."""
@@ -69,7 +61,7 @@ class SupervisedWarmup(Configurable):
         config: Config,
         trainer: Trainer,
         renderer: Renderer,
-        environments: TriedEnvironments,
+        environments: Environments,
     ) -> None:
         """Keep the parts; `environments` makes the environments of the demonstrated problems."""
         self.config = config

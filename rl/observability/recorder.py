@@ -31,7 +31,7 @@ from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.observability.metrics import to_json
 from rl.rollouts.evaluation import EvaluationResult
-from rl.rollouts.group import Group, RolloutId, failure_of
+from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
@@ -101,7 +101,7 @@ class Entry:
     @property
     def is_odd(self) -> bool:
         """True for a failed or unparsed rollout, which is recorded from any group."""
-        return failure_of(self.rollout, self.score) is not None or bool(self.score.unparsed)
+        return self.score.failure is not None or bool(self.score.unparsed)
 
 
 class Recorder:
@@ -151,7 +151,6 @@ class Recorder:
 
     def _line(self, entry: Entry) -> dict[str, Any]:
         rollout, score, trained = entry.rollout, entry.score, entry.trained
-        failure = failure_of(rollout, score)
         turns = [self._turn(turn) for turn in rollout.turns]
         if trained is not None and self.config.tokens:
             for fields, values in zip(turns, trained.of_turns(rollout.turns), strict=True):
@@ -169,7 +168,7 @@ class Recorder:
             "correct": score.correct,
             "parts": score.parts,
             "end": rollout.end,
-            **({} if failure is None else {"failure": failure}),
+            **({} if score.failure is None else {"failure": score.failure}),
             **({"unparsed": score.unparsed} if score.unparsed else {}),
             "turns": turns,
         }
@@ -240,7 +239,7 @@ def _entries(
     entries: list[Entry] = []
     of_scored = zip_longest(range(len(group.scored)), trained)
     for rollout, score in zip(group.rollouts, group.scores, strict=True):
-        if failure_of(rollout, score) is not None:
+        if score.failure is not None:
             entries.append(Entry(rollout=rollout, score=score, head=head))
         else:
             sample, known = next(of_scored)

@@ -7,11 +7,13 @@ produced.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+from rl.config.tree import check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,10 +49,8 @@ class Advantage:
     """Added to the standard deviation."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps={self.eps}: must be at least 0 and finite")
-        if not 0 < self.discount <= 1:
-            raise ValueError(f"discount={self.discount}: must be above 0 and at most 1")
+        check_bounds(self, "eps", at_least=0, below=math.inf)
+        check_bounds(self, "discount", above=0, at_most=1)
         if self.discount != 1 and self.credit != "token":
             raise ValueError(
                 f"discount={self.discount} has no effect with credit={self.credit!r}: must be 1, or credit "
@@ -91,24 +91,16 @@ class Advantage:
     def _centered(self, values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
         if self.baseline == "none":
             return values_PG
-        if self.baseline == "batch_mean":
-            mean = _mean(_joined(group for group_G in values_PG for group in group_G))
-            return [[values - mean for values in values_G] for values_G in values_PG]
-        if self.baseline == "group_mean":
-            means_P = [_mean(_joined(values_G)) for values_G in values_PG]
-            return [
-                [values - mean for values in values_G]
-                for values_G, mean in zip(values_PG, means_P, strict=True)
-            ]
-        return [_leave_one_out(values_G) for values_G in values_PG]
+        if self.baseline == "leave_one_out":
+            return [_leave_one_out(values_G) for values_G in values_PG]
+        means_P = map(_mean, _pools(values_PG, by_group=self.baseline == "group_mean"))
+        return [[v - mean for v in values_G] for values_G, mean in zip(values_PG, means_P, strict=True)]
 
     def _scaled(self, values_PG: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
         if self.scale == "none":
             return values_PG
-        if self.scale == "batch_std":
-            std = self._std(_joined(group for group_G in values_PG for group in group_G))
-            return [[values / std for values in values_G] for values_G in values_PG]
-        return [[values / self._std(_joined(values_G)) for values in values_G] for values_G in values_PG]
+        stds_P = map(self._std, _pools(values_PG, by_group=self.scale == "group_std"))
+        return [[v / std for v in values_G] for values_G, std in zip(values_PG, stds_P, strict=True)]
 
     def _std(self, values: np.ndarray) -> float:
         """Return the Bessel-corrected standard deviation plus eps; 1 if all values are equal."""
@@ -145,8 +137,10 @@ def _mean(values: np.ndarray) -> float:
     return float(values[0] if np.ptp(values) == 0 else values.mean())
 
 
-def _joined(values: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *values])
+def _pools(values_PG: Sequence[Sequence[np.ndarray]], *, by_group: bool) -> list[np.ndarray]:
+    """Return, for each group, the values that its statistics are taken over: the group's or the batch's."""
+    pools_P = [np.concatenate([np.zeros(0), *values_G]) for values_G in values_PG]
+    return pools_P if by_group else [np.concatenate([np.zeros(0), *pools_P])] * len(pools_P)
 
 
 def _has_equal_sums(rewards_G: Sequence[np.ndarray]) -> bool:

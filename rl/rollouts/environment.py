@@ -1,4 +1,4 @@
-"""Environments: the single-turn one, the thread that all others run in, and trials before a run.
+"""Environments: the single-turn one, and calls of all others in a thread of their own.
 
     episode --step, close--> event loop of the environment thread --result--> episode
 
@@ -14,8 +14,8 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, get_args
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-class TooLongError(Exception):
-    """An environment's call exceeded its time limit; the message says so."""
+class EnvironmentFailedError(Exception):
+    """An environment broke, or exceeded its time limit; the message says which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ async def _guarded(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EnvironmentCalls:
-    """Calls of one environment with a time limit, in the environment thread unless it `runs_inline`."""
+    """Calls of one opened environment with a time limit, in the environment thread unless it `runs_inline`."""
 
     environment: Environment
     problem: Problem
@@ -106,26 +106,28 @@ class EnvironmentCalls:
     timeout_s: float
     """Longest time of a step, and of `close`."""
     messages: tuple[Message, ...] = ()
-    """Opening messages, if it was opened by `TriedEnvironments`."""
-
-    @property
-    def single_turn(self) -> bool:
-        """True if the environment declares that the first reply ends the episode."""
-        return bool(getattr(self.environment, "single_turn", False))
+    """Opening messages."""
+    _is_closed: bool = False
 
     async def step(self, reply: Reply) -> Observation:
         """Return the environment's answer to a reply.
 
         Raises:
-            TooLongError: no answer within `timeout_s`.
-            TypeError, ValueError: the answer is not a valid Observation; names the field.
-            Exception: what the environment raises.
+            EnvironmentFailedError: there is no answer within `timeout_s`, the environment raised, or the answer is
+                not a valid Observation; names the field.
+            RunError: raised by the environment.
         """
-        return _checked(await self._call(lambda: self.environment.step(reply)))
+
+        async def answer() -> Observation:
+            return _checked(await self.environment.step(reply))
+
+        return await self._call(answer)
 
     async def close(self) -> None:
-        """Close the environment; raises as `step` does."""
-        await self._call(self.environment.close)
+        """Close the environment; raises as `step` does. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._call(self.environment.close)
 
     async def _call(self, function: Callable[[], Awaitable[ResultT]]) -> ResultT:
         runs_inline = getattr(self.environment, "runs_inline", False)
@@ -133,37 +135,73 @@ class EnvironmentCalls:
         try:
             async with timer:
                 return await (_guarded(function) if runs_inline else self.thread.start(function))
-        except Exception as error:
-            if timer.expired() and not isinstance(error, RunError):
-                raise TooLongError(f"took longer than step_timeout_s={self.timeout_s:g}") from error
+        except RunError:
             raise
+        except Exception as error:
+            slow = f"took longer than step_timeout_s={self.timeout_s:g}"
+            raise EnvironmentFailedError(
+                f"the environment {slow if timer.expired() else f'raised {error!r}'}"
+            ) from error
 
 
-def make_environment(make: Callable[[Problem], Environment], problem: Problem) -> Environment:
-    """Return the environment that a task makes for a problem.
+@dataclass(kw_only=True, slots=True)
+class Environments:
+    """The environments of a task, all called in one thread.
 
-    Raises:
-        RunError: the task's function raised; names the problem.
+    The checks before a run, the warm-up and the episodes share one object, so a client that the first environment
+    makes serves all of them.
     """
-    try:
-        return make(problem)
-    except RunError:
-        raise
-    except Exception as error:
-        raise RunError(f"the environment of problem {problem.id!r} cannot be made: {error!r}") from error
+
+    make: Callable[[Problem], Environment]
+    step_timeout_s: float = 60.0
+    """Time limit of each step, and of closing."""
+    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
+
+    @asynccontextmanager
+    async def opened(
+        self, problems: Iterable[Problem], *, num: int = 1
+    ) -> AsyncIterator[list[list[EnvironmentCalls]]]:
+        """Make and open `num` environments of each problem; close them at the end, where errors are only logged.
+
+        Raises:
+            ValueError: an environment cannot be made, or does not open as the others of its problem; names the
+                problem.
+        """
+        groups: list[list[EnvironmentCalls]] = []
+        try:
+            for problem in problems:
+                groups.append([])
+                groups[-1] += (self._made(problem) for _ in range(num))
+            for group in groups:
+                messages = _common_opening(group)
+                for calls in group:
+                    calls.messages = messages
+            yield groups
+        finally:
+            closing = [calls.close() for group in groups for calls in group]
+            for error in await asyncio.gather(*closing, return_exceptions=True):
+                if isinstance(error, Exception):
+                    logger.warning("an environment could not be closed: %r", error, exc_info=error)
+
+    def _made(self, problem: Problem) -> EnvironmentCalls:
+        try:
+            environment = self.make(problem)
+        except Exception as error:
+            raise ValueError(
+                f"the environment of problem {problem.id!r} cannot be made: {error!r}"
+            ) from error
+        return EnvironmentCalls(
+            environment=environment, problem=problem, thread=self.thread, timeout_s=self.step_timeout_s
+        )
 
 
-def common_opening(group: Sequence[Environment], problem: Problem) -> tuple[Message, ...]:
-    """Return the opening messages that all environments of a problem share.
-
-    Raises:
-        RunError: an environment raises, gives no valid messages, or opens differently; names the problem.
-    """
-    openings = {_opening(environment, problem) for environment in group}
+def _common_opening(group: Sequence[EnvironmentCalls]) -> tuple[Message, ...]:
+    """Return the opening messages that all environments of a problem share."""
+    openings = {_opening(calls.environment, calls.problem) for calls in group}
     if len(openings) != 1:
-        raise RunError(
-            f"environments of problem {problem.id!r} open differently, but the samples of a group need the "
-            "same prompt: let `opening` depend on the problem alone"
+        raise ValueError(
+            f"environments of problem {group[0].problem.id!r} open differently, but the samples of a group need "
+            "the same prompt: let `opening` depend on the problem alone"
         )
     return openings.pop()
 
@@ -174,10 +212,8 @@ def _opening(environment: Environment, problem: Problem) -> tuple[Message, ...]:
         _check_messages(messages)
         if not messages:
             raise ValueError("there are no messages, and the model needs at least one")
-    except RunError:
-        raise
     except Exception as error:
-        raise RunError(
+        raise ValueError(
             f"the environment of problem {problem.id!r} ({type(environment).__name__}) does not open: "
             f"`opening` must return a sequence of Message: {error!r}"
         ) from error
@@ -201,56 +237,3 @@ def _check_messages(messages: Sequence[Any]) -> None:
             raise ValueError(
                 f"messages[{i}]={m!r}: must be a Message with a text and a role of {', '.join(roles)}"
             )
-
-
-@dataclass(kw_only=True, slots=True)
-class TriedEnvironments:
-    """Environments played outside of rollouts: in the checks before a run, and in the warm-up.
-
-    They use the same thread as the run's episodes, so a client that the first one makes serves all of them.
-    """
-
-    make: Callable[[Problem], Environment]
-    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
-    step_timeout_s: float = 60.0
-    """Time limit of each step, and of closing."""
-
-    @asynccontextmanager
-    async def opened(self, problem: Problem) -> AsyncIterator[EnvironmentCalls]:
-        """Make and open a new environment, and close it at the end.
-
-        Raises:
-            ValueError: the environment cannot be made, opened or closed; names the problem.
-        """
-        with environment_errors(f"opening problem {problem.id!r}"):
-            calls = EnvironmentCalls(
-                environment=make_environment(self.make, problem),
-                problem=problem,
-                thread=self.thread,
-                timeout_s=self.step_timeout_s,
-            )
-        try:
-            with environment_errors(f"opening problem {problem.id!r}"):
-                calls.messages = common_opening([calls.environment], problem)
-            yield calls
-        except BaseException:
-            try:
-                await calls.close()
-            except Exception as error:
-                logger.warning("closing problem %r: %r", problem.id, error, exc_info=error)
-            raise
-        with environment_errors(f"closing problem {problem.id!r}"):
-            await calls.close()
-
-
-@contextmanager
-def environment_errors(where: str) -> Iterator[None]:
-    """Turn an error of an environment into a ValueError that begins with `where`."""
-    try:
-        yield
-    except TooLongError as error:
-        raise ValueError(f"{where}: the environment {error}") from error
-    except RunError as error:
-        raise ValueError(f"{where}: {error}") from error
-    except Exception as error:
-        raise ValueError(f"{where}: the environment raised {error!r}") from error

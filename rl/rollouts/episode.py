@@ -13,25 +13,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import math
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.protocols import Environment, TokenGenerator
-from rl.rollouts.environment import (
-    EnvironmentCalls,
-    EnvironmentThread,
-    TooLongError,
-    common_opening,
-    make_environment,
-)
+from rl.config.tree import check_bounds
+from rl.protocols import TokenGenerator
+from rl.rollouts.environment import EnvironmentCalls, EnvironmentFailedError, Environments
 from rl.rollouts.renderer import Renderer, render_prompt
 from rl.types import (
     Completion,
     EndReason,
-    Message,
     Observation,
     Problem,
     Prompt,
@@ -41,7 +36,6 @@ from rl.types import (
     Turn,
 )
 from rl.utils.clock import BusyClock, now_s
-from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -55,25 +49,13 @@ class Sampling:
     max_tokens: int = 32
     """Most new tokens of one completion."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer divides its logits by it, so that both use the same distribution."""
-    top_p: float = 1.0
-    """Only 1 (off) can be trained on: the trainer cannot undo a truncated distribution."""
-    top_k: int = 0
-    """Only 0 (off) can be trained on."""
+    """Sampling temperature. The trainer divides its logits by it, so that both use the same distribution; for
+    the same reason training has no top-p or top-k."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} is less than 1")
-        if not 0.01 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature} cannot be trained on: greedy tokens carry no "
-                "policy gradient; use a finite value of at least 0.01 (evaluation is greedy anyway)"
-            )
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}: training needs 1.0 and 0 (off), or the recorded "
-                "logprobs are not those of the distribution that the trainer computes"
-            )
+        check_bounds(self, "max_tokens", at_least=1)
+        # Greedy tokens have no policy gradient; evaluation is greedy anyway.
+        check_bounds(self, "temperature", at_least=0.01, below=math.inf)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,13 +72,9 @@ class EpisodeLimits:
     """Time after the first reply from which on no further turn begins."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise ValueError(f"max_turns={self.max_turns} is less than 1")
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 2, or None")
-        for name in ("step_timeout_s", "timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 and finite")
+        check_bounds(self, "max_turns", at_least=1)
+        check_bounds(self, "max_tokens", at_least=2)
+        check_bounds(self, "step_timeout_s", "timeout_s", above=0, below=math.inf)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,11 +83,10 @@ class Episodes:
 
     generator: TokenGenerator
     renderer: Renderer
-    environment: Callable[[Problem], Environment]
-    limits: EpisodeLimits
+    environments: Environments
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     max_tokens: int
     """Longest sequence that generator and trainer can take."""
-    thread: EnvironmentThread = field(default_factory=EnvironmentThread)
     generating: BusyClock = field(default_factory=BusyClock)
     num_generated_tokens: int = 0
 
@@ -122,47 +99,26 @@ class Episodes:
         session. With a seed the result depends only on it, the problems and the weights.
 
         Raises:
-            ValueError: a prompt leaves no room for a reply; names the problem.
-            RunError: an environment cannot be made or opened; names the problem.
+            ValueError: an environment cannot be made or opened, or a prompt leaves no room for a reply; names the
+                problem.
         """
-        environments: list[list[EnvironmentCalls]] = []
-        try:
-            for problem in problems:
-                environments.append([])
-                for _ in range(sampling.num_samples):
-                    environments[-1].append(self._make(problem))
-            openings = [
-                common_opening([calls.environment for calls in group], problem)
-                for group, problem in zip(environments, problems, strict=True)
-            ]
+        async with self.environments.opened(problems, num=sampling.num_samples) as environments:
             room = self.limit - sampling.max_tokens
             prompts = [
-                render_prompt(problem, messages, renderer=self.renderer, max_tokens=room)
-                for problem, messages in zip(problems, openings, strict=True)
+                render_prompt(problem, group[0].messages, renderer=self.renderer, max_tokens=room)
+                for problem, group in zip(problems, environments, strict=True)
             ]
             firsts = await self.draw([p.token_ids for p in prompts], sampling, session)
             episodes = [
                 Episode(
                     runner=self, environment=environment, prompt=prompt, sample=i,
                     sampling=sampling, session=session,
-                ).run(messages, completion)
-                for group, prompt, messages, completions in zip(
-                    environments, prompts, openings, firsts, strict=True
-                )
+                ).run(completion)
+                for group, prompt, completions in zip(environments, prompts, firsts, strict=True)
                 for i, (environment, completion) in enumerate(zip(group, completions, strict=True))
             ]  # fmt: skip
-            rollouts = iter(await _all_or_none(episodes))
+            rollouts = iter(await all_or_none(episodes))
             return [[next(rollouts) for _ in group] for group in environments]
-        finally:
-            await _close([e for group in environments for e in group])
-
-    def _make(self, problem: Problem) -> EnvironmentCalls:
-        return EnvironmentCalls(
-            environment=make_environment(self.environment, problem),
-            problem=problem,
-            thread=self.thread,
-            timeout_s=self.limits.step_timeout_s,
-        )
 
     @property
     def limit(self) -> int:
@@ -194,24 +150,21 @@ class Episode:
     tokens: list[np.ndarray] = field(default_factory=list)
     """All tokens so far, in parts."""
 
-    async def run(self, messages: Sequence[Message], completion: Completion) -> Rollout:
+    async def run(self, completion: Completion) -> Rollout:
         """Play the episode from the first completion to its end."""
         started, limits = now_s(), self.runner.limits
-        prompt_ids = self.prompt.token_ids
+        messages, prompt_ids = self.environment.messages, self.prompt.token_ids
         while True:
             self.tokens += [prompt_ids, completion.token_ids]
             text = self.runner.renderer.text(completion.token_ids)
             observation, failure = Observation(), None
             try:
                 observation = await self.environment.step(Reply(text=text, completion=completion))
-            except RunError:
-                raise
-            except Exception as error:  # noqa: BLE001  (raised by the environment's own code)
-                what = str(error) if isinstance(error, TooLongError) else f"raised {error!r}"
-                failure = self._failure(f"the environment {what}", text, error)
+            except EnvironmentFailedError as error:
+                failure = self._failure(str(error), text, error)
             self.turns.append(
                 Turn(
-                    messages=tuple(messages),
+                    messages=messages,
                     prompt_ids=prompt_ids,
                     completion=completion,
                     text=text,
@@ -220,7 +173,7 @@ class Episode:
             )
             if failure is not None:
                 return self._rollout("failed", failure)
-            messages = observation.messages
+            messages = tuple(observation.messages)
             if not messages:
                 return self._rollout("done")
             if len(self.turns) >= limits.max_turns:
@@ -266,19 +219,12 @@ class Episode:
         )
 
 
-async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Return the results in order; cancel all episodes after an error or a cancellation."""
-    tasks = [asyncio.ensure_future(episode) for episode in episodes]
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Return the results in order; after an error or a cancellation cancel all, and wait until they have ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _close(environments: Iterable[EnvironmentCalls]) -> None:
-    """Close all environments, logging their errors and timeouts."""
-    for error in await asyncio.gather(*(e.close() for e in environments), return_exceptions=True):
-        if isinstance(error, Exception):
-            logger.warning("an environment could not be closed: %r", error, exc_info=error)

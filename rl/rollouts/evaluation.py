@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rl.config.effect import unless
+from rl.config.tree import check_bounds
 from rl.observability.metrics import Mean, Metric, Sum, merge
 from rl.protocols import Rewarder
 from rl.rollouts.episode import Episodes
-from rl.rollouts.group import failure_of
+from rl.rollouts.group import check_failures
 from rl.rollouts.rubric import ENVIRONMENT
 from rl.types import Problem, Rollout, SamplingParams, Score
-from rl.utils.errors import RunError
 
 SEED = 20_240_607
 """Seed of the samples for pass@k, the same at every evaluation of every run."""
@@ -38,13 +38,8 @@ class Evaluation:
     """Temperature of the sampled replies."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 0:
-            raise ValueError(f"num_samples={self.num_samples} is less than 0")
-        if not 0.01 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature}: must be at least 0.01 and finite (a greedy reply is always "
-                "drawn too)"
-            )
+        check_bounds(self, "num_samples", at_least=0)
+        check_bounds(self, "temperature", at_least=0.01, below=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,12 +56,12 @@ class EvaluatedSet:
     def failures(self) -> list[str]:
         """Failures of greedy and sampled rollouts."""
         pairs = [*self.greedy, *(pair for group in self.sampled for pair in group)]
-        return [why for pair in pairs if (why := failure_of(*pair)) is not None]
+        return [score.failure for _, score in pairs if score.failure is not None]
 
     def sampled_correct(self) -> Iterator[tuple[str, list[bool]]]:
         """Yield each problem's id with the correctness of its sampled replies, without failed ones."""
         for group in self.sampled:
-            correct_G = [score.correct for r, score in group if failure_of(r, score) is None]
+            correct_G = [score.correct for _, score in group if score.failure is None]
             if correct_G:
                 yield group[0][0].prompt.problem.id, correct_G
 
@@ -87,7 +82,7 @@ class EvaluationResult:
         merged: dict[str, Metric] = {}
         for place, done in enumerate(self.sets):
             prefix = f"eval/{done.name}" if place else "eval"
-            whole = [(r, s) for r, s in done.greedy if failure_of(r, s) is None]
+            whole = [(r, s) for r, s in done.greedy if s.failure is None]
             merged |= score_metrics([score for _, score in whole], prefix=prefix)
             merged[f"{prefix}/num_failed"] = Sum(len(done.failures))
             parts: list[dict[str, Metric]] = [{"num_problems": Sum(len(done.greedy))}]
@@ -154,15 +149,14 @@ class Evaluator:
         # The single reply to a problem cannot be compared with others.
         scores = await self.rewarder.score(groups, alone=sampling.num_samples == 1)
         pairs_PG = [list(zip(*pair, strict=True)) for pair in zip(groups, scores, strict=True)]
-        pairs = [pair for group in pairs_PG for pair in group]
-        failures = [why for pair in pairs if (why := failure_of(*pair)) is not None]
-        # Compare the quotient, because 0.29 * 100 is less than 29.
-        if failures and len(failures) / len(pairs) > self.max_failed:
-            raise RunError(
-                f"{len(failures)} of {len(pairs)} rewards failed in the evaluation of {name!r}; "
-                f"loop.max_failed_rewards={self.max_failed:g} is the largest share allowed. The first "
-                f"failure: {failures[0]}"
-            )
+        failures = [score.failure for of_group in scores for score in of_group]
+        check_failures(
+            [failure for failure in failures if failure is not None],
+            num_scored=len(failures),
+            out_of=len(failures),
+            max_share=self.max_failed,
+            where=f"in the evaluation of {name!r}",
+        )
         return pairs_PG
 
 

@@ -18,6 +18,7 @@ from rl.rollouts.renderer import PromptTooLongError
 from rl.rollouts.rubric import OVERLONG
 from rl.types import Problem, Rollout, SamplingParams, Score
 from rl.utils.clock import BusyClock, now_s
+from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,19 @@ class Group:
     def scored(self) -> list[ScoredRollout]:
         """[<=G], without failed rollouts and scores."""
         pairs = zip(self.rollouts, self.scores, strict=True)
-        return [ScoredRollout(rollout=r, score=s) for r, s in pairs if failure_of(r, s) is None]
+        return [ScoredRollout(rollout=r, score=s) for r, s in pairs if s.failure is None]
 
 
-def failure_of(rollout: Rollout, score: Score) -> str | None:
-    """Return the reason why a rollout is neither trained on nor part of a mean; None if there is none."""
-    return rollout.failure if score.failure is None else score.failure
+def check_failures(
+    failures: Sequence[str], *, num_scored: int, out_of: int, max_share: float, where: str
+) -> None:
+    """Raise RunError with the first failure if the failures are more than `max_share` of `out_of` rewards."""
+    # Compare the quotient, because 0.29 * 100 is less than 29.
+    if failures and len(failures) / out_of > max_share:
+        raise RunError(
+            f"{len(failures)} of {num_scored} rewards failed {where}; loop.max_failed_rewards={max_share:g} is the "
+            f"largest share allowed of {out_of}. The first failure: {failures[0]}"
+        )
 
 
 def equal_rewards(group_G: Sequence[ScoredRollout]) -> bool:

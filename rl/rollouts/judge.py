@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import openai
 
+from rl.config.tree import check_bounds
 from rl.rollouts.rubric import shortened
 from rl.types import Rollout
 
@@ -166,13 +167,9 @@ class Judge:
                 f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}, which "
                 "the judge grades"
             )
-        smallest = {"max_tokens": 1, "max_retries": 0, "max_concurrency": 1, "temperature": 0}
-        for name, least in smallest.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s}: must be above 0, and finite")
+        check_bounds(self, "max_tokens", "max_concurrency", at_least=1)
+        check_bounds(self, "max_retries", "temperature", at_least=0)
+        check_bounds(self, "timeout_s", above=0, below=math.inf)
         _key(self.api_key_env)
 
     async def __call__(self, rollout: Rollout) -> float:

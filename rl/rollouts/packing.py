@@ -28,8 +28,6 @@ from rl.models.attention import Segments, SequenceLayout, on_device
 from rl.types import TrainingSample
 
 OPTIONAL_LOGPROBS = ("reference_logprobs", "proximal_logprobs")
-OPTIONAL = (*OPTIONAL_LOGPROBS, "targets", "ratio_mask")
-"""Fields of a sample that may be None."""
 _PER_TARGET = ("mask", "generator_logprobs", "advantages", *OPTIONAL_LOGPROBS)
 """Fields with K values for a token that has K targets."""
 

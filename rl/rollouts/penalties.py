@@ -14,21 +14,15 @@ import torch
 
 from losses.ops import KL_ESTIMATORS
 from rl.config.effect import only_if, unless
-
-
-def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
-    """Return 0 up to max_tokens - cache_tokens tokens, then a value that falls to -1 at max_tokens.
-
-    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476),
-    equation 13, where cache_tokens is L_cache.
-    """
-    over = num_tokens - (max_tokens - cache_tokens)
-    return 0.0 - min(max(over / cache_tokens, 0.0), 1.0)
+from rl.config.tree import check_bounds
 
 
 @dataclass(kw_only=True, slots=True)
 class OverlongPunishment:
-    """Addition to the reward of a long completion; 0 unless enabled."""
+    """Addition to the reward of a long completion; 0 unless enabled.
+
+    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv 2503.14476), equation 13.
+    """
 
     enable: bool = False
     """Lower the reward of completions that end within the buffer."""
@@ -39,10 +33,8 @@ class OverlongPunishment:
     """Largest punishment, in units of reward."""
 
     def __post_init__(self) -> None:
-        if self.buffer_tokens is not None and self.buffer_tokens < 1:
-            raise ValueError(f"buffer_tokens={self.buffer_tokens}: must be at least 1")
-        if not 0 <= self.penalty < math.inf:
-            raise ValueError(f"penalty={self.penalty}: must be a finite number of at least 0")
+        check_bounds(self, "buffer_tokens", at_least=1)
+        check_bounds(self, "penalty", at_least=0, below=math.inf)
 
     def check(self, *, max_tokens: int) -> None:
         """Raise ValueError if the buffer is longer than a completion of at most `max_tokens`."""
@@ -53,13 +45,12 @@ class OverlongPunishment:
             )
 
     def __call__(self, num_tokens: int, *, max_tokens: int) -> float:
-        """Return the punishment of a completion of `num_tokens` with a limit of `max_tokens`."""
+        """Return 0 up to `max_tokens` less the buffer, then a value that falls to -`penalty` at `max_tokens`."""
         if not self.enable:
             return 0.0
-        buffer_tokens = max(1, max_tokens // 4) if self.buffer_tokens is None else self.buffer_tokens
-        return self.penalty * overlong_punishment(
-            num_tokens, max_tokens=max_tokens, cache_tokens=buffer_tokens
-        )
+        buffer_tokens = self.buffer_tokens or max(1, max_tokens // 4)
+        share = (num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens
+        return self.penalty * (0.0 - min(max(share, 0.0), 1.0))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,8 +67,7 @@ class KLReward:
     """Estimator of the KL divergence; k1 gives its gradient on average, k2 and k3 do not."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.coef < float("inf"):
-            raise ValueError(f"coef={self.coef}: must be a finite number of at least 0")
+        check_bounds(self, "coef", at_least=0, below=math.inf)
 
 
 def kl_penalty(

@@ -14,13 +14,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from rl.observability.spans import span
-from rl.rollouts.group import Group, equal_rewards
+from rl.rollouts.group import Group, check_failures, equal_rewards
 from rl.rollouts.staleness import StalenessBound
-from rl.types import LoopPosition, Problem, Score
+from rl.types import LoopPosition, Problem
 from rl.utils.errors import RunError
 
 DropReason = Literal["failed", "equal", "oversize", "long_prompt"]
@@ -92,35 +92,6 @@ def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | N
     return "equal" if drop_equal and equal_rewards(group.scored) else None
 
 
-@dataclass(kw_only=True, slots=True)
-class FailedRewards:
-    """Counts rewards that could not be computed, and stops a run that has too many."""
-
-    max_share: float
-    """Largest share of failed rewards since the last batch."""
-    rewards_of_step: int
-    """Smallest denominator of the share, so that the first failure of a batch does not count as all of it."""
-    num_scored: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, scores: Sequence[Score]) -> None:
-        """Count scores; raise RunError with the first failure if there are too many failures."""
-        self.num_scored += len(scores)
-        self.failures += [s.failure for s in scores if s.failure is not None]
-        num_rewards = max(self.num_scored, self.rewards_of_step)
-        # Compare the quotient, because 0.29 * 100 is less than 29.
-        if len(self.failures) / num_rewards > self.max_share:
-            raise RunError(
-                f"{len(self.failures)} of {self.num_scored} rewards failed since the last batch; "
-                f"loop.max_failed_rewards={self.max_share:g} allows that share of the larger of this number "
-                f"and a step's {self.rewards_of_step}. The first failure: {self.failures[0]}"
-            )
-
-    def clear(self) -> None:
-        """Start counting anew after a batch was taken."""
-        self.num_scored, self.failures = 0, []
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """The groups that one step consumes."""
@@ -150,25 +121,37 @@ class RolloutProducer:
         bound: StalenessBound,
         worker: Callable[[int, Problem], Awaitable[Group]],
         problems: Iterator[tuple[int, Problem]],
-        reason_to_drop: Callable[[Group], DropReason | None],
-        failed_rewards: FailedRewards,
+        drop_equal: bool,
+        max_sample_tokens: int | None,
         max_dropped: int,
+        max_failed_rewards: float,
+        rewards_per_step: int,
         state: ProducerState | None = None,
     ) -> None:
         """Take collaborators that no other producer uses.
 
         Args:
             problems: problems with their numbers, without those of finished groups in `state`.
-            reason_to_drop: returns why a finished group is not trained on; None: it is.
+            drop_equal: drop groups without policy gradient.
+            max_sample_tokens: drop groups with a longer sample, prompt included; None: no limit.
             max_dropped: most groups in a row that may be dropped; one more stops the run.
+            max_failed_rewards: largest share of failed rewards since the last batch.
+            rewards_per_step: smallest number that the share is taken of, so that the first failure of a batch does
+                not count as all of it.
             state: state of an earlier producer to continue from.
         """
         self.bound = bound
         self._worker = worker
         self._problems = problems
-        self._reason_to_drop = reason_to_drop
-        self._failed_rewards = failed_rewards
+        self._drop_equal = drop_equal
+        self._max_sample_tokens = max_sample_tokens
         self._max_dropped = max_dropped
+        self._max_failed_rewards = max_failed_rewards
+        self._rewards_per_step = rewards_per_step
+        self._num_scored = 0
+        """Scores since the last batch."""
+        self._failures: list[str] = []
+        """Failed ones among them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: dict[int, Group] = {}
         self._dropped: list[tuple[DropReason, Group]] = []
@@ -213,7 +196,7 @@ class RolloutProducer:
             await self._changed.wait()
         batch = Batch(groups=[self._finished.pop(n) for n in numbers], dropped=_in_order(self._dropped))
         self._dropped = []
-        self._failed_rewards.clear()
+        self._num_scored, self._failures = 0, []
         self._start_groups()
         return batch
 
@@ -268,18 +251,22 @@ class RolloutProducer:
             self.fail(error)
 
     def _settle(self, group: Group) -> None:
-        """Keep or drop a finished group."""
-        try:
-            self._failed_rewards.add(group.scores)
-        except RunError:
-            self._finished[group.number] = group  # for `unused`; no batch is taken any more
-            raise
-        reason = self._reason_to_drop(group)
+        """Keep or drop a finished group; raise RunError if too many rewards failed or too many groups are dropped."""
+        self._finished[group.number] = group
+        self._num_scored += len(group.scores)
+        self._failures += [s.failure for s in group.scores if s.failure is not None]
+        check_failures(
+            self._failures,
+            num_scored=self._num_scored,
+            out_of=max(self._num_scored, self._rewards_per_step),
+            max_share=self._max_failed_rewards,
+            where="since the last batch",
+        )
+        reason = reason_to_drop(group, drop_equal=self._drop_equal, max_sample_tokens=self._max_sample_tokens)
         if reason is None:
-            self._finished[group.number] = group
             self._dropped_in_row.clear()
         else:
-            self._dropped.append((reason, group))
+            self._dropped.append((reason, self._finished.pop(group.number)))
             self._dropped_in_row[reason] += 1
             self.bound.release(group.number)
             self._stop_if_all_are_dropped()

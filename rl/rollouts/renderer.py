@@ -117,31 +117,21 @@ class Renderer:
         self.template.check_multi_turn()
 
 
-def make_renderer(
-    config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int], multi_turn: bool = False
-) -> Renderer:
-    """Return the renderer of a config.
-
-    Args:
-        stop_token_ids: tokens that end a reply.
-        multi_turn: check that conversations of several turns are possible.
+def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]) -> Renderer:
+    """Return the renderer of a config; `stop_token_ids` end a reply.
 
     Raises:
         ValueError: a field does not fit the tokenizer; names the field or the file.
     """
-    renderer = Renderer(
-        template=make_template(config, tokenizer=tokenizer, stop_token_ids=tuple(stop_token_ids)),
+    return Renderer(
+        template=_make_template(config, tokenizer=tokenizer, stop_token_ids=tuple(stop_token_ids)),
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         system=config.system,
     )
-    if multi_turn:
-        renderer.check_multi_turn()
-    return renderer
 
 
-def make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> Template:
-    """Return the template of a config's kind; see `make_renderer`."""
+def _make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> Template:
     if config.kind == "template":
         return TokenizerTemplate(
             tokenizer,

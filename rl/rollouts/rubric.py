@@ -321,12 +321,7 @@ class Rubric:
         A function that raises or gives no finite number results in a failed score that says which function,
         on which problem, and why.
         """
-        calls = self.calls([rollout])
-        results = [
-            run_now(self.async_result(c, time_limit_s=None)) if self.is_async(c) else self.result(c)
-            for c in calls
-        ]
-        (score,) = self.scores([rollout], calls, results)
+        (score,) = run_now(self.score_group([rollout]))
         return score
 
     async def score_group(self, group: Sequence[Rollout], *, alone: bool = False) -> list[Score]:

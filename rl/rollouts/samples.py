@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rl.rollouts.environment import TriedEnvironments, environment_errors
+from rl.rollouts.environment import Environments
+from rl.rollouts.episode import EpisodeLimits, Episodes
 from rl.rollouts.renderer import Renderer
-from rl.types import Completion, Message, Problem, Prompt, Reply, Rollout, TrainingSample, Turn
+from rl.types import Completion, Problem, Rollout, SamplingParams, TrainingSample
+from rl.utils.errors import RunError
 from rl.utils.threads import run_now
 
 
@@ -96,9 +98,7 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
     return replace(sample, **arrays)
 
 
-async def demonstrated(
-    problem: Problem, environments: TriedEnvironments, *, renderer: Renderer
-) -> TrainingSample:
+async def demonstrated(problem: Problem, environments: Environments, *, renderer: Renderer) -> TrainingSample:
     """Return the conversation of `demonstrated_rollout` as a sample; raises as that does."""
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
     spans: list[TokenSpan] = []
@@ -111,9 +111,9 @@ async def demonstrated(
 
 
 async def demonstrated_rollout(
-    problem: Problem, environments: TriedEnvironments, *, renderer: Renderer
+    problem: Problem, environments: Environments, *, renderer: Renderer
 ) -> Rollout:
-    """Play the problem's demonstration against its environment and return the rollout.
+    """Play an episode whose replies are the problem's demonstration, and return the rollout.
 
     Raises:
         UnfitDemonstrationError: there is no demonstration, or it has too many or too few replies.
@@ -122,36 +122,31 @@ async def demonstrated_rollout(
     replies = problem.demonstrations
     if not replies:
         raise UnfitDemonstrationError(f"problem {problem.id!r} has no demonstration to warm up on")
-    turns: list[Turn] = []
-    async with environments.opened(problem) as environment:
-        messages = environment.messages
-        for number, text in enumerate(replies, start=1):
-            prompt_ids = _prompt_ids(problem, turns, messages, renderer=renderer)
-            completion = _as_completion(renderer.reply(text))
-            with environment_errors(f"turn {number} of problem {problem.id!r}"):
-                observation = await environment.step(Reply(text=text, completion=completion))
-            turns.append(
-                Turn(
-                    messages=messages,
-                    prompt_ids=prompt_ids,
-                    completion=completion,
-                    text=text,
-                    observation=observation,
-                )
-            )
-            messages = tuple(observation.messages)
-            if bool(messages) != (number < len(replies)):
-                more = "continues after" if messages else "ends after"
-                raise UnfitDemonstrationError(
-                    f"problem {problem.id!r}: its environment {more} reply {number} of the {len(replies)} of "
-                    "its demonstration: must be a reply for each turn"
-                )
-    prompt = Prompt(problem=problem, token_ids=turns[0].prompt_ids)
-    return Rollout(prompt=prompt, sample=0, turns=tuple(turns))
+    episodes = Episodes(
+        generator=_Recital([renderer.reply(text) for text in replies]),
+        renderer=renderer,
+        environments=environments,
+        limits=EpisodeLimits(max_turns=len(replies)),
+        max_tokens=2**31,
+    )
+    try:
+        ((rollout,),) = await episodes.run([problem], sampling=SamplingParams(max_tokens=1))
+    except RunError as error:
+        raise ValueError(f"the demonstration of problem {problem.id!r}: {error}") from error
+    if rollout.failure is not None:
+        raise ValueError(rollout.failure)
+    num_turns = len(rollout.turns)
+    if rollout.end != "done" or num_turns < len(replies):
+        more = "ends after" if rollout.end == "done" else "continues after"
+        raise UnfitDemonstrationError(
+            f"problem {problem.id!r}: its environment {more} reply {num_turns} of the {len(replies)} of its "
+            "demonstration: must be a reply for each turn"
+        )
+    return rollout
 
 
 def demonstrated_now(
-    problems: Iterable[Problem], environments: TriedEnvironments, *, renderer: Renderer
+    problems: Iterable[Problem], environments: Environments, *, renderer: Renderer
 ) -> list[TrainingSample]:
     """Return `demonstrated` of each problem, for code that cannot await."""
 
@@ -161,25 +156,20 @@ def demonstrated_now(
     return run_now(all_of_them())
 
 
-def _prompt_ids(
-    problem: Problem, turns: Sequence[Turn], messages: Sequence[Message], *, renderer: Renderer
-) -> np.ndarray:
-    """Return [N] int32: the messages that follow these turns."""
-    try:
-        if not turns:
-            return renderer.opening(messages)
-        return renderer.continuation(messages, after=turns[-1].completion)
-    except Exception as error:
-        raise ValueError(
-            f"turn {len(turns) + 1} of problem {problem.id!r}: the renderer refused the environment's "
-            f"messages ({error!r})"
-        ) from error
+class _Recital:
+    """Generator that gives the replies of a demonstration one after another."""
 
+    def __init__(self, replies: Iterable[np.ndarray]) -> None:
+        self._replies = iter(replies)
 
-def _as_completion(reply: np.ndarray) -> Completion:
-    return Completion(
-        token_ids=reply,
-        logprobs=np.full(len(reply), np.nan, dtype=np.float32),
-        policy_versions=np.full(len(reply), -1, dtype=np.int32),
-        finish_reason="stop",
-    )
+    async def generate(
+        self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
+    ) -> list[list[Completion]]:
+        reply_C = next(self._replies)
+        completion = Completion(
+            token_ids=reply_C,
+            logprobs=np.full(len(reply_C), np.nan, dtype=np.float32),
+            policy_versions=np.full(len(reply_C), -1, dtype=np.int32),
+            finish_reason="stop",
+        )
+        return [[completion]]

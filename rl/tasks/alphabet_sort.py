@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Message, Observation, Problem, Reply, Rollout
@@ -43,6 +44,7 @@ class AlphabetSort(GeneratedTask):
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
+            check_bounds(self, "haste", at_least=0, at_most=1)
             if not self.num_words or min(self.num_words) < 1:
                 raise ValueError(f"num_words={self.num_words}: must be a number of at least 1 for each turn")
             if self.num_letters < 1 or sum(self.num_words) > len(self.letters) ** self.num_letters:

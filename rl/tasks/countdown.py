@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, UnparsedAnswer, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
@@ -54,12 +55,9 @@ class Countdown(GeneratedTask):
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
-            if not 2 <= self.num_numbers <= 8:
-                raise ValueError(f"num_numbers={self.num_numbers} is not between 2 and 8")
-            if self.largest < 2 or self.max_target < 2:
-                raise ValueError(
-                    f"largest={self.largest}, max_target={self.max_target}: both must be 2 or more"
-                )
+            check_bounds(self, "format_reward", at_least=0, at_most=1)
+            check_bounds(self, "num_numbers", at_least=2, at_most=8)
+            check_bounds(self, "largest", "max_target", at_least=2)
             if not self.operations or set(self.operations) - OPERATIONS.keys():
                 raise ValueError(
                     f"operations={self.operations!r}: must be one or more of {''.join(OPERATIONS)}"

@@ -6,17 +6,19 @@ row can be read directly. Nothing is downloaded: a missing path is an error.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import itertools
 import json
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from rl.config.tree import check_bounds
 from rl.types import Problem
 from rl.utils.files import atomic_write
 
@@ -144,29 +146,24 @@ def choose(keys: Sequence[int], most: int | None) -> list[int]:
 # Order
 
 
-class ProblemsByNumber(ABC):
-    """Endless problems; problem number n depends only on the seed and n.
+class ProblemsByNumber:
+    """Endless problems, each a function of its number; so a run can continue at any number without a replay."""
 
-    So a run that continues at number n needs no saved state and no replay.
-    """
-
-    _number = 0
-
-    @abstractmethod
-    def problem(self, number: int) -> Problem:
-        """Return the problem of a number from 0 on."""
+    def __init__(self, problem: Callable[[int], Problem]) -> None:
+        self.problem = problem
+        self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[Problem]:
         return self
 
     def __next__(self) -> Problem:
-        problem = self.problem(self._number)
-        self._number += 1
-        return problem
+        return self.problem(next(self._numbers))
 
 
-class ShuffledProblems(ProblemsByNumber):
-    """Endless problems that repeat `num_problems` of them, each once per epoch.
+def shuffled_problems(
+    problem_at: Callable[[int], Problem], *, num_problems: int, seed: str, shuffle: bool = True
+) -> ProblemsByNumber:
+    """Return endless problems that repeat `num_problems` of them, each once per epoch.
 
     Args:
         problem_at: returns the problem at an index from 0 to `num_problems` - 1.
@@ -174,26 +171,17 @@ class ShuffledProblems(ProblemsByNumber):
         shuffle: shuffle each epoch anew; off, every epoch is in the order of the indices.
     """
 
-    def __init__(
-        self, problem_at: Callable[[int], Problem], *, num_problems: int, seed: str, shuffle: bool = True
-    ) -> None:
-        assert num_problems > 0
-        self._problem_at = problem_at
-        self._num_problems = num_problems
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch: tuple[int, list[int]] | None = None
+    @functools.lru_cache(maxsize=1)
+    def places(epoch: int) -> list[int]:
+        indices = list(range(num_problems))
+        random.Random(f"{seed} epoch {epoch}").shuffle(indices)
+        return indices
 
-    def problem(self, number: int) -> Problem:
-        epoch, place = divmod(number, self._num_problems)
-        return self._problem_at(self._places(epoch)[place] if self._shuffle else place)
+    def problem(number: int) -> Problem:
+        epoch, place = divmod(number, num_problems)
+        return problem_at(places(epoch)[place] if shuffle else place)
 
-    def _places(self, epoch: int) -> list[int]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            places = list(range(self._num_problems))
-            random.Random(f"{self._seed} epoch {epoch}").shuffle(places)
-            self._epoch = (epoch, places)
-        return self._epoch[1]
+    return ProblemsByNumber(problem)
 
 
 # Pass rates
@@ -218,8 +206,8 @@ class DifficultyFilter:
     """Treatment of rows without a rate."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min <= self.max <= 1:
-            raise ValueError(f"min={self.min}, max={self.max}: must be 0 <= min <= max <= 1")
+        check_bounds(self, "max", at_least=0, at_most=1)
+        check_bounds(self, "min", at_least=0, at_most=self.max)
         if (self.column is None) == (self.file is None):
             raise ValueError(
                 f"column={self.column!r}, file={self.file!r}: exactly one must say where the pass rates are"

@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric, answer_part
 from rl.tasks.data import (
     DifficultyFilter,
-    ShuffledProblems,
     choose,
     content_key,
     is_held_out,
     read_pass_rates,
     read_rows,
+    shuffled_problems,
 )
 from rl.types import Problem, Rollout
 
@@ -109,11 +110,8 @@ class DatasetTask(Configurable):
         """Folder in which `datasets` keeps Arrow copies of the files; None: its default."""
 
         def __post_init__(self) -> None:
-            if not 0 <= self.held_out < 1:
-                raise ValueError(f"held_out={self.held_out}: must be at least 0 and below 1")
-            for name, value in (("num_eval", self.num_eval), ("max_problems", self.max_problems)):
-                if value is not None and value < 1:
-                    raise ValueError(f"{name}={value}: must be at least 1, or None for all")
+            check_bounds(self, "held_out", at_least=0, below=1)
+            check_bounds(self, "num_eval", "max_problems", at_least=1)
             if "{question}" not in self.template:
                 raise ValueError(f"template={self.template!r}: must contain {{question}}")
             if self.held_out and HELD_OUT in self.eval_files:
@@ -178,7 +176,7 @@ class DatasetTask(Configurable):
         return Rubric(criteria=(Criterion(name="answer", function=is_answer),), correct=is_correct)
 
     def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
-        return ShuffledProblems(
+        return shuffled_problems(
             lambda i: self._problem(rows[i]), num_problems=len(rows), seed=seed, shuffle=self.config.shuffle
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric
@@ -35,11 +36,7 @@ class GeneratedTask(Configurable):
         """`noise` replaces the reward by random 0 or 1, fixed by the seed: the control that must not learn."""
 
         def __post_init__(self) -> None:
-            if self.num_eval < 1:
-                raise ValueError(f"num_eval={self.num_eval} is less than 1")
-            for name in ("haste", "format_reward", "similarity_reward"):  # of subclasses
-                if not 0 <= getattr(self, name, 0) <= 1:
-                    raise ValueError(f"{name}={getattr(self, name)} is not between 0 and 1")
+            check_bounds(self, "num_eval", at_least=1)
 
     def __init__(self, *, config: Config) -> None:
         self.config = config

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer, answer_part
 from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
@@ -56,8 +57,7 @@ class MathProblems(DatasetTask):
         def __post_init__(self) -> None:
             # Not super(), which does not work in a dataclass with slots.
             DatasetTask.Config.__post_init__(self)
-            if not 0 <= self.format_reward <= 1:
-                raise ValueError(f"format_reward={self.format_reward} is not between 0 and 1")
+            check_bounds(self, "format_reward", at_least=0, at_most=1)
             if self.columns.answer is None:
                 raise ValueError("columns.answer is None, but a reply is graded against the answer")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer, answer_part
@@ -64,12 +65,8 @@ class ReasoningGym(Configurable):
         """Reward of a reply without an answer in its place; such replies are counted."""
 
         def __post_init__(self) -> None:
-            if not 1 <= self.num_eval <= FIRST_TRAIN_SEED // 2:
-                raise ValueError(
-                    f"num_eval={self.num_eval}: must be at least 1 and at most {FIRST_TRAIN_SEED // 2}"
-                )
-            if not 0 < self.solved_at <= 1:
-                raise ValueError(f"solved_at={self.solved_at}: must be above 0 and at most 1")
+            check_bounds(self, "num_eval", at_least=1, at_most=FIRST_TRAIN_SEED // 2)
+            check_bounds(self, "solved_at", above=0, at_most=1)
             if "seed" in self.settings or "size" in self.settings:
                 raise ValueError("settings: seed and size are chosen by this task")
 
@@ -81,7 +78,7 @@ class ReasoningGym(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return DrawnProblems(self, seed=f"train {seed}")
+        return self._drawn(f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return other training problems with their bare answers as demonstrations.
@@ -89,7 +86,7 @@ class ReasoningGym(Configurable):
         Raises:
             ValueError: the dataset has no unique answers.
         """
-        for problem in DrawnProblems(self, seed=f"warm-up {seed}"):
+        for problem in self._drawn(f"warm-up {seed}"):
             if not problem.answer:
                 raise ValueError(
                     f"reasoning-gym's {self.config.dataset!r} has no answers to warm up on: start from a "
@@ -114,12 +111,13 @@ class ReasoningGym(Configurable):
             correct=Solved(reward=grader, at=config.solved_at),
         )
 
-    def training_problem(self, number: int, *, first_seed: int) -> Problem:
-        """Return a training problem of a run whose numbers begin at `first_seed`.
+    def _drawn(self, seed: str) -> ProblemsByNumber:
+        digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
+        # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for some datasets.
+        first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
+        return ProblemsByNumber(lambda number: self._training_problem(number, first_seed=first_seed))
 
-        Raises:
-            ValueError: all `MAX_REDRAWS` draws are held out.
-        """
+    def _training_problem(self, number: int, *, first_seed: int) -> Problem:
         for redraw in range(MAX_REDRAWS):
             problem = self._source.problem(first_seed + redraw * SEEDS_A_RUN + number % SEEDS_A_RUN)
             if content_key(problem.question) not in self._held_keys:
@@ -142,19 +140,6 @@ class ReasoningGym(Configurable):
             f"reasoning-gym's {self.config.dataset!r} gave {len(found)} different problems in {most_drawn} "
             f"draws: num_eval={self.config.num_eval} must be fewer, so that there are others to train on"
         )
-
-
-class DrawnProblems(ProblemsByNumber):
-    """Training problems of one seed."""
-
-    def __init__(self, task: ReasoningGym, *, seed: str) -> None:
-        digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
-        # Redraws never reach the numbers of the evaluation, and all numbers are below 2**31 for some datasets.
-        self._first_seed = FIRST_TRAIN_SEED * (1 + int.from_bytes(digest, "big") % 1024)
-        self._task = task
-
-    def problem(self, number: int) -> Problem:
-        return self._task.training_problem(number, first_seed=self._first_seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

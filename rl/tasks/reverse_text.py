@@ -7,6 +7,7 @@ import random
 import string
 from dataclasses import dataclass, replace
 
+from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
@@ -37,6 +38,7 @@ class ReverseText(GeneratedTask):
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
+            check_bounds(self, "haste", "similarity_reward", at_least=0, at_most=1)
             fewest, most = self.num_letters
             if not 2 <= fewest <= most:
                 raise ValueError(f"num_letters={self.num_letters}: must be two numbers, 2 or more, in order")

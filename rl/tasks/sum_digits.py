@@ -10,6 +10,7 @@ import random
 import re
 from dataclasses import dataclass
 
+from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
 from rl.tasks.generated import GeneratedTask
 from rl.types import Problem, Rollout
@@ -47,10 +48,9 @@ class SumDigits(GeneratedTask):
 
         def __post_init__(self) -> None:
             GeneratedTask.Config.__post_init__(self)
-            if self.num_integers not in (2, 3, 4):
-                raise ValueError(f"num_integers={self.num_integers} is not one of 2, 3, 4")
-            if self.num_eval > 512:
-                raise ValueError(f"num_eval={self.num_eval} is more than 512")
+            check_bounds(self, "haste", "format_reward", at_least=0, at_most=1)
+            check_bounds(self, "num_integers", at_least=2, at_most=4)
+            check_bounds(self, "num_eval", at_most=512)
 
     config: Config
 

@@ -18,15 +18,16 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from rl.config.configurable import HIDDEN, Configurable
+from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.data import (
-    ShuffledProblems,
     choose,
     content_key,
     decode_settings,
     import_for_tasks,
     is_held_out,
+    shuffled_problems,
 )
 from rl.tasks.task import Solved
 from rl.tools.tool import announce
@@ -77,11 +78,8 @@ class VerifiersTask(Configurable):
         """Taskset and Env classes of a script or notebook, registered under the name `taskset`."""
 
         def __post_init__(self) -> None:
-            if not 0 <= self.held_out < 1:
-                raise ValueError(f"held_out={self.held_out}: must be at least 0 and below 1")
-            for name, value in (("num_eval", self.num_eval), ("max_problems", self.max_problems)):
-                if value is not None and value < 1:
-                    raise ValueError(f"{name}={value}: must be at least 1, or None for all")
+            check_bounds(self, "held_out", at_least=0, below=1)
+            check_bounds(self, "num_eval", "max_problems", at_least=1)
 
     def __init__(self, *, config: Config) -> None:
         self.config = config
@@ -115,7 +113,7 @@ class VerifiersTask(Configurable):
 
     def train_problems(self, *, seed: int) -> Iterator[Problem]:
         """Return endless problems; `.problem(n)` is number n."""
-        return self._ordered(f"train {seed}")
+        return shuffled_problems(self._train.__getitem__, num_problems=len(self._train), seed=f"train {seed}")
 
     def warmup_problems(self, *, seed: int) -> Iterator[Problem]:
         """Raise ValueError: tasksets have no demonstrations."""
@@ -149,9 +147,6 @@ class VerifiersTask(Configurable):
     def close(self) -> None:
         """End the rollouts and tool servers of the environment."""
         self._host.close()
-
-    def _ordered(self, seed: str) -> Iterator[Problem]:
-        return ShuffledProblems(self._train.__getitem__, num_problems=len(self._train), seed=seed)
 
     def _problems(self, env: Any, *, seat: str, name: str) -> list[Problem]:
         """Return every row as a problem; raises ValueError for a row that cannot be trained on."""

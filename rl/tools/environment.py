@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rl.config.tree import check_bounds
+from rl.rollouts.episode import all_or_none
 from rl.tools.tool import (
     BadCall,
     Tool,
@@ -63,18 +64,15 @@ class ToolEnvironment:
     ) -> None:
         if not tools:
             raise ValueError("tools is empty; an environment without tools is SingleTurn")
-        if max_calls < 1:
-            raise ValueError(f"max_calls={max_calls} is below 1")
-        if max_result_chars < 100:
-            raise ValueError(f"max_result_chars={max_result_chars} is below 100")
         check_tools(tools)
         self.problem = problem
         self.tools = tuple(tools)
         self.system = system
         self.max_calls = max_calls
         self.max_result_chars = max_result_chars
+        check_bounds(self, "max_calls", at_least=1)
+        check_bounds(self, "max_result_chars", at_least=100)
         self._num_left = max_calls
-        self._running: set[asyncio.Task[_Answer]] = set()
 
     def opening(self) -> Sequence[Message]:
         return (
@@ -89,7 +87,7 @@ class ToolEnvironment:
         made, refused = calls[: self._num_left], calls[self._num_left :]
         self._num_left -= len(made)
         started = now_s()
-        answers = await self._answer_all(made)
+        answers = await all_or_none(map(self._answer, made))
         metrics = _metrics(answers, num_refused=len(refused), seconds=now_s() - started)
         texts = [answer.text for answer in answers]
         if refused:
@@ -100,17 +98,7 @@ class ToolEnvironment:
         return Observation(messages=messages, metrics=metrics)
 
     async def close(self) -> None:
-        """Cancel the calls that are still running."""
-        await _cancel(self._running)
-
-    async def _answer_all(self, calls: Sequence[ToolCall | BadCall]) -> list[_Answer]:
-        tasks = [asyncio.create_task(self._answer(call)) for call in calls]
-        self._running.update(tasks)
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            await _cancel(tasks)
-            self._running.difference_update(tasks)
+        pass
 
     async def _answer(self, call: ToolCall | BadCall) -> _Answer:
         found = check_call(call, self.tools) if isinstance(call, ToolCall) else call
@@ -128,13 +116,6 @@ class ToolEnvironment:
             return text
         half = self.max_result_chars // 2
         return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[_Answer]] | set[asyncio.Task[_Answer]]) -> None:
-    """Cancel tasks and wait until they have released their resources."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _metrics(answers: Sequence[_Answer], *, num_refused: int, seconds: float) -> dict[str, float]:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.tools.sandbox_child import LAUNCH, NAME, NOT_CONFINED, OUT_OF_MEMORY
-from rl.tools.tool import Slots, ToolError, ToolTimeoutError
+from rl.tools.tool import ToolError, ToolTimeoutError
 from rl.utils.errors import RunError
 
 logger = logging.getLogger(__name__)
@@ -117,11 +118,10 @@ class PythonSandbox(Configurable):
         use the network, and read and write files."""
 
         def __post_init__(self) -> None:
-            least = {"time_limit_s": 0.1, "wait_limit_s": 0.1, "memory_limit_mib": 64, "max_file_mib": 0,
-                     "num_at_once": 0}  # fmt: skip
-            for name in (*least, "cpu_limit_s", "max_output_bytes", "max_files"):
-                if not getattr(self, name) >= least.get(name, 1):
-                    raise ValueError(f"{name}={getattr(self, name)} is below {least.get(name, 1)}")
+            check_bounds(self, "time_limit_s", "wait_limit_s", at_least=0.1)
+            check_bounds(self, "cpu_limit_s", "max_output_bytes", "max_files", at_least=1)
+            check_bounds(self, "memory_limit_mib", at_least=64)
+            check_bounds(self, "max_file_mib", "num_at_once", at_least=0)
             for path in self.import_paths:
                 if not os.path.isdir(path):
                     raise ValueError(f"import_paths: {path!r} is not a folder")
@@ -144,7 +144,9 @@ class PythonSandbox(Configurable):
             raise ValueError(f"the Python sandbox runs on Linux only, not on {sys.platform}")
         if not config.allow_unconfined:
             self._check()
-        self._slots = Slots(config.num_at_once or len(os.sched_getaffinity(0)))
+        self._num_slots = config.num_at_once or len(os.sched_getaffinity(0))
+        # All environments of a run are called in one event loop.
+        self._slots = asyncio.Semaphore(self._num_slots)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         result = await self.run(arguments["code"])
@@ -161,13 +163,12 @@ class PythonSandbox(Configurable):
             ToolTimeoutError: no slot was free for `wait_limit_s`.
             RunError: the process could not confine itself, so it did not read the code.
         """
-        slots = self._slots.here()
         try:
             async with asyncio.timeout(self.config.wait_limit_s):
-                await slots.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             raise ToolTimeoutError(
-                f"Error: not run: all {self._slots.num} slots were taken for {self.config.wait_limit_s:g} s"
+                f"Error: not run: all {self._num_slots} slots were taken for {self.config.wait_limit_s:g} s"
             ) from None
         token, started = secrets.token_hex(), time.monotonic()
         folder = tempfile.mkdtemp(prefix="relay-sandbox-")
@@ -175,7 +176,7 @@ class PythonSandbox(Configurable):
             Path(folder, NAME).write_bytes(code.encode(errors="surrogatepass"))
             output, status, stopped = await self._run_child(folder, self._request(code, token=token))
         finally:
-            slots.release()
+            self._slots.release()
             try:
                 shutil.rmtree(folder)
             except OSError as error:

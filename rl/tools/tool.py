@@ -11,10 +11,8 @@ A mistake of the model is not an exception but a `BadCall`, whose text the model
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,20 +82,6 @@ class BadCall:
 
     error: str
     """Text that the model is shown."""
-
-
-class Slots:
-    """A semaphore with `num` slots for each event loop, so that the calls of many rollouts take turns."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def here(self) -> asyncio.Semaphore:
-        """Return the semaphore of the running event loop."""
-        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.num))
 
 
 def check_tools(tools: Sequence[Tool]) -> None:

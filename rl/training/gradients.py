@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -261,15 +260,12 @@ class CallSums:
         num_valid = sums["num_valid"]
         metric_sums = zip(self._metrics, totals[len(_SUMS) :], strict=True)
         means = {name: _mean(value, num_valid) for name, value in metric_sums}
-        advantages_T = np.concatenate([s.advantages[1:][s.mask[1:]] for s in samples]).astype(np.float64)
         return ForwardBackwardResult(
             loss_sum=sums["loss"],
             denominator=sums["denominator"],
             num_samples=len(samples),
             num_tokens=sum(len(s.token_ids) - 1 for s in samples),
             num_valid_tokens=round(num_valid),
-            advantage_mean=float(advantages_T.mean()) if advantages_T.size else 0.0,
-            advantage_std=float(advantages_T.std()) if advantages_T.size else 0.0,
             ratio_mean=means.get("ratio", 1.0) if num_valid else 1.0,
             clipped_fraction=means.get("clipped_fraction", 0.0),
             entropy_mean=_mean(sums["entropy"], sums["num_masked"]),

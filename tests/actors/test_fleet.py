@@ -19,7 +19,8 @@ from rl.distributed.mesh import ParallelismConfig
 from rl.distributed.process_group import World
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.environment import Environments
+from rl.rollouts.episode import Episodes
 from rl.rollouts.samples import policy_sample
 from rl.tasks.sum_digits import make_problem
 from rl.training.checkpoint_files import DamagedCheckpointError
@@ -348,8 +349,7 @@ def test_every_turn_is_trained_on_with_the_tokens_and_context_of_the_engine(runn
         episodes = Episodes(
             generator=GeneratorClient(running.fleet.generators[0]),
             renderer=Folding(),
-            environment=lambda problem: Counting(problem=problem, turns=2),
-            limits=EpisodeLimits(),
+            environments=Environments(make=lambda problem: Counting(problem=problem, turns=2)),
             max_tokens=256,
         )
         sampling = SamplingParams(max_tokens=12, num_samples=2, seed=3)

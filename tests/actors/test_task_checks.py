@@ -11,7 +11,7 @@ import pytest
 from actors.task_checks import check_demonstrations, check_task
 from rl.config.tree import rebuild
 from rl.loop.loop import Loop
-from rl.rollouts.environment import EnvironmentThread, TriedEnvironments
+from rl.rollouts.environment import Environments, EnvironmentThread
 from rl.rollouts.renderer import Renderer
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.types import Problem, Prompt, Reply, Rollout
@@ -70,10 +70,8 @@ def check(task: Asking, *, renderer: Renderer = RENDERER, room: int = 9, **edits
     )
 
 
-def tried(task: Asking) -> TriedEnvironments:
-    return TriedEnvironments(
-        make=task.environment, thread=EnvironmentThread(), step_timeout_s=task.step_timeout_s
-    )
+def tried(task: Asking) -> Environments:
+    return Environments(make=task.environment, thread=EnvironmentThread(), step_timeout_s=task.step_timeout_s)
 
 
 def test_prompts_of_every_evaluation_set_and_of_training_must_fit():
@@ -155,7 +153,7 @@ class Answerless(Asking):
 
 
 def test_broken_environment_is_refused_unless_rollouts_may_fail(caplog):
-    says = r"^turn 1 of problem 'ask/one': .*`step` returned None, which is not an Observation"
+    says = r"`step` returned None, which is not an Observation.* in turn 1 of problem 'ask/one'"
     with pytest.raises(ValueError, match=says):
         check(Answerless())
     with pytest.raises(ValueError, match=says):
@@ -163,6 +161,24 @@ def test_broken_environment_is_refused_unless_rollouts_may_fail(caplog):
     with caplog.at_level(logging.WARNING):
         check(Answerless(), max_failed_rewards=0.5)
     assert "turn 1 of problem 'ask/one'" in caplog.text
+
+
+class Unclosable(Counting):
+    async def close(self) -> None:
+        await super().close()
+        raise KeyError("board")
+
+
+@dataclass(kw_only=True)
+class Closeless(Asking):
+    def environment(self, problem: Problem) -> Unclosable:
+        return Unclosable(problem=problem, turns=1)
+
+
+def test_environment_that_does_not_close_is_refused():
+    says = r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"
+    with pytest.raises(ValueError, match=says):
+        check(Closeless())
 
 
 def test_mismatched_evaluation_demonstration_is_only_a_warning(caplog):

@@ -17,10 +17,9 @@ from actors.task_checks import check_demonstrations, has_turns
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
 from rl.config.registry import ResolvedRun, registry_functions
-from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.environment import TriedEnvironments
+from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
+from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.generated import GeneratedTask
 from rl.tasks.verifiers_task import VerifiersTask
 from rl.tinker.backend import TinkerBackend
@@ -107,7 +106,7 @@ def test_demonstrations_fit_the_config(name, tmp_path):
     task = config.task.build()
     check_demonstrations(
         task.warmup_problems(seed=config.seed),
-        environments=TriedEnvironments(make=task.environment),
+        environments=Environments(make=task.environment),
         renderer=make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends),
         max_tokens=config.loop.sampling.max_tokens,
         max_model_len=config.generator.max_model_len,
@@ -121,7 +120,7 @@ def test_renderers_of_gpu_configs_support_several_turns(tmp_path):
         config = config_of(name)
         if isinstance(config.task, GeneratedTask.Config):
             task = config.task.build()
-            environments = TriedEnvironments(make=task.environment)
+            environments = Environments(make=task.environment)
             several = has_turns(environments, next(task.train_problems(seed=0)))
         else:
             several = isinstance(config.task, VerifiersTask.Config)

@@ -14,12 +14,12 @@ import pytest
 from rl.config.cli import parse_cli
 from rl.config.tree import rebuild
 from rl.local import LocalBackend, LocalRewarder
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
+from rl.models.tokenizer import open_tokenizer
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
 from rl.rollouts.renderer import make_renderer
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.alphabet_sort import AlphabetSort
 from rl.training.engine import TrainingEngine
 from rl.types import Message, Observation, Problem

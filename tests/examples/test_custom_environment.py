@@ -6,12 +6,11 @@ import pytest
 
 from examples.custom_environment import GuessNumber, tiny
 from rl.config.cli import parse_cli
-from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.environment import TriedEnvironments
+from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
+from rl.rollouts.environment import Environments
 from rl.rollouts.group import ScoredRollout, token_rewards
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.samples import demonstrated
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.types import Problem
 from tests.support.tasks import played
 
@@ -50,9 +49,10 @@ def test_wrong_guess_is_penalized_at_its_tokens():
 def test_demonstrations_fit_the_environment_and_mostly_begin_at_the_lowest(tmp_path):
     build_byte_tokenizer(tmp_path)
     tokenizer, ends = open_tokenizer(tmp_path)
-    renderer = make_renderer(tiny().renderer, tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True)
+    renderer = make_renderer(tiny().renderer, tokenizer=tokenizer, stop_token_ids=ends)
+    renderer.check_multi_turn()
     problems = list(islice(TASK.warmup_problems(seed=0), 400))
-    environments = TriedEnvironments(make=TASK.environment)
+    environments = Environments(make=TASK.environment)
     for problem in problems[:12]:
         sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
         text = tokenizer.decode(sample.token_ids[sample.mask]).split("<|im_end|>")

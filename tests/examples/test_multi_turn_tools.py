@@ -9,12 +9,11 @@ import pytest
 
 from examples.multi_turn_tools import Arithmetic, tiny
 from rl.config.cli import parse_cli
-from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.observability.metrics import read_metrics
-from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.environment import Environments
 from rl.rollouts.renderer import make_renderer
 from rl.rollouts.samples import demonstrated
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tools.tool import ToolCall, render_call
 from rl.types import Reply
 from tests.support.scored import COMPLETION, replied
@@ -63,10 +62,11 @@ def test_demonstrations_fit_the_tiny_run_and_mostly_guess(tmp_path):
     config = tiny()
     build_byte_tokenizer(tmp_path)
     tokenizer, ends = open_tokenizer(tmp_path)
-    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends, multi_turn=True)
+    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends)
+    renderer.check_multi_turn()
     task = config.task.build()
     problems = list(islice(task.warmup_problems(seed=0), 12))
-    environments = TriedEnvironments(make=task.environment)
+    environments = Environments(make=task.environment)
     for problem in problems:
         sample = asyncio.run(demonstrated(problem, environments, renderer=renderer))
         assert len(sample.token_ids) <= config.generator.max_model_len

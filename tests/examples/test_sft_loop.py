@@ -13,9 +13,8 @@ from examples.sft_loop import (
     read_conversations,
     write_running_sums,
 )
-from rl.models.tokenizer import build_byte_tokenizer
+from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer
-from rl.rollouts.tokenizer import open_tokenizer
 
 SHORT = ["--batch_size", "4", "--eval_every", "2", "--save_every", "2", "--warmup_steps", "2"]
 
@@ -35,7 +34,8 @@ def test_every_reply_of_a_conversation_is_trained_on_and_nothing_else(tokenizer,
     write_running_sums(tmp_path / "data.jsonl", num=1, seed=0)
     (messages,) = read_conversations(tmp_path / "data.jsonl")
     tokens, ends = tokenizer
-    renderer = make_renderer(RendererConfig(), tokenizer=tokens, stop_token_ids=ends, multi_turn=True)
+    renderer = make_renderer(RendererConfig(), tokenizer=tokens, stop_token_ids=ends)
+    renderer.check_multi_turn()
     sample = conversation_sample(messages, renderer)
     # The template adds a line end after the last turn.
     whole = tokens.apply_chat_template(

@@ -78,13 +78,6 @@ def test_on_policy_loop_trains_on_the_same_samples_as_a_plain_synchronous_loop(s
     assert seen(policy) == expected
 
 
-def test_on_policy_generation_training_and_sync_take_turns():
-    policy = SimulatedPolicy(reply=half_right)
-    _, took_s = run(policy, num_steps=3)
-    # Each step: 1 s of generation, 1 s of training, 0.2 s of sync; one sync before.
-    assert took_s == pytest.approx(0.2 + 3 * 2.2)
-
-
 def test_one_off_policy_step_hides_generation_and_sync_behind_training():
     policy = SimulatedPolicy(reply=half_right, generate_s=lambda prompt: 0.7)
     records, took_s = run(policy, num_steps=10, max_off_policy_steps=1)
@@ -140,27 +133,6 @@ def test_no_trained_token_exceeds_max_off_policy_steps(max_age, publish_every):
         tokens = [sum(int(s.mask.sum()) for s in step) for step in policy.trained]
         mean = sum(r["age/mean"] * n for r, n in zip(steps, tokens, strict=True)) / sum(tokens)
         assert mean == pytest.approx(sum(ages) / len(ages))
-
-
-def test_a_slow_group_is_overtaken_until_it_would_be_too_stale():
-    policy = SimulatedPolicy(
-        reply=half_right, generate_s=lambda prompt: 5.0 if number_of(prompt) == 0 else 1.0, train_s=1.0
-    )
-    _, took_s = run(policy, num_steps=6, groups_per_batch=2, max_off_policy_steps=4)
-    first_prompts = [bytes(step[0].token_ids[:9].tolist()).decode() for step in policy.trained]
-    trained_at = [number_of(prompt.split(">")[0]) for prompt in first_prompts].index(0)
-    assert trained_at == 4  # step 5: its tokens are four versions old; the steps before went on
-    assert took_s == pytest.approx(0.2 + 1 + 6 * 1.0 + 0.2, abs=0.3)
-
-
-def test_every_problem_is_trained_on_exactly_once():
-    rng = random.Random(3)
-    policy = SimulatedPolicy(reply=some_right, generate_s=lambda prompt: rng.choice([0.1, 1.0, 4.0]))
-    run(policy, num_steps=10, groups_per_batch=3, max_off_policy_steps=2)
-    numbers = [
-        number_of(bytes(s.token_ids[~s.mask].tolist()).decode()) for step in policy.trained for s in step[::4]
-    ]
-    assert sorted(numbers) == list(range(30))
 
 
 def test_dropped_groups_are_replaced_and_counted():

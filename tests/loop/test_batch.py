@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.loop.batch import TrainingBatch, make_training_batch, recorded_samples, trained_rollouts
+from rl.loop.batch import TrainingBatch, make_training_batch, trained_rollouts
 from rl.loop.loop import Loop
 from rl.observability.metrics import reduced
 from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
@@ -213,10 +213,10 @@ def trained(
         )
         logprobs: dict[Any, np.ndarray] = {}
         for number, samples in enumerate(made.minibatches):
-            indices = recorded_samples(made, number, recorded=wanted)
+            ids = made.rollout_ids[number]
+            indices = [i for i, rollout_id in enumerate(ids) if rollout_id in wanted]
             result = await policy.forward_backward(samples, return_logprobs=indices or False)
-            ids = [made.rollout_ids[number][i] for i in indices]
-            logprobs |= zip(ids, result.logprobs or (), strict=True)
+            logprobs |= zip([ids[i] for i in indices], result.logprobs or (), strict=True)
         return trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
 
     return asyncio.run(train()), policy

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 
-from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.sum_digits import make_problem
 from rl.types import Rollout
 from rl.utils.errors import RunError
-from tests.support.loops import PROBLEM, make_loop, number_of, run, some_right
+from tests.support.loops import number_of, run, some_right
 from tests.support.simulated import SimulatedPolicy
-from tests.support.virtual_time import run_in_virtual_time
 
 
 def failing_every(interval: int) -> tuple[Rubric, Iterator[int]]:
@@ -67,23 +64,3 @@ def test_twice_the_allowed_share_of_failed_rewards_stops_the_run(settings):
     rubric, _ = failing_every(5)
     with pytest.raises(RunError, match=r"rewards failed since the last batch"):
         run(SimulatedPolicy(reply=rarely_right), rubric=rubric, **FAILING | settings)
-
-
-def test_max_failed_rewards_applies_to_evaluations():
-    calls = count(1)
-
-    def fails_once(rollout: Rollout) -> float:
-        return 1 / (next(calls) > 1)
-
-    rubric = Rubric(criteria=(Criterion(name="a", function=fails_once),), correct=lambda rollout: True)
-    settings: dict[str, Any] = {"num_steps": 0, "eval_every": 1, "max_failed_rewards": 0.5}
-    loop, sink = make_loop(
-        SimulatedPolicy(reply=lambda prompt, sample: "no"),
-        rubric=rubric,
-        evaluation=Evaluation(num_samples=2),
-        held_out=[PROBLEM, make_problem([56, 78])],
-        **settings,
-    )
-    run_in_virtual_time(loop.run())
-    (record,) = sink.records
-    assert (record["eval/num_failed"], record["eval/num_problems"], record["eval/a"]) == (1, 2, 1.0)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.loop.loop import LogprobMismatchError, Loop
+from rl.loop.loop import LogprobMismatchError
 from rl.rollouts.episode import Sampling
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.rubric import Criterion, Rubric
@@ -159,17 +159,3 @@ def test_too_many_steps_without_gradient_stop_the_run():
     policy = FakePolicy(reply=lambda prompt, i: "[ANSWER] 10")
     with pytest.raises(NothingToLearnError, match=r"3 steps in a row .*max_empty_steps=2"):
         run_loop(policy, num_steps=9, max_empty_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"group_size": 1}, "group_size=1"),
-        ({"groups_per_batch": 3, "num_minibatches": 2}, "num_minibatches=2 does not divide"),
-        ({"max_failed_rewards": 1.0}, "max_failed_rewards=1.0"),
-        ({"num_steps": -1}, "num_steps=-1"),
-    ],
-)
-def test_invalid_loop_settings_are_refused(settings, names):
-    with pytest.raises(ValueError, match=names):
-        Loop.Config(**settings)

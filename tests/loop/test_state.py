@@ -1,7 +1,7 @@
 import pickle
 from pathlib import Path
 
-from rl.loop.state import ATTACHMENT, LoopState, packed, read_loop_state
+from rl.loop.state import ATTACHMENT, LoopState, read_loop_state
 from rl.rollouts.group import Group
 from rl.rollouts.producer import ProducerState
 from rl.training.checkpoint_files import SavedState, write_description
@@ -35,7 +35,7 @@ def checkpoint(folder: Path, *, attachment: bytes | None, position: LoopPosition
 
 
 def test_a_state_survives_its_checkpoint(tmp_path):
-    found = read_loop_state(checkpoint(tmp_path, attachment=packed(state())))
+    found = read_loop_state(checkpoint(tmp_path, attachment=pickle.dumps(state())))
     assert found is not None
     assert found.position == POSITION
     assert [(g.number, last) for g, last in found.held.finished] == [(9, 5), (7, 4)]

@@ -4,7 +4,7 @@ from itertools import repeat
 import pytest
 
 from rl.loop.warmup import SupervisedWarmup
-from rl.rollouts.environment import SingleTurn, TriedEnvironments
+from rl.rollouts.environment import Environments, SingleTurn
 from rl.tasks.sum_digits import SumDigits
 from rl.utils.errors import RunError
 from tests.support.fakes import RENDERER, FakePolicy
@@ -14,7 +14,7 @@ PROBLEM = next(SumDigits.Config(num_integers=2).build().warmup_problems(seed=0))
 
 def warm_up(policy, *, num_problems):
     warmup = SupervisedWarmup.Config(num_steps=2, num_demonstrations=3).build(
-        trainer=policy, renderer=RENDERER, environments=TriedEnvironments(make=SingleTurn.of)
+        trainer=policy, renderer=RENDERER, environments=Environments(make=SingleTurn.of)
     )
     losses: list[float] = []
     asyncio.run(warmup.run(repeat(PROBLEM, num_problems), on_step=losses.append))

@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from rl.models.sampling import check_sampling, draw, processed_logprobs, request_seeds, spells_any, uniforms
-from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.tokenizer import open_tokenizer
+from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.types import SamplingParams
 
 

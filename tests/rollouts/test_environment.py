@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rl.rollouts.environment import EnvironmentThread, SingleTurn, TriedEnvironments
-from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.environment import Environments, SingleTurn
+from rl.rollouts.episode import Episodes
 from rl.rollouts.samples import demonstrated_now
 from rl.types import Message, Observation, Problem, Reply, Rollout, SamplingParams
 from rl.utils.errors import RunError
@@ -34,10 +34,8 @@ class Threaded(Counting):
     runs_inline: ClassVar[bool] = False
     free: ClassVar[threading.Event] = threading.Event()
     shared: ClassVar[asyncio.Semaphore] = asyncio.Semaphore(1)
-    loops: ClassVar[set[asyncio.AbstractEventLoop]] = set()
 
     async def step(self, reply: Reply) -> Observation:
-        self.loops.add(asyncio.get_running_loop())
         if self.problem.question.startswith("block"):
             assert self.free.wait(60)
         async with self.shared:
@@ -46,7 +44,7 @@ class Threaded(Counting):
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
-    Threaded.free, Threaded.shared, Threaded.loops = threading.Event(), asyncio.Semaphore(1), set()
+    Threaded.free, Threaded.shared = threading.Event(), asyncio.Semaphore(1)
     yield
     Threaded.free.set()
 
@@ -55,10 +53,8 @@ def episodes_of(environment: Callable[[Problem], Any], *, step_timeout_s: float 
     return Episodes(
         generator=ScriptedGenerator(reply=lambda prompt, sampling, sample: "yes"),
         renderer=TwinRenderer(),
-        environment=environment,
-        limits=EpisodeLimits(step_timeout_s=step_timeout_s),
+        environments=Environments(make=environment, step_timeout_s=step_timeout_s),
         max_tokens=200,
-        thread=EnvironmentThread(),
     )
 
 
@@ -112,14 +108,6 @@ def test_blocking_step_fails_its_rollout_while_the_controller_goes_on():
     assert num_turns > 5
 
 
-def test_environments_share_an_event_loop():
-    episodes = episodes_of(Factory(Threaded, seconds=0.001), step_timeout_s=30.0)
-    problems = [problem(str(i)) for i in range(4)]
-    groups = asyncio.run(episodes.run(problems, sampling=SAMPLING))
-    assert [(r.end, r.failure, len(r.turns)) for (r,) in groups] == [("done", None, 3)] * 4
-    assert len(Threaded.loops) == 1
-
-
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_error_that_would_end_the_thread_or_the_episode_is_a_failed_rollout(error, inline):
@@ -134,10 +122,6 @@ def test_error_that_would_end_the_thread_or_the_episode_is_a_failed_rollout(erro
 
 
 # Trials before a run
-
-
-def tried(make: Callable[[Problem], Any], *, step_timeout_s: float = 60.0) -> TriedEnvironments:
-    return TriedEnvironments(make=make, thread=EnvironmentThread(), step_timeout_s=step_timeout_s)
 
 
 class Faulty(Counting):
@@ -158,11 +142,6 @@ class Faulty(Counting):
         observation = await super().step(reply)
         return self.does() if self.method == "step" else observation
 
-    async def close(self) -> None:
-        await super().close()
-        if self.method == "close":
-            self.does()
-
 
 def fails() -> None:
     raise KeyError("board")
@@ -182,37 +161,33 @@ def observed(**fields: Any) -> Callable[[], Observation]:
         ("init", fails, r"the environment of problem 'ask/one' cannot be made: KeyError\('board'\)"),
         ("opening", fails, r"problem 'ask/one' \(Faulty\) does not open: .*KeyError\('board'\)"),
         ("opening", lambda: (), r"does not open: .*no messages"),
-        ("opening", lambda: ("one",), r"does not open: .*messages\[0\]='one': must be a Message"),
-        ("step", fails, r"^turn 1 of problem 'ask/one': the environment raised KeyError\('board'\)"),
-        ("step", stops, r"^turn 1 of problem 'ask/one': no sandbox is left"),
-        ("step", lambda: None, r"^turn 1 of problem 'ask/one': .*`step` returned None, which is not an Obs"),
+        ("step", fails, r"^the environment raised KeyError\('board'\) in turn 1 of problem 'ask/one'"),
+        ("step", stops, r"^the demonstration of problem 'ask/one': no sandbox is left"),
+        ("step", lambda: None, r"`step` returned None, which is not an Obs.* in turn 1 of problem 'ask/one'"),
         ("step", observed(messages=(Message(role="bot", content=""),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
         ("step", observed(messages=(Message(role="user", content=3),)), r"messages\[0\]=.*must be a Message"),  # type: ignore[arg-type]
         ("step", observed(reward=None), r"reward=None: must be a finite number"),
         ("step", observed(metrics={"moves": float("nan")}), r"moves=nan: must be a finite number"),
-        ("close", fails, r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"),
     ],
 )
 def test_invalid_environment_is_refused_by_problem_turn_and_field(method, does, message):
     factory = Factory(Faulty, method=method, does=does)
     with pytest.raises(ValueError, match=message):
-        demonstrated_now([PROBLEM], tried(factory), renderer=RENDERER)
+        demonstrated_now([PROBLEM], Environments(make=factory), renderer=RENDERER)
     assert factory.closed == [1] * (method != "init")
 
 
 def test_client_made_by_the_first_trial_serves_all_later_ones_and_the_run():
     task = Shared.Config(num_integers=2).build()
     problems = list(islice(task.warmup_problems(seed=0), 2))
-    environments = tried(task.environment)
+    environments = Environments(make=task.environment)
     for _ in range(2):
         assert len(demonstrated_now(problems, environments, renderer=FAKE_RENDERER)) == 2
     episodes = Episodes(
         generator=FakePolicy(reply=lambda prompt, sample: "[ANSWER] 1"),
         renderer=FAKE_RENDERER,
-        environment=task.environment,
-        limits=EpisodeLimits(),
+        environments=environments,
         max_tokens=200,
-        thread=environments.thread,
     )
     groups = asyncio.run(episodes.run(problems, sampling=SamplingParams(max_tokens=16)))
     for (rollout,) in groups:

@@ -2,21 +2,19 @@
 
 import asyncio
 import itertools
-import math
 
 import pytest
 
-from rl.observability.metrics import merge, reduced
+from rl.observability.metrics import reduced
 from rl.rollouts.evaluation import (
     SEED,
     Evaluation,
     Evaluator,
     pass_at,
-    score_metrics,
 )
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.tasks.sum_digits import format_reward, is_correct, make_problem
-from rl.types import Rollout, SamplingParams, Score
+from rl.types import Rollout, SamplingParams
 from rl.utils.errors import RunError
 from tests.support.fakes import RENDERER, FakePolicy, RubricRewarder, episodes_of
 
@@ -171,38 +169,3 @@ def test_comparing_function_is_skipped_for_greedy_replies():
     # One sample is alone too.
     judged = evaluator(with_function(), policy=policy, settings=Evaluation(num_samples=1))
     assert asyncio.run(judged.run()).sets[0].failures == []
-
-
-def score(unparsed=(), failure=None, **parts):
-    return Score(reward=0.0, correct=False, parts=parts, failure=failure, unparsed=unparsed)
-
-
-def numbers(*parts):
-    return {name: reduced(metric) for name, metric in merge(parts).items()}
-
-
-def test_each_function_is_averaged_over_good_scores():
-    scores = [
-        score(answer=1.0, format=0.5),
-        score(answer=0.0, format=0.5, unparsed=("answer", "format")),
-        score(failure="it raised"),
-    ]
-    assert numbers(score_metrics(scores)) == {
-        "reward/num_failed": 1,
-        "reward/num_unparsed": 1,
-        "reward/answer": 0.5,
-        "reward/format": 0.5,
-    }
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_samples": -1}, "num_samples=-1 is less than 0"),
-        ({"temperature": 0.0}, "temperature=0.0: must be at least 0.01 and finite"),
-        ({"temperature": math.inf}, "temperature=inf: must be at least 0.01 and finite"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Evaluation(**settings)

@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from rl.protocols import Environment
-from rl.rollouts.environment import SingleTurn
-from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.environment import Environments, SingleTurn
+from rl.rollouts.episode import Episodes
 from rl.rollouts.group import Group, RolloutWorker, ScoredRollout, token_rewards
 from rl.rollouts.penalties import OverlongPunishment
 from rl.rollouts.producer import reason_to_drop
@@ -36,8 +35,7 @@ def group_of(
         episodes=Episodes(
             generator=ScriptedGenerator(reply=reply),
             renderer=TwinRenderer(),
-            environment=environment,
-            limits=EpisodeLimits(),
+            environments=Environments(make=environment),
             max_tokens=limit,
         ),
         rewarder=RubricRewarder(rubric=RUBRIC),
@@ -100,5 +98,3 @@ def test_rollouts_with_failed_scores_or_environments_are_left_out_in_order():
     scores = [Score(reward=1.0, correct=True), failed, Score(reward=0.0, correct=False), failed]
     left = Group(number=0, rollouts=rollouts, scores=scores).scored
     assert [(m.rollout.sample, m.score.reward) for m in left] == [(0, 1.0), (2, 0.0)]
-    broken = [replace(rollouts[0], failure="it broke"), rollouts[1]]
-    assert [m.rollout for m in Group(number=0, rollouts=broken, scores=scores[:1] * 2).scored] == broken[1:]

@@ -188,8 +188,7 @@ def test_error_shows_the_answer_without_the_key(server, answer, message):
         ({"base_url": f"https://me:{KEY}@host/v1"}, "base_url: must be http:// or https://"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env='NO_SUCH_KEY': this environment variable is not set"),
         ({"template": "grade {question}"}, r"must contain \{reply\} or \{conversation\}"),
-        ({"max_retries": -1}, "max_retries=-1: must be at least 0"),
-        ({"timeout_s": 0}, "timeout_s=0: must be above 0, and finite"),
+        ({"timeout_s": 0}, "timeout_s=0: must be above 0"),
     ],
 )
 def test_invalid_settings_are_refused(settings, message):

@@ -124,16 +124,3 @@ def test_raw_text_is_the_messages_with_their_separator(tokenizer, fields, separa
     assert ended == ids_of(f"{separator}What is 12 + 34?")
     cut_off = renderer.continuation([ASKED], after=completion_of([52], "length")).tolist()
     assert cut_off == [IM_END, *ids_of(f"{separator}What is 12 + 34?")]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"kind": "raw", "thinking": False}, "renderer.thinking=False: has no effect with kind='raw'"),
-        ({"separator": " "}, "renderer.separator: has no effect with kind='template'"),
-        ({"kind": "qwen3", "keep_replies": True}, "renderer.keep_replies=True: has no effect"),
-    ],
-)
-def test_option_of_another_kind_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RendererConfig(**fields)

@@ -256,22 +256,6 @@ def test_invalid_criteria_and_rubrics_are_refused(make, message):
         make()
 
 
-def among_the_others(rollouts):
-    return [1.0 / (len(rollouts) - 1) for _ in rollouts]
-
-
-def test_comparing_function_is_skipped_for_single_rollouts():
-    def scores_of(**settings):
-        group_function = GroupCriterion(name="g", function=among_the_others, **settings)
-        rubric = Rubric(criteria=(Criterion(name="one", function=number), group_function), correct="one")
-        return asyncio.run(rubric.score_group([replied("1")], alone=True))
-
-    (score,) = scores_of()
-    assert (score.reward, score.correct, score.parts, score.failure) == (1.0, True, {"one": 1.0}, None)
-    (called,) = scores_of(needs_group=False)
-    assert "reward 'g' raised ZeroDivisionError" in called.failure
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.rollouts.environment import TriedEnvironments
-from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.environment import Environments
 from rl.rollouts.samples import (
     TokenSpan,
     UnfitDemonstrationError,
@@ -16,16 +15,13 @@ from rl.rollouts.samples import (
     policy_sample,
     supervised_sample,
 )
-from rl.types import Completion, Problem, SamplingParams, TrainingSample
+from rl.types import Problem, TrainingSample
 from tests.support.conversations import (
-    Counting,
     Factory,
-    ScriptedGenerator,
     TwinRenderer,
     conversation,
     drawn,
 )
-from tests.support.virtual_time import run_in_virtual_time
 
 ROLLOUT = conversation((3, drawn(5, 6, version=2, logprob=-0.5)), (2, drawn(7, version=3, logprob=-2.0)))
 
@@ -71,41 +67,12 @@ PROBLEM = Problem(id="ask/one", question="one", answer="", demonstration=("first
 
 
 def demonstrate(problem: Problem, factory: Factory) -> TrainingSample:
-    return asyncio.run(demonstrated(problem, TriedEnvironments(make=factory), renderer=RENDERER))
+    return asyncio.run(demonstrated(problem, Environments(make=factory), renderer=RENDERER))
 
 
-class Rehearsed(ScriptedGenerator):
-    """Generator whose replies have the tokens of demonstrations."""
-
-    async def generate(self, prompts, *, sampling, session=None):
-        groups = await super().generate(prompts, sampling=sampling, session=session)
-        return [[_encoded(c) for c in group] for group in groups]
-
-
-def _encoded(made: Completion) -> Completion:
-    token_ids = RENDERER.reply(RENDERER.text(made.token_ids))
-    assert len(token_ids) == len(made.token_ids)
-    return replace(made, token_ids=token_ids)
-
-
-def test_demonstration_equals_the_sample_of_a_rollout_with_its_replies():
+def test_demonstration_is_an_episode_whose_replies_are_trained_on():
     factory = Factory()
     sample = demonstrate(PROBLEM, factory)
-
-    def reply(prompt, sampling, i):
-        return PROBLEM.demonstrations[prompt.count("<u>") - 1]
-
-    episodes = Episodes(
-        generator=Rehearsed(reply=reply),
-        renderer=RENDERER,
-        environment=lambda problem: Counting(problem=problem),
-        limits=EpisodeLimits(),
-        max_tokens=200,
-    )
-    ((rollout,),), _ = run_in_virtual_time(episodes.run([PROBLEM], sampling=SamplingParams(max_tokens=16)))
-    drawn = policy_sample(rollout, advantages_C=np.ones(rollout.num_completion_tokens), temperature=1.0)
-    assert sample.token_ids.tolist() == drawn.token_ids.tolist()
-    assert sample.mask.tolist() == drawn.mask.tolist()
     assert RENDERER.text(sample.token_ids[sample.mask]) == "firstsecondthird"
     assert RENDERER.text(sample.token_ids[~sample.mask]) == "<u>one<a></a><u>more 1<a></a><u>more 2<a>"
     assert (sample.advantages == 1).all()

@@ -36,14 +36,6 @@ def test_later_group_overtakes_a_slow_one_while_that_stays_in_time():
     assert bound.take([1, 3, 4, 5]) == [1, 3]
 
 
-def test_released_group_frees_its_place():
-    bound = StalenessBound(max_off_policy_steps=0, groups_per_batch=2, num_steps=9)
-    fill(bound)
-    bound.release(0)
-    assert fill(bound, 2) == [2]
-    assert bound.take([1, 2]) == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("max_steps", "publish_every"), [(0, 1), (1, 1), (2, 1), (4, 1), (1, 2), (2, 3), (4, 3)]
 )

@@ -17,7 +17,7 @@ from actors.recovery import Role, Supervisor
 from actors.run import Run, make_publisher, make_router
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
-from rl.rollouts.environment import TriedEnvironments
+from rl.rollouts.environment import Environments
 from rl.rollouts.rubric import Rubric
 from rl.starting_point import StartingPoint
 from rl.training.checkpoint_files import SavedState, read_state, sum_of_file, write_description
@@ -153,7 +153,7 @@ def fake_run(
         resumed=None,
         reference=None,
         task=task,
-        environments=TriedEnvironments(make=task.environment, step_timeout_s=20.0),
+        environments=Environments(make=task.environment, step_timeout_s=20.0),
         renderer=RENDERER,
         parity=None,
     )

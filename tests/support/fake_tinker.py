@@ -209,8 +209,6 @@ def _result(*, loss_sum: float, logprobs: tuple[np.ndarray, ...]) -> ForwardBack
         num_samples=len(logprobs),
         num_tokens=0,
         num_valid_tokens=0,
-        advantage_mean=0.0,
-        advantage_std=0.0,
         ratio_mean=1.0,
         clipped_fraction=0.0,
         entropy_mean=0.0,

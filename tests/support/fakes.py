@@ -11,8 +11,8 @@ import numpy as np
 from losses.types import Loss
 from rl.observability.metrics import Record, reduced
 from rl.protocols import TokenGenerator
-from rl.rollouts.environment import SingleTurn
-from rl.rollouts.episode import EpisodeLimits, Episodes
+from rl.rollouts.environment import Environments, SingleTurn
+from rl.rollouts.episode import Episodes
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer, render_prompt
 from rl.rollouts.rubric import Rubric
 from rl.types import (
@@ -141,8 +141,6 @@ class FakePolicy:
             num_samples=len(samples),
             num_tokens=sum(len(s.token_ids) for s in samples),
             num_valid_tokens=num_valid,
-            advantage_mean=0.0,
-            advantage_std=1.0,
             ratio_mean=1.0,
             clipped_fraction=0.0,
             entropy_mean=0.5,
@@ -217,11 +215,7 @@ def rollout_of(prompt: Prompt, made: Completion, *, sample: int = 0, text: str |
 
 def episodes_of(generator: TokenGenerator, *, renderer: Renderer, **settings: Any) -> Episodes:
     """Return episodes of a single turn and at most 96 tokens, unless `settings` differ."""
-    given: dict[str, Any] = {
-        "environment": SingleTurn.of,
-        "limits": EpisodeLimits(),
-        "max_tokens": 96,
-    }
+    given: dict[str, Any] = {"environments": Environments(make=SingleTurn.of), "max_tokens": 96}
     return Episodes(generator=generator, renderer=renderer, **given | settings)
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
-from rl.loop.loop import Loop, Watch
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import Loop, RolloutSetup, Watch
 from rl.loop.state import LoopState, StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.protocols import Environment

@@ -23,13 +23,13 @@ import torch
 from losses.cross_entropy import CrossEntropyLoss
 from rl.config.json import to_dict
 from rl.local import LocalBackend, LocalRewarder
-from rl.loop.loop import Loop
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
+from rl.models.tokenizer import open_tokenizer
 from rl.observability.metrics import MetricsWriter
 from rl.observability.recorder import Recorder, RecorderConfig
 from rl.observability.run_folder import RunFolder
@@ -37,7 +37,6 @@ from rl.rollouts.episode import Sampling
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.rollouts.samples import demonstration_sample
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.generated import GeneratedTask
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.config import TrainingConfig

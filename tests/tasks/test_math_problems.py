@@ -90,8 +90,6 @@ def problem(gold="72"):
 
 
 def test_part_of_the_reward_can_be_for_the_form(build):
-    with pytest.raises(ValueError, match=r"format_reward=1\.5 is not between 0 and 1"):
-        build(GSM8K, format_reward=1.5)
     assert build(GSM8K).rubric(seed=0).score(reply(problem(), r"\boxed{8}")).reward == 0.0
     rubric = build(GSM8K, format_reward=0.2).rubric(seed=0)
     assert rubric.score(reply(problem(), r"\boxed{72}")).reward == pytest.approx(1.0)

@@ -58,18 +58,3 @@ def test_instruction_comes_before_the_word_and_its_example_is_right():
         assert (a.id, a.answer) == (b.id, b.answer)
     example, shown = instructed.config.instruction.rpartition("for ")[2].split(" write: ")
     assert scored(bare, Problem(id="x", question=example, answer=example[::-1]), shown).reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_letters": (5, 4)}, "num_letters"),
-        ({"num_letters": (1, 4)}, "num_letters"),
-        ({"similarity_reward": 1.5}, "similarity_reward"),
-        ({"haste": -0.1}, "haste"),
-        ({"num_eval": 0}, "num_eval"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ReverseText.Config(**settings)

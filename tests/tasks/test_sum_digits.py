@@ -1,12 +1,8 @@
 from itertools import islice
 
-import numpy as np
 import pytest
 
 from configs import sum_digits
-from rl.models.tokenizer import build_byte_tokenizer
-from rl.rollouts.renderer import RendererConfig, make_renderer
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.sum_digits import SumDigits, make_problem, parse_answer
 from tests.support.fakes import completion, prompt_of, rollout_of
 from tests.support.tasks import scored
@@ -91,35 +87,3 @@ def test_prompt_of_the_qwen3_configs_explains_the_task():
         form = problem.question.splitlines()[0].rpartition(": ")[2]
         assert form == "[ANSWER] 21"
         assert scored(task, problem, f"So it is {form.replace('21', problem.answer)}").reward == 1.0
-
-
-def test_prompt_of_tiny_is_the_bare_integers(tmp_path):
-    problem = next(sum_digits.tiny().task.build().warmup_problems(seed=0))
-    build_byte_tokenizer(tmp_path)
-    tokenizer, ends = open_tokenizer(tmp_path)
-    renderer = make_renderer(RendererConfig(), tokenizer=tokenizer, stop_token_ids=ends)
-    numbers = problem.id.removeprefix("sum-digits/").replace("-", " ")
-    start, end = 257, 258
-    token_ids = [start, *b"user\n", *numbers.encode(), end, *b"\n", start, *b"assistant\n"]
-    np.testing.assert_array_equal(prompt_of(problem, renderer=renderer).token_ids, token_ids)
-
-
-def test_instruction_does_not_change_the_split():
-    bare, instructed = build(), build(instruction="Add 4 and 5.")
-    for a, b in islice(zip(bare.train_problems(seed=0), instructed.train_problems(seed=0), strict=True), 200):
-        assert (b.question, b.id) == (f"Add 4 and 5.\n{a.question}", a.id)
-    held = [[p.id for p in task.eval_sets()["held_out"]] for task in (bare, instructed)]
-    assert held[0] == held[1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_integers": 5}, "num_integers"),
-        ({"format_reward": 1.5}, "format_reward"),
-        ({"num_eval": 0}, "num_eval"),
-    ],
-)
-def test_invalid_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SumDigits.Config(**settings)

@@ -12,16 +12,15 @@ import torch
 from losses.cross_entropy import CrossEntropyLoss
 from losses.types import LossInputs, LossOutput
 from rl.local import LocalBackend, LocalRewarder
-from rl.loop.loop import Loop
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.generate import generate
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
+from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.episode import Sampling
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.rollouts.samples import policy_sample
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tasks.generated import GeneratedTask
 from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.config import TrainingConfig

@@ -22,8 +22,8 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
+from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.samples import demonstration_sample
-from rl.rollouts.tokenizer import open_tokenizer
 from rl.tinker.base import Base
 from rl.tinker.local import LocalTinkerBackend
 from rl.tinker.serving import TinkerServer

@@ -25,8 +25,7 @@ from rl.distributed.mesh import Degrees
 from rl.distributed.sharding import local_tensor
 from rl.local import LocalBackend, LocalRewarder
 from rl.loop.config import LoopConfig
-from rl.loop.loop import Loop
-from rl.loop.rollouts import RolloutSetup
+from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models import qwen3, qwen3_moe
 from rl.models.decoder import persistent_buffers

@@ -1,0 +1,90 @@
+"""Settings of rollouts, loop, tasks and tools that are out of bounds are refused with name, value and bound."""
+
+import math
+
+import pytest
+
+from rl.loop.loop import Loop
+from rl.loop.warmup import SupervisedWarmup
+from rl.rollouts.advantage import Advantage
+from rl.rollouts.episode import EpisodeLimits, Sampling
+from rl.rollouts.evaluation import Evaluation
+from rl.rollouts.penalties import KLReward, OverlongPunishment
+from rl.rollouts.renderer import RendererConfig
+from rl.tasks.alphabet_sort import AlphabetSort
+from rl.tasks.countdown import Countdown
+from rl.tasks.data import DifficultyFilter
+from rl.tasks.dataset import DatasetTask
+from rl.tasks.math_problems import MathProblems
+from rl.tasks.reasoning_gym_task import ReasoningGym
+from rl.tasks.reverse_text import ReverseText
+from rl.tasks.sum_digits import SumDigits
+from rl.tasks.verifiers_task import VerifiersTask
+from rl.tools.sandbox import PythonSandbox
+
+BY_TOKEN = {"credit": "token"}
+GYM, TASKSET = {"dataset": "gcd"}, {"taskset": "t"}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (Advantage, {"eps": math.nan}, "eps=nan: must be at least 0 and below inf"),
+        (Advantage, {"eps": math.inf}, "eps=inf: must be at least 0 and below inf"),
+        (Advantage, {"discount": 0.0, **BY_TOKEN}, "discount=0.0: must be above 0 and at most 1"),
+        (Advantage, {"discount": 1.5, **BY_TOKEN}, "discount=1.5: must be above 0 and at most 1"),
+        (Advantage, {"discount": 0.9}, "discount=0.9 has no effect with credit='sequence'"),
+        (Sampling, {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+        (Sampling, {"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
+        (EpisodeLimits, {"max_turns": 0}, "max_turns=0: must be at least 1"),
+        (EpisodeLimits, {"max_tokens": 1}, "max_tokens=1: must be at least 2"),
+        (EpisodeLimits, {"step_timeout_s": math.nan}, "step_timeout_s=nan: must be above 0"),
+        (EpisodeLimits, {"timeout_s": math.inf}, "timeout_s=inf: must be above 0 and below inf"),
+        (Evaluation, {"num_samples": -1}, "num_samples=-1: must be at least 0"),
+        (Evaluation, {"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
+        (OverlongPunishment, {"buffer_tokens": 0}, "buffer_tokens=0: must be at least 1"),
+        (OverlongPunishment, {"penalty": -1}, "penalty=-1: must be at least 0"),
+        (KLReward, {"coef": -0.1}, "coef=-0.1: must be at least 0"),
+        (RendererConfig, {"kind": "raw", "thinking": False}, "thinking=False: has no effect with kind='raw'"),
+        (RendererConfig, {"separator": " "}, "renderer.separator: has no effect with kind='template'"),
+        (RendererConfig, {"kind": "qwen3", "keep_replies": True}, "keep_replies=True: has no effect"),
+        (Loop.Config, {"group_size": 1}, "group_size=1: must be at least 2"),
+        (Loop.Config, {"num_steps": -1}, "num_steps=-1: must be at least 0"),
+        (Loop.Config, {"max_failed_rewards": 1.0}, "max_failed_rewards=1.0: must be at least 0 and below 1"),
+        (Loop.Config, {"max_sample_tokens": 1}, "max_sample_tokens=1: must be at least 2"),
+        (Loop.Config, {"groups_per_batch": 3, "num_minibatches": 2}, "num_minibatches=2 does not divide"),
+        (Loop.Config, {"publish_every": 2}, "max_off_policy_steps=0 is a bound that no batch can meet"),
+        (SupervisedWarmup.Config, {"lr": 0.0}, "lr=0.0: must be above 0"),
+        (SupervisedWarmup.Config, {"betas": (0.9, 1.0)}, "must be at least 0 and below 1"),
+        (AlphabetSort.Config, {"num_eval": 0}, "num_eval=0: must be at least 1"),
+        (AlphabetSort.Config, {"num_words": (3, 0)}, "num_words=(3, 0): must be a number of at least 1"),
+        (AlphabetSort.Config, {"num_letters": 0}, "num_letters=0: must be at least 1"),
+        (AlphabetSort.Config, {"letters": "aab", "num_words": (2,)}, "letters='aab': must be different letters"),
+        (AlphabetSort.Config, {"letters": "abcd"}, "enough for 5 different words"),
+        (Countdown.Config, {"num_numbers": 1}, "num_numbers=1: must be at least 2"),
+        (Countdown.Config, {"largest": 1}, "largest=1: must be at least 2"),
+        (Countdown.Config, {"operations": "+%"}, "operations='+%': must be one or more of"),
+        (ReverseText.Config, {"num_letters": (5, 4)}, "must be two numbers, 2 or more, in order"),
+        (ReverseText.Config, {"haste": -0.1}, "haste=-0.1: must be at least 0 and at most 1"),
+        (SumDigits.Config, {"num_integers": 5}, "num_integers=5: must be at least 2 and at most 4"),
+        (SumDigits.Config, {"format_reward": 1.5}, "format_reward=1.5: must be at least 0 and at most 1"),
+        (MathProblems.Config, {"format_reward": 1.5}, "format_reward=1.5: must be at least 0 and at most 1"),
+        (DatasetTask.Config, {"held_out": 1.0}, "held_out=1.0: must be at least 0 and below 1"),
+        (DatasetTask.Config, {"max_problems": 0}, "max_problems=0: must be at least 1"),
+        (DatasetTask.Config, {"template": "Think."}, "template='Think.': must contain {question}"),
+        (DifficultyFilter, {}, "column=None, file=None: exactly one must say"),
+        (DifficultyFilter, {"column": "c", "file": "f"}, "exactly one must say"),
+        (DifficultyFilter, {"column": "c", "min": 0.5, "max": 0.4}, "min=0.5: must be at least 0 and at most 0.4"),
+        (ReasoningGym.Config, {"num_eval": 0, **GYM}, "num_eval=0: must be at least 1"),
+        (ReasoningGym.Config, {"solved_at": 0, **GYM}, "solved_at=0: must be above 0 and at most 1"),
+        (ReasoningGym.Config, {"settings": {"seed": 2}, **GYM}, "seed and size are chosen by this task"),
+        (VerifiersTask.Config, {"num_eval": 0, **TASKSET}, "num_eval=0: must be at least 1"),
+        (PythonSandbox.Config, {"time_limit_s": 0}, "time_limit_s=0: must be at least 0.1"),
+        (PythonSandbox.Config, {"memory_limit_mib": 10}, "memory_limit_mib=10: must be at least 64"),
+        (PythonSandbox.Config, {"import_paths": ("/no/such",)}, "import_paths: '/no/such' is not a folder"),
+    ],
+)  # fmt: skip
+def test_setting_out_of_bounds_is_refused(config, settings, message):
+    with pytest.raises(ValueError, match=r".") as caught:
+        config(**settings)
+    assert message in str(caught.value)
