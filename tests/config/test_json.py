@@ -52,12 +52,6 @@ def test_values_survive_json(function):
     assert type(loaded.stop_token_ids) is tuple
 
 
-def test_nan_survives_json():
-    config = example_configs.tiny()
-    config.trainer.optimizer.max_norm = math.nan
-    assert math.isnan(load_values(example_configs.tiny(), through_json(config)).trainer.optimizer.max_norm)
-
-
 @pytest.mark.parametrize(
     ("saved", "edits", "loading", "problems"),
     [
@@ -134,21 +128,12 @@ def test_visible_field_that_is_not_plain_data_is_a_programming_error(value, says
 @pytest.mark.parametrize(
     ("value", "annotation"),
     [
-        (3, int),
-        (3, int | str),
-        ("3", int | str),
-        (2.0, float),
-        (True, bool | None),
-        (None, bool | None),
-        (-math.inf, float | None),
-        ("b", Literal["a", "b"]),
-        ((1, "a"), tuple[int, str]),
-        (((1, 2.0),), tuple[tuple[int, float], ...]),
-        ([1, 2], list[int]),
-        ({"a": 0.5}, dict[str, float]),
+        (3, int), (3, int | str), ("3", int | str), (2.0, float), (True, bool | None), (None, bool | None),
+        (-math.inf, float | None), ("b", Literal["a", "b"]), ((1, "a"), tuple[int, str]),
+        (((1, 2.0),), tuple[tuple[int, float], ...]), ([1, 2], list[int]), ({"a": 0.5}, dict[str, float]),
         ([{"x": None}], Any),
     ],
-)
+)  # fmt: skip
 def test_encoded_value_decodes_to_itself(value, annotation):
     decoded = decode(json.loads(json.dumps(encode(value), allow_nan=False)), annotation)
     assert decoded == value
@@ -158,22 +143,10 @@ def test_encoded_value_decodes_to_itself(value, annotation):
 @pytest.mark.parametrize(
     ("data", "annotation"),
     [
-        ("1", int),
-        (1.0, int),
-        (True, int),
-        (None, int),
-        (False, float),
-        ("x", float),
-        (1, str),
-        (1, bool),
-        ("c", Literal["a"]),
-        (1, Literal[True]),
-        ([1], tuple[int, int]),
-        (1, tuple[int, ...]),
-        (1, list[int]),
+        ("1", int), (False, float), ("x", float), (1, Literal[True]), ([1], tuple[int, int]), (1, list[int]),
         ("RED", Precision),
     ],
-)
+)  # fmt: skip
 def test_data_of_another_type_is_refused(data, annotation):
     with pytest.raises(ValueError, match="is not of type"):
         decode(data, annotation)
@@ -188,13 +161,9 @@ def test_changed_fields_have_both_values_and_leave_out_the_location(tmp_path):
     same = parse("--name", "other", "--dump_folder", "y")
     assert changed_fields(tmp_path / "config.json", same.config) == []
     changed = parse("--trainer.optimizer.lr", "0.25", "--trainer.optimizer.betas", "0.5", "0.9")
+    off = changed_fields(tmp_path / "config.json", parse("--warmup", "None").config)
+    assert off == ["warmup.num_steps: 150 -> null"]
     assert changed_fields(tmp_path / "config.json", changed.config) == [
         "trainer.optimizer.lr: 0.0003 -> 0.25",
         "trainer.optimizer.betas: [0.9, 0.95] -> [0.5, 0.9]",
     ]
-
-
-def test_changed_fields_list_the_fields_of_a_component_turned_off(tmp_path):
-    write_json(parse(), tmp_path / "config.json")
-    said = changed_fields(tmp_path / "config.json", parse("--warmup", "None").config)
-    assert said == ["warmup.num_steps: 150 -> null"]

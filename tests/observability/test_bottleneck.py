@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from typing import Any
 
 import pytest
 
@@ -26,18 +27,6 @@ def setting(record, config=None):
     return found.setting
 
 
-def with_values(config, **values):
-    """Return a copy with values at dotted paths, whose dots are written __."""
-    copy = {name: dict(node) for name, node in config.items()}
-    for path, value in values.items():
-        *nodes, leaf = path.split("__")
-        node = copy
-        for name in nodes:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return copy
-
-
 def test_overlap_is_advised_when_generation_and_training_alternate():
     record = step(generate=4.5, score=0.5, train=4.0, publish=1.0) | {"limit/idle": 0.52}
     assert bottleneck(record) == Bottleneck(
@@ -53,14 +42,12 @@ def test_overlap_is_advised_when_generation_and_training_alternate():
 def test_overlap_on_one_cpu_halves_the_threads():
     record = step(generate=5.0, train=4.0)
     config = to_dict(tiny())
-    assert (config["trainer"]["num_threads"], config["generator"]["num_threads"]) == (2, 2)
     found = bottleneck(record, config)
     assert found is not None
     assert "each with half its threads" in found.sentence
     assert found.setting == "--loop.max_off_policy_steps 1 --trainer.num_threads 1 --generator.num_threads 1"
-    on_gpus = to_dict(tiny())
-    on_gpus["generator"]["dtype"] = "bfloat16"
-    assert setting(record, on_gpus) == "--loop.max_off_policy_steps 1"
+    config["generator"]["dtype"] = "bfloat16"  # on GPUs
+    assert setting(record, config) == "--loop.max_off_policy_steps 1"
 
 
 @pytest.mark.parametrize(
@@ -96,38 +83,35 @@ def test_every_setting_of_the_advice_exists():
             node = node[name]
 
 
-GENERATOR = with_values(ASYNC, generator__max_num_seqs=256, generator__num_replicas=1)
-TRAINER = with_values(
-    ASYNC,
-    trainer__num_procs=4,
-    trainer__training={"max_tokens_per_microbatch": 4096},
-    trainer__compile={"enable": False},
-    generator__dtype="bfloat16",
-)
+GENERATOR: dict[str, Any] = {"max_num_seqs": 256, "num_replicas": 1}
+TRAINER = ASYNC | {
+    "trainer": {
+        "num_procs": 4,
+        "training": {"max_tokens_per_microbatch": 4096},
+        "compile": {"enable": False},
+    },
+    "generator": {"dtype": "bfloat16"},
+}
 MANY = {"packing/num_micro_batches": 8.0}
 
 
 @pytest.mark.parametrize(
     ("record", "config", "expected"),
     [
-        (
-            step(generate=9.0),
-            with_values(GENERATOR, generator__max_num_seqs=64),
-            "--generator.max_num_seqs 256",
-        ),
-        (step(generate=9.0) | {"limit/decode": 0.8}, GENERATOR, "--generator.num_replicas 2"),
-        (step(generate=9.0), None, "--generator.num_replicas"),
+        (step(generate=9.0), {"generator": GENERATOR | {"max_num_seqs": 64}}, "--generator.max_num_seqs 256"),
+        (step(generate=9.0) | {"limit/decode": 0.8}, {"generator": GENERATOR}, "--generator.num_replicas 2"),
+        (step(generate=9.0), {}, "--generator.num_replicas"),
         (step(train=9.0) | {"limit/train": 0.6}, TRAINER, "--trainer.num_procs 8"),
         (step(train=9.0) | MANY, TRAINER, "--trainer.training.max_tokens_per_microbatch 8192"),
         (step(train=9.0), TRAINER, "--trainer.compile.enable True"),
-        (step(train=9.0), ASYNC, "--loop.groups_per_batch"),
-        (step(publish=9.0), None, "--loop.max_off_policy_steps 1"),
-        (step(publish=9.0), with_values(ASYNC, weights__num_threads=2), "--weights.num_threads 4"),
-        (step(score=9.0), with_values(ASYNC, reward__num_procs=2), "--reward.num_procs 4"),
+        (step(train=9.0), {}, "--loop.groups_per_batch"),
+        (step(publish=9.0), {"weights": {"num_threads": 2}}, "--weights.num_threads 4"),
+        (step(score=9.0), {"reward": {"num_procs": 2}}, "--reward.num_procs 4"),
     ],
 )
 def test_advice_depends_on_the_record_and_the_config(record, config, expected):
-    assert setting(record, config) == expected
+    assert setting(record, ASYNC | config) == expected
+    assert setting(step(publish=9.0)) == "--loop.max_off_policy_steps 1"
 
 
 def test_typical_step_is_the_median_without_first_steps():

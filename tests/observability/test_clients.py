@@ -29,74 +29,19 @@ def test_online_mode_without_a_key_is_refused(tmp_path, monkeypatch):
         check_sinks(SinksConfig(wandb=WandbConfig(enable=True, mode="online")))
 
 
-NOBODY_ANSWERS = """
-import asyncio, logging, sys
+WANDB = """
+import asyncio, json, logging, sys
 from pathlib import Path
 from rl.utils.compat import exit_process
 from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import METRICS
 from rl.observability.console import ConsoleConfig
-from rl.observability.sinks import SinksConfig, WandbConfig
-from rl.observability.sinks import open_sinks
+from rl.observability.sinks import SinksConfig, WandbConfig, open_sinks
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-folder = Path(sys.argv[1])
-wandb = WandbConfig(enable=True, mode="online")
-config = SinksConfig(console=ConsoleConfig(style="off"), wandb=wandb, close_s=2.5)
-
-async def run():
-    async with open_sinks(config, folder=folder, title="try-1", num_steps=3) as sinks:
-        with MetricsWriter(folder / METRICS) as metrics, sinks.attempt():
-            for step in range(1, 4):
-                metrics.write({"step": step})
-                sinks.write({"step": step})
-                print("step", step)
-
-asyncio.run(run())
-print("ended")
-exit_process(0)
-"""
-
-
-@pytest.mark.timeout(100)
-def test_hanging_server_delays_neither_the_loop_nor_the_exit(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are accepted, nothing is read
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(tmp_path),
-            "PYTHONPATH": str(ROOT),
-            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
-            "WANDB_API_KEY": "0" * 40,
-            "WANDB_ERROR_REPORTING": "false",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", NOBODY_ANSWERS, str(tmp_path)],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=80,  # W&B's own timeout is 90 s
-        )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[:3] == ["step 1", "step 2", "step 3"]
-    assert lines[-1] == "ended"
-    assert "it lacks 3 records, which are in metrics.jsonl" in lines[-2]
-
-
-RUN = """
-import asyncio, json, sys
-from pathlib import Path
-from rl.utils.compat import exit_process
-from rl.observability.metrics import MetricsWriter
-from rl.observability.run_folder import METRICS
-from rl.observability.console import ConsoleConfig
-from rl.observability.sinks import SinksConfig, WandbConfig
-from rl.observability.sinks import open_sinks
-
-folder, mode, records = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-config = SinksConfig(console=ConsoleConfig(style="off"), wandb=WandbConfig(enable=True, mode=mode))
+folder, mode, records, close_s = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), float(sys.argv[4])
+wandb = WandbConfig(enable=True, mode=mode)
+config = SinksConfig(console=ConsoleConfig(style="off"), wandb=wandb, close_s=close_s)
 
 async def run():
     async with open_sinks(config, folder=folder, title="try-1", num_steps=9) as sinks:
@@ -104,29 +49,32 @@ async def run():
             for record in records:
                 metrics.write(record)
                 sinks.write(record)
+                print("step", record["step"])
 
 asyncio.run(run())
+print("ended")
 exit_process(0)
 """
 
 
 class Site:
-    """Home folder of a W&B user, and a server."""
+    """Home folder of a W&B user, whose client talks to the server at `url`."""
 
-    def __init__(self, folder, server):
+    def __init__(self, folder, url):
         self.folder = folder / "run"
         self.folder.mkdir()
         self.environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
             "PYTHONPATH": str(ROOT),
-            "WANDB_BASE_URL": server.url,
+            "WANDB_BASE_URL": url,
             "WANDB_API_KEY": "0" * 40,
             "WANDB_ERROR_REPORTING": "false",
         }
 
-    def run(self, mode, *records):
-        self._call("-c", RUN, str(self.folder), mode, json.dumps(records))
+    def run(self, mode, *records, close_s=30.0):
+        """Run a process that writes the records, and return its output."""
+        return self._call("-c", WANDB, str(self.folder), mode, json.dumps(records), str(close_s))
 
     def cut(self, num_lines):
         lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -138,16 +86,25 @@ class Site:
         self._call("-m", "wandb", "sync", *map(str, folders))
 
     def _call(self, *args):
-        done = subprocess.run(
-            [sys.executable, *args],
-            env=self.environment,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
+        return output_of(*args, env=self.environment, cwd=self.folder, timeout=80)  # W&B's own is 90 s
+
+
+def output_of(*args, **options):
+    done = subprocess.run(
+        [sys.executable, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(100)
+def test_hanging_server_delays_neither_the_loop_nor_the_exit(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are accepted, nothing is read
+        site = Site(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")
+        lines = site.run("online", *(at(step) for step in (1, 2, 3)), close_s=2.5).splitlines()
+    assert lines[:3] == ["step 1", "step 2", "step 3"]
+    assert lines[-1] == "ended"
+    assert "it lacks 3 records, which are in metrics.jsonl" in lines[-2]
 
 
 def at(step, **values):
@@ -162,7 +119,7 @@ SECOND = [at(step, **{"reward/mean": step / 8 + 0.0625}) for step in range(3, 7)
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_run_resumed_from_an_earlier_step_is_one_run(mode, tmp_path):
     with PlayedServer() as server:
-        site = Site(tmp_path, server)
+        site = Site(tmp_path, server.url)
         site.run(mode, *FIRST)
         site.cut(3)  # again from step 2
         site.run(mode, *SECOND)
@@ -200,16 +157,11 @@ print(json.dumps([[run.name, run.config, rows] for run, rows in zip(runs, logs, 
 
 def trackio_runs(database, run_id, *records):
     """Write the records in a new process, and return all runs of the database."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRACKIO, run_id, json.dumps(records)],
-        env={**os.environ, "TRACKIO_DIR": str(database), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
+    environment = {"TRACKIO_DIR": str(database), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    printed = output_of(
+        "-c", TRACKIO, run_id, json.dumps(records), env={**os.environ, **environment}, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.timeout(180)

@@ -1,11 +1,54 @@
-"""The doctor command on a run's folder."""
+"""Health of a run, as judged from its folder, and the doctor command."""
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
 
 import pytest
 
 from rl import doctor
+from rl.doctor import examine
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
+from rl.observability.spans import SpanRecorder
+from rl.utils.processes import identify
 from tests.support.watched_child import watched_child
+
+
+@dataclass
+class Watched:
+    """Run's folder with this process as its controller, and another process that sleeps."""
+
+    run: RunFolder
+    controller: SpanRecorder
+    sleeper: subprocess.Popen[bytes]
+
+    def record_sleeper_as(self, role):
+        recorder = SpanRecorder()
+        file = recorder.start(self.run.logs, role=role, rank=0)
+        recorder.stop()
+        process = identify(self.sleeper.pid)
+        record = json.loads(file.read_text()) | {"pid": process.pid, "start_ticks": process.start_ticks}
+        file.write_text(json.dumps(record))
+
+    def kill_sleeper(self):
+        self.sleeper.kill()
+        self.sleeper.wait()
+
+    def write_metrics(self, *records):
+        self.run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def age(self, seconds):
+        """Move the controller's spans back by this many seconds."""
+        file = self.run.logs / "state" / "controller-0.json"
+        record = json.loads(file.read_text())
+        record["clock_offset_s"] += seconds
+        file.write_text(json.dumps(record))
+
+    def examine(self, **options):
+        return examine(self.run.path, **options)
 
 
 @pytest.fixture
@@ -14,7 +57,69 @@ def run(tmp_path):
         yield folder
 
 
-def test_spans_and_stacks_of_a_healthy_run_are_printed(run, capsys):
+@pytest.fixture
+def watched(run):
+    controller = SpanRecorder()
+    controller.start(run.logs, role="controller", rank=0)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        yield Watched(run, controller, sleeper)
+        sleeper.kill()
+    controller.stop()
+
+
+def test_run_with_a_recent_step_is_healthy(watched):
+    watched.record_sleeper_as("trainer")
+    watched.write_metrics({"step": 3, "time/step_s": 2.0}, {"step": 4, "time/step_s": 30.0})
+    watched.controller.begin("step 5", None)
+    health = watched.examine()
+    assert (health.status, health.last_step, health.problems) == ("running", 4, ())
+    assert health.expected_s == 150.0
+    assert 0 <= health.last_step_age_s < 60
+    said = health.describe()
+    assert "running; the last step was step 4, 0." in said
+    assert f"controller[0]    alive     pid {os.getpid()}: step 5 for 0." in said
+    assert f"trainer[0]       alive     pid {watched.sleeper.pid}: idle for 0." in said
+
+
+def test_silent_controller_is_a_problem(watched):
+    watched.write_metrics({"step": 4, "time/step_s": 2.0})
+    watched.controller.begin("waits for trainer.optim_step", None)
+    assert watched.examine().problems == ()
+    watched.age(61.0)
+    (problem,) = watched.examine().problems
+    says = "in the controller nothing has begun or ended for 61 s, expected are at most 60 s"
+    assert problem.startswith(says)
+    assert "waits for trainer.optim_step for 61." in problem
+    assert watched.examine(expected_s=100.0).problems == ()
+
+
+def test_dead_or_stopped_actor_is_a_problem(watched):
+    watched.record_sleeper_as("generator_1")
+    os.kill(watched.sleeper.pid, signal.SIGSTOP)
+    os.waitpid(watched.sleeper.pid, os.WUNTRACED)
+    health = watched.examine()
+    assert health.problems == ("generator_1[0] is stopped by a signal",)
+    assert "generator_1[0]   STOPPED" in health.describe()
+    watched.kill_sleeper()
+    health = watched.examine()
+    assert health.problems == ("generator_1[0] is dead",)
+    assert "generator_1[0]   dead" in health.describe()
+    assert "PROBLEM: generator_1[0] is dead" in health.describe()
+
+
+def test_run_without_its_controller_has_ended_or_finished(watched):
+    watched.record_sleeper_as("controller")
+    watched.kill_sleeper()
+    health = watched.examine()
+    problems = ("the controller is dead, and the run has not finished",)
+    assert (health.status, health.problems) == ("ended", problems)
+    watched.run.mark_finished()
+    health = watched.examine()
+    assert (health.status, health.problems) == ("finished", ())
+    assert health.describe().endswith("the run has finished")
+
+
+def test_command_prints_spans_and_stacks_of_a_healthy_run(run, capsys):
     Events(run.events, wall_clock=lambda: 5.0).add("recovered", role="generator_0", after_s=1.5)
     with (
         watched_child(run.logs, "tasks", role="controller") as controller,
@@ -30,7 +135,7 @@ def test_spans_and_stacks_of_a_healthy_run_are_printed(run, capsys):
     assert "in take_twice" in printed
 
 
-def test_folder_that_is_not_a_run_is_refused_with_status_2(tmp_path, capsys):
+def test_command_refuses_a_folder_that_is_not_a_run(tmp_path, capsys):
     assert doctor.main([str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said == f"error: {tmp_path} is not the folder of a run: it has no status.json\n"

@@ -1,11 +1,17 @@
-"""Full disks: losing a required file ends the run with an error, losing any other is a warning."""
+"""Full disks and read-only folders: a lost file that is required ends the run, any other is a warning."""
 
 import asyncio
 import io
 import json
 import logging
 import re
+import shutil
+import tempfile
+from pathlib import Path
 
+import pytest
+
+from actors.recording import record_process
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
@@ -13,7 +19,7 @@ from rl.observability.run_folder import RunFolder, cut_back, read_status
 from rl.observability.summary import draw_learning_curve
 from rl.types import LoopPosition
 from rl.utils.errors import RunError
-from tests.support.disks import FULL, SmallDisk, on_small_disk
+from tests.support.disks import FULL, SmallDisk, on_small_disk, run_unprivileged
 from tests.support.fakes import FakePolicy
 from tests.support.loops import half_right, make_loop
 from tests.support.virtual_time import run_in_virtual_time
@@ -39,6 +45,20 @@ class FillsAt:
             self.disk.fill()
         elif record["step"] == self.free:
             self.disk.free()
+
+
+class _Longer:
+    """Recorder of records that each need a page, so that a full disk has room for none."""
+
+    def __init__(self, sink):
+        self.sink = sink
+
+    def write(self, record):
+        self.sink.write({**record, **{f"filler/{number:04}": float(number) for number in range(400)}})
+
+
+def assert_matches(pattern, text):
+    assert re.fullmatch(pattern, text, flags=re.DOTALL), text
 
 
 def test_metrics_that_cannot_be_written_stop_the_run(tmp_path):
@@ -102,29 +122,21 @@ def test_logs_that_cannot_be_written_are_one_warning(tmp_path):
     assert_matches(says, warning)
 
 
-def test_status_that_cannot_be_written_leaves_the_run_unfinished(tmp_path):
+def test_run_folder_without_disk_space_is_refused_or_stays_unfinished(tmp_path):
     def finish(disk):
         with RunFolder.create(disk.folder, "run") as folder:
             disk.fill()
-            error = said(folder.mark_finished)
-            return json.dumps([error, read_status(folder.path), disk.entries()])
+            unfinished = said(folder.mark_finished)
+            refused = said(lambda: RunFolder.create(disk.folder / "outputs", "run"))
+            return json.dumps([unfinished, refused, read_status(folder.path), disk.entries()])
 
-    error, status, entries = json.loads(on_small_disk(finish, tmp_path))
+    unfinished, refused, status, entries = json.loads(on_small_disk(finish, tmp_path))
     assert_matches(
-        rf"UnwrittenError: .*/run/status\.json was not written, its previous content .*: {FULL}", error
+        rf"UnwrittenError: .*/run/status\.json was not written, its previous content .*: {FULL}", unfinished
     )
+    assert_matches(rf"ValueError: .*/outputs/run (cannot be a run's folder|cannot be made): {FULL}", refused)
     assert status == "running"
     assert entries == ["run", "run/.lock", "run/checkpoints", "run/logs", "run/status.json"]
-
-
-def test_run_without_disk_space_is_refused(tmp_path):
-    def begin(disk):
-        disk.fill()
-        return json.dumps([said(lambda: RunFolder.create(disk.folder / "outputs", "run")), disk.entries()])
-
-    error, entries = json.loads(on_small_disk(begin, tmp_path))
-    assert_matches(rf"ValueError: .*/outputs/run (cannot be a run's folder|cannot be made): {FULL}", error)
-    assert entries == []
 
 
 def test_records_that_cannot_be_truncated_are_unchanged(tmp_path):
@@ -164,15 +176,62 @@ def test_learning_curve_that_cannot_be_written_is_a_warning(tmp_path):
     assert entries == ["metrics.jsonl"]
 
 
-class _Longer:
-    """Recorder of records that each need a page, so that a full disk has room for none."""
-
-    def __init__(self, sink):
-        self.sink = sink
-
-    def write(self, record):
-        self.sink.write({**record, **{f"filler/{number:04}": float(number) for number in range(400)}})
+# Folders without write permission, seen by an unprivileged process
 
 
-def assert_matches(pattern, text):
-    assert re.fullmatch(pattern, text, flags=re.DOTALL), text
+@pytest.fixture
+def folder():
+    """Yield a folder that everybody can enter and write to, unlike pytest's own folders."""
+    path = Path(tempfile.mkdtemp(prefix="relay-test-"))
+    path.chmod(0o777)
+    yield path
+    for made in (path, *path.rglob("*")):
+        if made.is_dir():
+            made.chmod(0o777)
+    shutil.rmtree(path)
+
+
+def test_read_only_dump_folder_is_refused(folder):
+    (folder / "outputs").mkdir()
+    (folder / "outputs").chmod(0o555)
+    answer = run_unprivileged(lambda: said(lambda: RunFolder.create(folder / "outputs" / "today", "run")))
+    path = folder / "outputs"
+    assert answer == f"ValueError: {path}/today/run cannot be a run's folder: {path} is not writable"
+    assert list(path.iterdir()) == []
+
+
+def test_folder_that_becomes_read_only_stops_the_metrics(folder, capsys):
+    def go_on():
+        with RunFolder.create(folder, "run") as made:
+            made.path.chmod(0o555)
+            made.logs.chmod(0o555)
+            undo = setup_logging("controller", folder=made.logs)
+            answer = said(lambda: MetricsWriter(made.metrics))
+            logging.getLogger("rl").warning("seen")
+            undo()
+            return json.dumps([answer, capsys.readouterr().err])
+
+    answer, console = json.loads(run_unprivileged(go_on))
+    path = folder / "run"
+    unwritten = f"{path}/metrics.jsonl was not written, its previous content is intact: Permission denied"
+    assert answer == f"UnwrittenError: {unwritten}"
+    seen, unwritten = console.splitlines()
+    assert seen.endswith("rl: seen")
+    says = (
+        rf".*WARNING .*{path}/logs/controller-0\.log was not written: Permission denied; the run goes on, .*"
+    )
+    assert re.fullmatch(says, unwritten)
+
+
+def test_process_that_cannot_record_logs_a_warning(folder):
+    (folder / "logs").mkdir()
+    (folder / "logs").chmod(0o555)
+
+    def act():
+        told = io.StringIO()
+        logging.getLogger("actors.recording").addHandler(logging.StreamHandler(told))
+        record_process(folder / "logs", role="trainer", rank=1)
+        return told.getvalue()
+
+    told = f"{folder}/logs: trainer-1 is not recorded: Permission denied\n"
+    assert run_unprivileged(act) == told

@@ -1,17 +1,29 @@
-"""Measured limits of a machine, and their cache."""
+"""Measured limits of a machine, their cache, and the shares of them that a step reaches."""
 
+import itertools
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rl.distributed.runtime import use_threads
-from rl.observability.machine_limits import MachineLimits, Workload, machine_limits, measured
+from rl.models.model_cost import ModelWork
+from rl.observability.machine_limits import (
+    LimitSink,
+    MachineLimits,
+    RunLimits,
+    Workload,
+    machine_limits,
+    measured,
+)
+from rl.observability.metrics import Max, Mean
+from tests.support.fakes import ListSink
 
 CPU = torch.device("cpu")
 WORKLOAD = Workload(dtype="float32", num_bytes=3_000_000)
-LIMITS = MachineLimits(device="a CPU", flops_per_s=2e11, memory_bytes_per_s=2e10, host_bytes_per_s=2e10)
+MACHINE = MachineLimits(device="a CPU", flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
 
 
 class Measures:
@@ -23,19 +35,17 @@ class Measures:
 
     def __call__(self, workload, device):
         self.num_asked += 1
-        return LIMITS, self.is_quiet
-
-
-def best_s(action, *, num=30):
-    def timed():
-        started = time.perf_counter()
-        action()
-        return time.perf_counter() - started
-
-    return min(timed() for _ in range(num))
+        return MACHINE, self.is_quiet
 
 
 def test_measured_rates_match_matrix_products_and_copies():
+    def best_s(action):
+        times = [time.perf_counter()]
+        for _ in range(30):
+            action()
+            times.append(time.perf_counter())
+        return min(after - before for before, after in itertools.pairwise(times))
+
     use_threads(1)
     random_state = torch.get_rng_state()
     limits, _ = measured(WORKLOAD, CPU)
@@ -51,43 +61,144 @@ def test_measured_rates_match_matrix_products_and_copies():
     assert limits.host_bytes_per_s == limits.memory_bytes_per_s
 
 
-def test_limits_of_a_quiet_machine_are_cached(tmp_path):
+def test_limits_of_a_quiet_machine_are_cached_by_workload(tmp_path):
     measure = Measures()
-    first = machine_limits(WORKLOAD, device=CPU, cache=tmp_path / "cache", measure=measure)
-    assert first == LIMITS
-    assert machine_limits(WORKLOAD, device=CPU, cache=tmp_path / "cache", measure=measure) == first
-    assert measure.num_asked == 1
-    alike = replace(WORKLOAD, num_bytes=4_000_000)  # a workload with copies of 4 MiB too
-    assert machine_limits(alike, device=CPU, cache=tmp_path / "cache", measure=measure) == first
-    assert measure.num_asked == 1
 
+    def ask(**changes):
+        workload = replace(WORKLOAD, **changes)
+        return machine_limits(workload, device=CPU, cache=tmp_path / "cache", measure=measure)
 
-@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"num_bytes": 5_000_000}, {"threads": 2}])
-def test_another_workload_is_measured_separately(tmp_path, other):
-    measure = Measures()
     use_threads(1)
-    machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure)
-    try:
-        use_threads(other.pop("threads", 1))
-        machine_limits(replace(WORKLOAD, **other), device=CPU, cache=tmp_path, measure=measure)
-    finally:
-        use_threads(1)
-    assert measure.num_asked == 2
+    # Copies of 3 and 4 MB are of 4 MiB both.
+    assert ask() == ask() == ask(num_bytes=4_000_000) == MACHINE
+    assert measure.num_asked == 1
+    ask(dtype="bfloat16")
+    ask(num_bytes=5_000_000)
+    use_threads(2)
+    ask()
+    use_threads(1)
+    assert measure.num_asked == 4
 
 
 def test_limits_of_a_busy_machine_are_not_cached(tmp_path):
     measure = Measures(is_quiet=False)
     for _ in range(2):
-        assert machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure) == LIMITS
+        assert machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure) == MACHINE
     assert measure.num_asked == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cache_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path):
     measure = Measures()
-    first = machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure)
+    machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure)
     (file,) = tmp_path.iterdir()
     file.write_text("{")
-    assert machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure) == first
-    assert machine_limits(WORKLOAD, device=CPU, cache=file / "x", measure=measure) == LIMITS
+    for cache in (tmp_path, file / "x"):
+        assert machine_limits(WORKLOAD, device=CPU, cache=cache, measure=measure) == MACHINE
     assert measure.num_asked == 3
+
+
+# Shares of a step, compared with sums by hand
+
+WORK = ModelWork(parameters=1000, products=900, trained=900, attention=20, cached=10, read=1000)
+MACHINE = MachineLimits(device="a CPU", flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
+LIMITS = RunLimits(
+    trainer=MACHINE,
+    num_trainer_ranks=2,
+    generator=MACHINE,
+    num_generator_ranks=1,
+    num_replicas=1,
+    shares_devices=False,
+    trained=WORK,
+    sampled=WORK,
+    itemsize=4,
+    num_samples=4,
+    most_running=16,
+    waits_for_the_longest=True,
+)
+STEP: dict[str, Any] = {
+    "step": 1,
+    "time/step_s": 10.0,
+    "time/train_s": 4.0,
+    "time/push_s": 0.25,
+    "time/pull_s": 0.75,
+    "time/trainer_idle_s": 6.0,
+    "time/generator_idle_s": 5.0,
+    "time/reward_idle_s": 9.5,
+    "sync/version": 7,
+    "perf/generated_tokens_per_s": Mean(160, 5.0),
+    "prompt/tokens_mean": Mean(16 * 10, 16),
+    "completion/tokens_max": Max(20),
+    "completion/context_mean": Mean(160 * 15, 160),
+    "packing/context_mean": Mean(200 * 8, 200),
+}
+
+
+def shares(step, limits=LIMITS):
+    sink = ListSink()
+    LimitSink(limits=limits, sinks=[sink]).write(step)
+    return {name: value for name, value in sink.records[0].items() if name.startswith("limit/")}
+
+
+def test_each_share_is_the_least_time_over_the_actual_time():
+    # 20 steps read the weights and 160 tokens a context of 15 each, which takes longer than the operations.
+    read_s = 4 * (20 * 1000 + 160 * 15 * 10) / 1e5
+    multiplied_s = (2 * 900 * (160 + 40) + 4 * 160 * 15 * 20) / 1e6
+    assert read_s > multiplied_s
+    trained = (200 * 6 * 900 + 12 * 200 * 8 * 20) / 1e6
+    # Each of two ranks copies a half to the store; a generator copies all of it. Copies read and write.
+    copied = 2 * 4 * 1000 / 1e5 * (1 / 2 + 1)
+    assert shares(STEP) == {
+        "limit/decode": pytest.approx(read_s / 5.0),
+        "limit/train": pytest.approx(trained / 2 / 4.0),
+        "limit/sync": pytest.approx(copied / 1.0),
+        "limit/idle": 0.55,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 20),  # the longest completion
+        ({"most_running": 4}, 40),  # 160 tokens, 4 at a time
+        ({"waits_for_the_longest": False}, 10),
+        (
+            {"waits_for_the_longest": False, "num_replicas": 2, "num_generator_ranks": 2, "most_running": 8},
+            10,
+        ),
+    ],
+)
+def test_weights_are_read_once_for_each_decoding_step(changes, steps):
+    limits = replace(LIMITS, **changes)
+    tokens = 160 / limits.num_replicas
+    read_s = 4 * (steps * 1000 + tokens * 15 * 10) / 1e5
+    assert shares(STEP, limits)["limit/decode"] == pytest.approx(read_s / 5.0)
+
+
+def test_each_replica_copies_all_weights():
+    copy_s = 2 * 4 * 1000 / 1e5
+    for num_replicas, num_ranks, copies in ((3, 3, 1), (3, 6, 1 / 2), (3, 1, 3)):
+        limits = replace(LIMITS, num_replicas=num_replicas, num_generator_ranks=num_ranks)
+        assert shares(STEP, limits)["limit/sync"] == pytest.approx(copy_s * (1 / 2 + copies))
+    gpu = replace(MACHINE, memory_bytes_per_s=1e9)
+    assert shares(STEP, replace(LIMITS, trainer=gpu))["limit/sync"] == pytest.approx(copy_s / 2 * (1 / 2 + 1))
+
+
+def test_sync_is_reported_once():
+    sink = ListSink()
+    limited = LimitSink(limits=LIMITS, sinks=[sink])
+    for version in (7, 7, 8):
+        limited.write({**STEP, "sync/version": version})
+    assert ["limit/sync" in record for record in sink.records] == [True, False, True]
+
+
+def test_missing_metrics_have_no_share_and_none_is_above_1():
+    def without(*names):
+        return set(shares({name: value for name, value in STEP.items() if name not in names}))
+
+    known = {"limit/decode", "limit/train", "limit/sync", "limit/idle"}
+    assert without("perf/generated_tokens_per_s") == known - {"limit/decode"}
+    assert without("packing/context_mean") == without("time/train_s") == known - {"limit/train"}
+    nothing = {**STEP, "perf/generated_tokens_per_s": Mean(0, 0.0), "packing/context_mean": Mean(0, 0)}
+    assert set(shares(nothing)) == {"limit/sync", "limit/idle"}
+    assert shares({**STEP, "time/train_s": 0.125})["limit/train"] == 1.0

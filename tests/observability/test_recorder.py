@@ -2,14 +2,8 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 
-from rl.observability.recorder import (
-    Recorder,
-    RecorderConfig,
-    TrainedRollout,
-    read_rollouts,
-)
+from rl.observability.recorder import Recorder, RecorderConfig, TrainedRollout, read_rollouts
 from rl.rollouts.evaluation import EvaluatedSet, EvaluationResult
 from rl.rollouts.group import Group
 from rl.rollouts.producer import Batch
@@ -26,17 +20,11 @@ def lines(path):
     return [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
 
 
-def turn(
-    text="hi",
-    *,
-    logprobs=(-0.5, -1.25),
-    versions=(3, 3),
-    observation=None,
-):
+def turn(text="hi", *, logprobs=(-0.5, -1.25), observation=None):
     completion = Completion(
         token_ids=np.array([7, 9], dtype=np.int32),
         logprobs=np.array(logprobs, dtype=np.float32),
-        policy_versions=np.array(versions, dtype=np.int32),
+        policy_versions=np.array([3, 3], dtype=np.int32),
         finish_reason="stop",
     )
     return Turn(
@@ -62,11 +50,7 @@ def score(reward=1.0, **said):
 
 def group(name, *scores, rollouts=None):
     rollouts = rollouts or [rollout(name, sample=i) for i in range(len(scores))]
-    return Group(
-        number=0,
-        rollouts=rollouts,
-        scores=list(scores),
-    )
+    return Group(number=0, rollouts=rollouts, scores=list(scores))
 
 
 def advantages_of(*numbers):
@@ -257,12 +241,3 @@ def test_rollout_longer_than_the_file_is_skipped(tmp_path, caplog):
     assert [line["problem"] for line in read_rollouts(made.path)] == ["a", "p"]
     (warning,) = [r for r in caplog.records if r.levelname == "WARNING"]
     assert "too long for rollouts.jsonl" in warning.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_groups", -1), ("num_eval_problems", -1), ("max_megabytes", 0.0), ("max_megabytes", float("inf"))],
-)
-def test_settings_out_of_range_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field}={value}"):
-        RecorderConfig(**{field: value})

@@ -18,14 +18,10 @@ from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console
 from rl.observability.loggers import TensorBoardLogger
 from rl.observability.metrics import Mean, MetricsWriter
+from rl.observability.recorder import RecorderConfig
 from rl.observability.run_folder import METRICS
-from rl.observability.sinks import (
-    LoggerThread,
-    RunSinks,
-    SinksConfig,
-    TensorBoardConfig,
-    open_sinks,
-)
+from rl.observability.sinks import LoggerThread, RunSinks, SinksConfig, TensorBoardConfig, open_sinks
+from rl.observability.spans import TimelineConfig
 from tests.support.event_files import points
 
 # Config
@@ -42,19 +38,29 @@ def test_missing_package_is_refused_before_the_start(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("config", "path", "value", "message"),
     [
-        ("console.num_rows", 0, "console: num_rows=0: must be at least 1"),
-        ("write_s", 0.0, "write_s=0.0: must be above 0 and below inf"),
-        ("close_s", float("inf"), "close_s=inf: must be above 0 and below inf"),
-        ("wandb.project", "a/b", r"wandb: project='a/b': must be a name without / \\ # \? % or :"),
-        ("trackio.project", "", "trackio: project='': must be a name"),
-        ("console.style", "loud", r"console: style='loud': must be 'auto' \| 'lines' \| 'off'"),
+        (SinksConfig(), "console.num_rows", 0, "console: num_rows=0: must be at least 1"),
+        (SinksConfig(), "write_s", 0.0, "write_s=0.0: must be above 0 and below inf"),
+        (SinksConfig(), "close_s", float("inf"), "close_s=inf: must be above 0 and below inf"),
+        (
+            SinksConfig(),
+            "wandb.project",
+            "a/b",
+            r"wandb: project='a/b': must be a name without / \\ # \? % or :",
+        ),
+        (SinksConfig(), "trackio.project", "", "trackio: project='': must be a name"),
+        (SinksConfig(), "console.style", "loud", "console: style='loud': must be 'auto'"),
+        (RecorderConfig(), "num_groups", -1, "num_groups=-1: must be at least 0"),
+        (RecorderConfig(), "num_eval_problems", -1, "num_eval_problems=-1: must be at least 0"),
+        (RecorderConfig(), "max_megabytes", 0.0, "max_megabytes=0.0: must be above 0 and below inf"),
+        (TimelineConfig(), "max_megabytes", 0.05, r"max_megabytes=0.05: must be at least 0.1 and below inf"),
+        (TimelineConfig(), "max_megabytes", float("nan"), "max_megabytes=nan: must be at least 0.1"),
     ],
 )
-def test_invalid_value_is_refused(path, value, message):
+def test_invalid_value_is_refused(config, path, value, message):
     with pytest.raises(ValueError, match=message):
-        rebuild(SinksConfig(), {path: value})
+        rebuild(config, {path: value})
 
 
 # Threads

@@ -1,5 +1,13 @@
+"""Last lines and learning curve of a run."""
+
+import json
+import math
+
+import matplotlib.image
+import numpy as np
+
 from rl.observability.run_folder import RunFolder
-from rl.observability.summary import summary
+from rl.observability.summary import CORRECT, EVALUATION, REWARD, summary, write_learning_curve
 
 STEPS = [{"step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
 
@@ -36,3 +44,21 @@ def test_bottleneck_comes_last(tmp_path):
         "score in parallel",
         "  would move it   --reward.num_procs 2",
     ]
+
+
+def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tmp_path):
+    metrics, png = tmp_path / "metrics.jsonl", tmp_path / "learning_curve.png"
+    rewards = [math.nan if step > 40 else step / 50 for step in range(1, 51)]
+    records = [
+        {"step": step, "reward/mean": str(reward), "reward/correct": step / 100, "logprob_diff/mean": 0.0}
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    records += [evaluation(step, step / 60) for step in (0, 25, 50)]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_learning_curve(metrics, png)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
+    image = matplotlib.image.imread(png)[..., :3]
+    assert image.shape == (840, 1200, 3)
+    for color in (REWARD, CORRECT, EVALUATION):
+        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        assert (np.abs(image - wanted) < 0.02).all(axis=-1).sum() > 500

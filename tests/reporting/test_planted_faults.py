@@ -6,7 +6,6 @@ from rl.reporting.data import read_run
 from rl.reporting.evidence import RolloutEvidence, Series
 from rl.reporting.findings import find
 from rl.rollouts.rubric import Criterion, Rubric
-from rl.tasks.generated import Coin
 from tests.support.small_runs import MAX_TOKENS, SmallRun, answer, faulty_from, is_right, warm_up
 
 FAULTY = 8
@@ -43,16 +42,12 @@ def replies(finding):
     return [e for e in finding.evidence if isinstance(e, RolloutEvidence)]
 
 
-def rubric(function, *more, correct=is_right):
-    return Rubric(criteria=(Criterion(name="answer", function=function), *more), correct=correct)
+def rubric(function, *more):
+    return Rubric(criteria=(Criterion(name="answer", function=function), *more), correct=is_right)
 
 
 def length(rollout):
     return len(rollout.completion.token_ids) / MAX_TOKENS
-
-
-def shorter(rollout):
-    return -length(rollout)
 
 
 def pays_for_question_marks(rollout):
@@ -65,10 +60,8 @@ def test_healthy_run_learns_and_has_no_findings(start, tmp_path):
     assert run.steps[-1]["reward/correct"] > run.steps[0]["reward/correct"] + 0.25
 
 
-@pytest.mark.parametrize("correct", [is_right, None], ids=["marked wrong", "wrong by its text alone"])
-def test_reward_that_pays_for_a_pattern_is_found(start, tmp_path, correct):
-    faulty = rubric(faulty_from(FAULTY, pays_for_question_marks), correct=correct)
-    _, findings = findings_of(start, tmp_path, rubric=faulty)
+def test_reward_that_pays_for_a_pattern_is_found(start, tmp_path):
+    _, findings = findings_of(start, tmp_path, rubric=rubric(faulty_from(FAULTY, pays_for_question_marks)))
     finding = of_kind(findings, "reward_hacking")
     assert abs(finding.since_step - FAULTY) <= 2
     assert "'?'" in finding.title
@@ -111,29 +104,3 @@ def test_generator_that_keeps_its_weights_is_found(start, tmp_path):
     shown = replies(finding)
     assert shown
     assert all(reply.step >= finding.since_step for reply in shown)
-
-
-# More runs of both kinds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rubric": rubric(answer, Criterion(name="brevity", function=shorter, weight=0.2))},
-        {"loop": {"max_off_policy_steps": 1}},
-        {"loop": {"num_minibatches": 2}},
-    ],
-    ids=["a sound length penalty", "generation ahead", "two updates a step"],
-)
-def test_other_healthy_runs_have_no_findings(start, tmp_path, settings):
-    run, findings = findings_of(start, tmp_path, **settings)
-    assert findings == []
-    assert run.steps[-1]["reward/correct"] > run.steps[0]["reward/correct"]
-
-
-@pytest.mark.slow
-def test_reward_of_noise_is_found(start, tmp_path):
-    noise = Rubric(criteria=(Criterion(name="noise", function=Coin(seed=1)),), correct=is_right)
-    findings = findings_of(start, tmp_path, rubric=noise)[1]
-    assert of_kind(findings, "reward_not_correct").since_step == 1

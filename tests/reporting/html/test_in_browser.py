@@ -84,14 +84,8 @@ def test_time_of_a_step_is_split_into_its_parts(whole):
     whole.go("time", ".stack")
     rows = whole.texts("#time .columns .card:first-child tr td:first-child")
     assert rows == [
-        "generate",
-        "train",
-        "publish",
-        "score",
-        "push, within it",
-        "pull, within it",
-        "one evaluation",
-    ]
+        "generate", "train", "publish", "score", "push, within it", "pull, within it", "one evaluation",
+    ]  # fmt: skip
     assert whole.texts("#time .bar")[:4] == ["31%", "62%", "80%", "42%"]
     whole.page.wait_for_selector("#time .chart[data-drawn='40']")
 
@@ -104,15 +98,8 @@ def test_rollout_is_shown_token_by_token(whole):
     assert "".join(tokens.all_inner_texts()) == f"{TEXT}<|im_end|>"
     tokens.nth(0).hover()
     tip = whole.page.locator(".tip").inner_text()
-    for label in (
-        "generator's logprob",
-        "trainer's logprob",
-        "difference",
-        "advantage",
-        "policy version",
-        "mask",
-    ):
-        assert label in tip
+    labels = ("generator's logprob", "trainer's logprob", "difference", "advantage", "policy version", "mask")
+    assert all(label in tip for label in labels)
     tokens.last.hover()
     assert "0, not trained on" in whole.page.locator(".tip").inner_text()
 
@@ -151,7 +138,7 @@ def test_rollouts_are_filtered_ordered_and_searched(whole, runs):
     whole.page.wait_for_selector("#rollouts [data-count='0']")
 
 
-def test_losses_and_recoveries_are_listed_in_order(whole):
+def test_events_options_environment_and_checks_are_listed(whole):
     whole.go("events", "li")
     assert whole.texts("#events li span") == [
         "the run started",
@@ -159,17 +146,17 @@ def test_losses_and_recoveries_are_listed_in_order(whole):
         "generator_0 is back after 6.5 s",
         "the run finished",
     ]
-
-
-def test_options_and_environment_are_shown(whole):
     whole.go("config", "summary")
     whole.page.locator("#config summary").click()
     whole.page.get_by_label("find an option").fill("optimizer")
-    assert whole.page.locator("#config tr[data-path]:visible").all_inner_texts() == [
-        "trainer.optimizer.lr\t4e-05"
-    ]
+    options = whole.page.locator("#config tr[data-path]:visible")
+    assert options.all_inner_texts() == ["trainer.optimizer.lr\t4e-05"]
     whole.go("environment", "td")
     assert "2.13.0" in whole.texts("#environment td")
+    said = whole.texts("#findings .healthy")[0]
+    assert said.startswith("Nothing looks wrong. Looked for: ")
+    assert "reward hacking" in said
+    assert whole.count("nav .count") == 0
 
 
 def test_two_runs_are_compared_in_one_report(chromium, runs):
@@ -211,13 +198,6 @@ def test_finding_is_on_top_marked_on_the_curves_and_links_to_its_reply(chromium,
         assert {step.replace(" ", ""), sample.replace(" ", "")} <= {f.replace(" ", "") for f in facts}
         assert "".join(seen.texts("#rollouts .tokens .token")) == f"{HACK}<|im_end|>"
         assert seen.errors == []
-
-
-def test_healthy_run_reports_no_findings_and_lists_the_checks(whole):
-    said = whole.texts("#findings .healthy")[0]
-    assert said.startswith("Nothing looks wrong. Looked for: ")
-    assert "reward hacking" in said
-    assert whole.count("nav .count") == 0
 
 
 def test_text_of_a_model_is_never_executed(chromium, runs):

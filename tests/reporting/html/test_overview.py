@@ -1,6 +1,5 @@
 """Parts of a report that are visible at once."""
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -9,33 +8,15 @@ import pytest
 from rl.config.json import to_dict
 from rl.config.registry import resolve
 from rl.reporting.data import RunData
-from rl.reporting.evidence import Finding, RolloutEvidence, Series
-from rl.reporting.html.overview import (
-    breakdown,
-    config_rows,
-    curves,
-    facts,
-    referenced_lines,
-    state,
-)
+from rl.reporting.evidence import Finding, RolloutEvidence
+from rl.reporting.html.overview import breakdown, config_rows, curves, facts, referenced_lines, state
 
 # Facts
 
-EMPTY = RunData(
-    folder=Path("outputs/x"),
-    status="running",
-    config={},
-    steps=[],
-    evaluations=[],
-    rollouts=[],
-    events=[],
-    spans=[],
-    problems=[],
-)
-
 
 def run(**parts):
-    return dataclasses.replace(EMPTY, **parts)
+    empty = dict.fromkeys(("steps", "evaluations", "rollouts", "events", "spans", "problems"), ())
+    return RunData(**{"folder": Path("outputs/x"), "status": "running", "config": {}} | empty | parts)
 
 
 def step(number, **others):
@@ -51,11 +32,7 @@ def test_facts_ignore_missing_and_infinite_numbers():
                 step(3, **{"reward/mean": 0.75, "perf/samples_per_s": 4.0, "logprob_diff/max": 0.25}),
             ],
             evaluations=[{"step": 0, "eval/correct": 0.1}, {"step": 3, "eval/correct": 0.9}],
-            config={
-                "module": "m",
-                "config": "f",
-                "values": {"model": "qwen3/tiny", "loop": {"num_steps": 8}},
-            },
+            config={"module": "m", "config": "f", "values": {"model": "tiny", "loop": {"num_steps": 8}}},
         ),
         is_alive=None,
     )
@@ -64,7 +41,7 @@ def test_facts_ignore_missing_and_infinite_numbers():
     assert told["samples_per_s"] == 4
     assert told["logprob_diff_max"] == 0.5
     assert (told["step"], told["num_steps"], told["training_s"]) == (3, 8, 12)
-    assert (told["config"], told["model"]) == ("m.f", "qwen3/tiny")
+    assert (told["config"], told["model"]) == ("m.f", "tiny")
 
 
 @pytest.mark.parametrize(
@@ -122,12 +99,8 @@ def test_values_that_are_not_finite_are_gaps():
 def test_long_curves_are_merged_into_mean_minimum_and_maximum():
     found = curves([{"step": step, "loss": float(step)} for step in range(1, 11)], max_points=4)
     assert found["xs"] == [[2, 5, 8, 10]]
-    assert found["series"]["loss"] == {
-        "x": 0,
-        "y": [2, 5, 8, 10],
-        "low": [1, 4, 7, 10],
-        "high": [3, 6, 9, 10],
-    }
+    merged = {"y": [2, 5, 8, 10], "low": [1, 4, 7, 10], "high": [3, 6, 9, 10]}
+    assert found["series"]["loss"] == {"x": 0, **merged}
 
 
 # Config
@@ -151,20 +124,10 @@ def test_changed_option_has_its_default():
 
 # Findings
 
-FINDING = Finding(
-    kind="length_drift",
-    title="Replies grow",
-    since_step=3,
-    sentence="They grow.",
-    advice="Look.",
-    evidence=(
-        Series(name="completion/tokens_mean", steps=(1, 3), values=(4.0, 9.0)),
-        RolloutEvidence(step=3, problem="p", sample=1, text="so long", note="nine tokens"),
-    ),
-)
-
 
 def test_recorded_rollouts_of_findings_are_returned():
+    reply = RolloutEvidence(step=3, problem="p", sample=1, text="so long", note="nine tokens")
+    finding = Finding(kind="length_drift", title="", since_step=3, sentence="", advice="", evidence=(reply,))
     lines = [{"step": step, "problem": "p", "sample": sample} for step in (2, 3) for sample in (0, 1)]
-    assert referenced_lines([FINDING], lines) == {3}
+    assert referenced_lines([finding], lines) == {3}
     assert referenced_lines([], lines) == frozenset()

@@ -4,15 +4,19 @@ import math
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
-from rl.reporting.html.rollouts import CHUNK_TOKENS, open_token_texts, pack_rollouts, unpack
+from rl.models.tokenizer import build_byte_tokenizer
+from rl.reporting.html.rollouts import CHUNK_TOKENS, TokenTexts, open_token_texts, pack_rollouts, unpack
 
 ROOM = 10_000_000
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    return open_token_texts(tmp_path_factory.mktemp("run"), {"hf_assets_path": None})[0]
+    texts, problem = open_token_texts(tmp_path_factory.mktemp("run"), {"hf_assets_path": None})
+    assert problem is None
+    return texts
 
 
 def line(reply="ab", *, step=1, sample=0, problem="p", **others):
@@ -126,3 +130,61 @@ def test_numbers_that_are_not_finite_are_unknown(texts):
     assert turn["logprobs"] == [None, -0.5]
     assert turn["diffs"] == [None, 0]
     assert packed.index["columns"]["reward"] == ["nan"]
+
+
+# Texts of tokens, with real tokenizers
+
+
+@pytest.mark.parametrize("text", ["4+7=11 [ANSWER] 11", "schön: 10 €, 🙂!", "\x00\n\t"])
+def test_pieces_add_up_to_the_text(text, texts, tmp_path):
+    build_byte_tokenizer(tmp_path)
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    pieces = texts.pieces(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == text
+
+
+def test_character_of_several_tokens_belongs_to_the_last(texts):
+    assert texts.pieces([*"a€b".encode()]) == ["a", "", "", "€", "b"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "pieces"),
+    [
+        ([0xE2, 0x82], ["\ufffd", "\ufffd"]),
+        ([0xE2, ord("a")], ["\ufffd", "a"]),
+        ([0xFF, 0xFF, 0xFF, 0xFF, 0xFF, ord("a")], ["\ufffd"] * 5 + ["a"]),
+    ],
+    ids=["cut at the end", "broken off", "no character at all"],
+)
+def test_bytes_without_a_character_are_decoded_separately(ids, pieces, texts):
+    assert texts.pieces(ids) == pieces
+
+
+def test_special_tokens_are_shown(texts):
+    assert texts.pieces([ord("a"), 258]) == ["a", "<|im_end|>"]
+
+
+def test_space_that_the_decoder_drops_is_kept():
+    vocabulary = {"▁add": 0, "▁it": 1, "s": 2, "<unk>": 3}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert TokenTexts(tokenizer).pieces([0, 1, 2]) == [" add", " it", "s"]
+
+
+def test_tokenizer_of_the_exported_model_is_preferred(tmp_path):
+    exported = tmp_path / "checkpoints" / "hf"
+    build_byte_tokenizer(exported)
+    content = (exported / "tokenizer.json").read_text().replace("[ANSWER]", "[EXPORT]")
+    (exported / "tokenizer.json").write_text(content)
+    build_byte_tokenizer(tmp_path / "given")
+    found, _ = open_token_texts(tmp_path, {"hf_assets_path": str(tmp_path / "given")})
+    assert found.pieces([261]) == ["[EXPORT]"]
+
+
+def test_without_a_tokenizer_tokens_are_numbers(tmp_path):
+    found, problem = open_token_texts(tmp_path, {"hf_assets_path": str(tmp_path / "gone")})
+    assert found.pieces([7, 12]) == ["<7>", "<12>"]
+    assert not found.known
+    assert problem is not None
+    assert str(tmp_path / "gone") in problem
