@@ -25,13 +25,13 @@ from actors.calls import ActorCallError, Group, may_hang
 from actors.checks import has_lora
 from losses.types import uses_proximal_logprobs
 from rl.config.json import to_dict
-from rl.loop.loop import Loop, RolloutSetup, Sink
+from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import LoopState, StepCheckpoints, read_loop_state
 from rl.loop.stop_request import StopRequest, StopRequestedError
 from rl.loop.warmup import SupervisedWarmup
 from rl.observability.events import read_events
 from rl.observability.machine_limits import LimitSink
-from rl.observability.metrics import MetricsWriter
+from rl.observability.metrics import MetricsWriter, Sink
 from rl.observability.progress import progress
 from rl.observability.recorder import Recorder
 from rl.observability.run_folder import cut_back

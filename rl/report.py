@@ -16,16 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.observability.bottleneck import bottleneck, typical
-from rl.observability.environment import read_environment
-from rl.observability.run_folder import ENVIRONMENT, REPORT
-from rl.observability.span_reader import read_states
-from rl.reporting.data import read_run
-from rl.reporting.findings import KINDS, find
-from rl.reporting.html.page import ReportedRun, write_report
-from rl.utils.processes import is_alive, without_collections
-
-LOOKED_FOR = tuple(kind.replace("_", " ") for kind in KINDS)
+from rl.observability.run_folder import REPORT
+from rl.reporting.html.page import write_report
+from rl.utils.processes import without_collections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The data lives to the end, and the garbage collector would search it again and again.
         with without_collections():
-            runs = [_reported(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-            write_report(runs, file, written_s=time.time(), looked_for=LOOKED_FOR)
+            named = dict(zip(_names(folders), folders, strict=True))
+            runs = write_report(named, file, written_s=time.time())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -47,28 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack a character
     for run in runs:
-        for problem in run.data.problems:
-            print(f"{run.name}: {problem}")
-        for finding in run.findings:
-            since = "" if finding.since_step is None else f", since step {finding.since_step}"
-            print(f"{run.name}: {finding.title}{since}: {finding.sentence}")
+        for problem in run["problems"]:
+            print(f"{run['name']}: {problem}")
+        for finding in run["findings"]:
+            print(
+                f"{run['name']}: {finding['title']}, since step {finding['since_step']}: {finding['sentence']}"
+            )
     print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def _reported(folder: Path, name: str) -> ReportedRun:
-    data = read_run(folder)
-    states = list(read_states(folder / "logs"))
-    controller = next((state for state in states if state.role == "controller"), None)
-    return ReportedRun(
-        name=name,
-        data=data,
-        findings=find(data),
-        environment=read_environment(folder / ENVIRONMENT),
-        processes=[{"role": s.role, "rank": s.rank, "host": s.host, "pid": s.process.pid} for s in states],
-        bottleneck=bottleneck(typical(data.steps), data.config.get("values")),
-        is_alive=is_alive(controller.process) if controller is not None and controller.is_here else None,
-    )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -42,7 +42,7 @@ from rl.loop.metrics import (
 )
 from rl.loop.state import LoopState, Progress, StepCheckpoints
 from rl.loop.stop_request import StopRequest, StopRequestedError
-from rl.observability.metrics import Record
+from rl.observability.metrics import Record, Sink
 from rl.observability.recorder import Recorder
 from rl.protocols import Publisher, Rewarder, TokenGenerator, Trainer
 from rl.rollouts.environment import Environments, EnvironmentThread
@@ -109,14 +109,6 @@ class RolloutSetup:
             max_failed=config.max_failed_rewards,
         )
         return worker, evaluator
-
-
-class Sink(Protocol):
-    """A destination of metrics: metrics.jsonl, the console, TensorBoard."""
-
-    def write(self, record: Record) -> None:
-        """Write the record of a step, or of an evaluation, which has the key `eval/correct`."""
-        ...
 
 
 class Watch(Protocol):

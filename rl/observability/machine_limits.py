@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
@@ -34,7 +34,7 @@ from torch.utils.benchmark import Timer
 from rl.config.effect import only_if
 from rl.models.batch_invariant.probe import processor
 from rl.models.model_cost import ModelWork
-from rl.observability.metrics import Mean, Record, reduced
+from rl.observability.metrics import Mean, Record, Sink, reduced
 from rl.utils.files import atomic_write
 
 MEASURE_S = 0.4
@@ -265,12 +265,6 @@ def _idle(record: Record, *, shares_devices: bool) -> float | None:
 
 def _value(record: Mapping[str, object], name: str) -> float | None:
     return reduced(record.get(name))  # type: ignore[arg-type]
-
-
-class Sink(Protocol):
-    """Sink of `rl.loop.loop`."""
-
-    def write(self, record: Record) -> None: ...
 
 
 class LimitSink:

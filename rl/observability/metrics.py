@@ -145,6 +145,14 @@ def reduced(metric: Metric | SupportsFloat | None) -> float | None:
     return value if isinstance(value, int) else float(value)
 
 
+class Sink(Protocol):
+    """A destination of metrics: metrics.jsonl, the console, TensorBoard."""
+
+    def write(self, record: Record) -> None:
+        """Write the record of a step, or of an evaluation, which has the key `eval/correct`."""
+        ...
+
+
 class MetricsWriter:
     """Writer of metrics.jsonl; each line is written whole or not at all. A context manager."""
 

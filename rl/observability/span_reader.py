@@ -81,8 +81,6 @@ class ProcessState:
     """Policy version of the latest span that had one."""
     open: tuple[OpenSpan, ...]
     """Open spans, oldest first; empty while the process waits for requests."""
-    idle_since_s: float
-    """Time since which no span is open; meaningful only if none is."""
     changed_s: float
     """Time at which a span last began or ended."""
     failed: FailedSpan | None
@@ -104,7 +102,7 @@ class ProcessState:
     def describe(self) -> str:
         """Return the open spans and their ages, such as "forward_backward of version 3 for 12.0 s"."""
         text = ", ".join(f"{span} for {self.age_s(span.since_s):.1f} s" for span in self.open)
-        text = text or f"idle for {self.age_s(self.idle_since_s):.1f} s"
+        text = text or f"idle for {self.age_s(self.changed_s):.1f} s"
         if self.failed is None:
             return text
         age_s = self.age_s(self.failed.at_s)
@@ -172,7 +170,7 @@ def read_states(logs: Path) -> Iterator[ProcessState]:
 
 def _state(record: dict[str, Any]) -> ProcessState:
     failed = record["failed"]
-    names = ("role", "rank", "host", "clock_offset_s", "policy_version", "idle_since_s", "changed_s")
+    names = ("role", "rank", "host", "clock_offset_s", "policy_version", "changed_s")
     return ProcessState(
         **{name: record[name] for name in names},
         process=ProcessId(record["pid"], record["start_ticks"]),

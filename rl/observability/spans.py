@@ -135,7 +135,6 @@ class SpanRecorder:
         self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
         self._numbers = itertools.count()
         self._policy_version: int | None = None
-        self._idle_since_s = self._now_s()
         self._failed = "null"
         self._head = ""
         self._file: Path | None = None
@@ -199,8 +198,6 @@ class SpanRecorder:
             ended = same_name.pop(number)
             if not same_name:
                 del self._open[name]
-                if not self._open:
-                    self._idle_since_s = end_s
             if message is not None:
                 self._failed = json.dumps(
                     {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
@@ -239,7 +236,7 @@ class SpanRecorder:
         # A reader that finds two different numbers has read during a write.
         return (
             f'{{"write": {self._num_writes}, {self._head}, "policy_version": {_or_null(self._policy_version)}, '
-            f'"failed": {self._failed}, "changed_s": {now_s:.3f}, "idle_since_s": {self._idle_since_s:.3f}, '
+            f'"failed": {self._failed}, "changed_s": {now_s:.3f}, '
             f'"open": [{", ".join(spans)}], "end": {self._num_writes}}}'
         ).encode()
 

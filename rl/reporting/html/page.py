@@ -1,6 +1,6 @@
 """Report of one run, or of two to compare, as a single HTML file without network access.
 
-    write_report([ReportedRun(data=read_run(folder), ...)], Path("report.html"), written_s=...)
+    write_report({"try-1": Path("outputs/try-1")}, Path("report.html"), written_s=time.time())
 
 The page's `Content-Security-Policy` allows only the scripts in it and no fetching. Data of a run stands in
 blocks that no HTML parser looks into, and becomes text nodes. A block that is not needed at once is compressed
@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rl.observability.bottleneck import Bottleneck
-from rl.reporting.data import RunData
-from rl.reporting.evidence import Finding
+from rl.observability.bottleneck import bottleneck, typical
+from rl.observability.environment import read_environment
+from rl.observability.run_folder import ENVIRONMENT
+from rl.observability.span_reader import read_states
+from rl.reporting.data import read_run
+from rl.reporting.findings import KINDS, find
 from rl.reporting.html.overview import (
     breakdown,
     config_differences,
@@ -33,8 +36,8 @@ from rl.reporting.html.overview import (
 from rl.reporting.html.rollouts import json_text, open_token_texts, pack, pack_rollouts
 from rl.reporting.html.timeline import MAX_BLOCKS, pack_timeline
 from rl.utils.files import atomic_write
+from rl.utils.processes import is_alive
 
-MAX_RUNS = 2
 ROLLOUT_BYTES = 14_000_000
 """Size of the rollouts of a page, so that the page stays below 20 MB."""
 MAX_EVENTS = 1000
@@ -60,62 +63,51 @@ SECTIONS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportedRun:
-    """One run and what was found out about it."""
-
-    name: str
-    data: RunData
-    findings: Sequence[Finding]
-    environment: Mapping[str, Any]
-    """Contents of environment.json, or empty."""
-    processes: Sequence[Mapping[str, Any]]
-    """Role, rank, host and pid of each process."""
-    is_alive: bool | None
-    """Liveness of the controller, if known."""
-    bottleneck: Bottleneck | None = None
-
-
-def write_report(
-    runs: Sequence[ReportedRun], file: Path, *, written_s: float, looked_for: Sequence[str] = ()
-) -> None:
-    """Write the page atomically.
+def write_report(folders: Mapping[str, Path], file: Path, *, written_s: float) -> list[dict[str, Any]]:
+    """Write the page of one run, or of two, atomically; return what it shows of each run at once.
 
     Args:
+        folders: folder of each run by the name that the page shows.
         written_s: time of writing, in seconds since 1970.
-        looked_for: kinds of findings, listed if there is no finding.
 
     Raises:
-        ValueError: there are no runs, or more than two.
+        ValueError: a folder is not a run's.
         OSError: the file cannot be written.
     """
-    if not 1 <= len(runs) <= MAX_RUNS:
-        raise ValueError(f"{len(runs)} runs: a report is of one, or compares {MAX_RUNS}")
     blocks: list[tuple[str, str]] = []
-    shown = [_run_json(run, number, blocks, share=1 / len(runs)) for number, run in enumerate(runs)]
+    shown = [
+        _run_json(name, folder, number, blocks, share=1 / len(folders))
+        for number, (name, folder) in enumerate(folders.items())
+    ]
     report = {
         "written": written_s,
-        "looked_for": list(looked_for),
+        "looked_for": [kind.replace("_", " ") for kind in KINDS],
         "runs": shown,
         "differences": config_differences([run["config"] for run in shown]),
     }
-    page = render(title=" and ".join(run.name for run in runs), report=report, blocks=blocks)
+    page = render(title=" and ".join(folders), report=report, blocks=blocks)
     with atomic_write(file) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+    return shown
 
 
 def _run_json(
-    run: ReportedRun, number: int, blocks: list[tuple[str, str]], *, share: float
+    name: str, folder: Path, number: int, blocks: list[tuple[str, str]], *, share: float
 ) -> dict[str, Any]:
     """Return what is shown at once, and append the rest to the blocks, within a share of the page's size."""
-    data = run.data
-    texts, no_texts = open_token_texts(data.folder, data.config.get("values") or {})
+    data = read_run(folder)
+    values = data.config.get("values") or {}
+    findings = find(data)
+    found = bottleneck(typical(data.steps), values)
+    states = list(read_states(folder / "logs"))
+    controller = next((s for s in states if s.role == "controller" and s.is_here), None)
+    texts, no_texts = open_token_texts(folder, values)
     options, config_note = config_rows(data.config) if data.config else ([], None)
     rollouts = pack_rollouts(
         data.rollouts,
         texts,
         max_bytes=int(share * ROLLOUT_BYTES),
-        keep=referenced_lines(run.findings, data.rollouts),
+        keep=referenced_lines(findings, data.rollouts),
     )
     timeline = pack_timeline(data.spans, data.events[-MAX_EVENTS:], max_blocks=int(share * MAX_BLOCKS))
     names = {part: f"{part}-{number}" for part in ("curves", "timeline", "rollouts")}
@@ -128,19 +120,19 @@ def _run_json(
     ]
     has_tokens = any("token_ids" in turn for rollout in data.rollouts for turn in rollout["turns"])
     return {
-        "name": run.name,
-        "folder": str(data.folder),
-        "facts": facts(data, is_alive=run.is_alive),
+        "name": name,
+        "folder": str(folder),
+        "facts": facts(data, is_alive=controller and is_alive(controller.process)),
         "breakdown": breakdown(data),
-        "bottleneck": None if run.bottleneck is None else asdict(run.bottleneck),
-        "findings": [asdict(finding) for finding in run.findings],
+        "bottleneck": found and asdict(found),
+        "findings": [asdict(finding) for finding in findings],
         "problems": [*data.problems, *([no_texts] if no_texts and has_tokens else [])],
         "events": data.events[-MAX_EVENTS:],
         "num_events": len(data.events),
         "config": options,
         "config_note": config_note,
-        "environment": dict(run.environment),
-        "processes": [dict(process) for process in run.processes],
+        "environment": read_environment(folder / ENVIRONMENT),
+        "processes": [{"role": s.role, "rank": s.rank, "host": s.host, "pid": s.process.pid} for s in states],
         "blocks": names | {"chunk": chunk, "chunks": len(rollouts.chunks)},
     }
 
