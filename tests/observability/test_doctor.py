@@ -30,6 +30,7 @@ class Watched:
         file = recorder.start(self.run.logs, role=role, rank=0)
         recorder.stop()
         process = identify(self.sleeper.pid)
+        assert process is not None
         record = json.loads(file.read_text()) | {"pid": process.pid, "start_ticks": process.start_ticks}
         file.write_text(json.dumps(record))
 

@@ -122,7 +122,7 @@ def _run_json(
     return {
         "name": name,
         "folder": str(folder),
-        "facts": facts(data, is_alive=controller and is_alive(controller.process)),
+        "facts": facts(data, is_alive=None if controller is None else is_alive(controller.process)),
         "breakdown": breakdown(data),
         "bottleneck": found and asdict(found),
         "findings": [asdict(finding) for finding in findings],

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from rl.reporting.html.overview import breakdown, config_rows, curves, facts, re
 
 
 def run(**parts):
-    empty = dict.fromkeys(("steps", "evaluations", "rollouts", "events", "spans", "problems"), ())
-    return RunData(**{"folder": Path("outputs/x"), "status": "running", "config": {}} | empty | parts)
+    empty: dict[str, Any] = {"folder": Path("outputs/x"), "status": "running", "config": {}}
+    empty |= {name: [] for name in ("steps", "evaluations", "rollouts", "events", "spans", "problems")}
+    return RunData(**(empty | parts))
 
 
 def step(number, **others):
