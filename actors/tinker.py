@@ -37,7 +37,7 @@ from rl.models.generate import PromptLogprobs
 from rl.models.parallelize import check_decoder_layout
 from rl.tinker.backend import TinkerBackend, Workers
 from rl.tinker.base import Base
-from rl.tinker.types import BaseModel, LimitReachedError
+from rl.tinker.types import LimitReachedError
 from rl.training.checks import trainer_checks
 from rl.training.models import ModelError, check_config
 from rl.types import Completion, SamplingParams, ServeResult
@@ -91,9 +91,6 @@ class ActorBackend(TinkerBackend):
         )
         place_actors(self._cluster, num_gpus=num_gpus())
 
-    def _described(self, base: Base) -> BaseModel:
-        return replace(base.describe(), min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False)
-
     def _open_base(self) -> Base:
         config, trainer = self.config, self.config.trainer
         base: Base = config.base.build(
@@ -106,6 +103,7 @@ class ActorBackend(TinkerBackend):
             for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):
                 check()
         config.generator.check_model(spec.model)
+        base.model = replace(base.model, min_temperature=SMALLEST_TEMPERATURE, topk_prompt_logprobs=False)
         return base
 
     async def _start_workers(self, base: Base) -> Workers:

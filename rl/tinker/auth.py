@@ -1,7 +1,7 @@
 """API keys, and the middleware that every request passes before its body is looked at.
 
-A key is never stored: its SHA-256 stands for it, and configured keys are compared by that hash in constant time.
-The text of a key never gets into a log or an error.
+A key is never stored: a hash of it, the owner, stands for it, and configured keys are compared by that hash in
+constant time. The text of a key never gets into a log or an error.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.http_errors import ErrorResponse
-from rl.tinker.limits import HttpLimits
+from rl.tinker.types import HttpLimits
 
 PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""
 MIN_LENGTH, MAX_LENGTH = 20, 4096
 KEY_HEADER = "X-API-Key"
+PROTOBUF = "application/x-protobuf"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 """Paths that need no key, because they reveal nothing about any owner."""
 
@@ -50,7 +50,7 @@ class Keys:
                     )
             if not texts:
                 raise ValueError("API keys: there are none; leave them out to accept any key on loopback")
-            self._digests = tuple(_digest(key.encode()) for key in texts)
+            self._digests = tuple(_owner(key.encode()) for key in texts)
 
     @property
     def configured(self) -> bool:
@@ -58,7 +58,7 @@ class Keys:
 
     def owner(self, key: bytes) -> str | None:
         """Return the owner that a key stands for, or None if the key may not call."""
-        digest = _digest(key)
+        digest = _owner(key)
         if self._digests is None:
             return digest if key else None
         # Every key is compared, so that the time reveals neither whether one matches nor which.
@@ -70,20 +70,14 @@ def read_keys(*, file: str | None, environment: str | None) -> Keys:
     """Read keys from a file, one per line with `#` comments, or from a comma-separated environment variable.
 
     Raises:
-        ValueError: both are given, one is missing or has no key, or other users can read the file.
+        ValueError: the file or the variable is missing or has no key, or other users can read the file.
     """
-    if file is not None and environment is not None:
-        raise ValueError(f"keys_file={file!r} and keys_env={environment!r}: give one of them")
     if file is not None:
-        return _parse_keys(_lines(Path(file).expanduser()), source=f"keys_file={file!r}")
-    if environment is not None:
-        if environment not in os.environ:
-            raise ValueError(f"keys_env={environment!r}: no such environment variable")
-        return _parse_keys(os.environ[environment].split(","), source=f"keys_env={environment!r}")
-    return Keys()
-
-
-def _parse_keys(texts: Iterable[str], *, source: str) -> Keys:
+        source, texts = f"keys_file={file!r}", _lines(Path(file).expanduser())
+    elif environment is not None:
+        source, texts = f"keys_env={environment!r}", os.environ.get(environment, "").split(",")
+    else:
+        return Keys()
     try:
         return Keys([text.strip() for text in texts if text.strip()])
     except ValueError as error:
@@ -99,14 +93,15 @@ def _lines(path: Path) -> list[str]:
         raise ValueError(f"keys_file={str(path)!r}: cannot be read: {error}") from None
 
 
-def _digest(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
+def _owner(key: bytes) -> str:
+    digest = hashlib.sha256(key).hexdigest()
+    return hashlib.sha256(f"owner of training runs\0{digest}".encode()).hexdigest()
 
 
 class _RefusedError(Exception):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
-        self.response = ErrorResponse(status, detail)
+        self.response = JSONResponse({"detail": detail}, status)
 
 
 class Guard:
@@ -131,27 +126,24 @@ class Guard:
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        assert scope["type"] == "http", "the server has neither websockets nor lifespan events"
         body = bytearray()
         timeout_s = self._limits.body_timeout_s
         try:
+            most = self._admit(scope)
             try:
-                self._admit(scope)
                 async with asyncio.timeout(timeout_s):
-                    await self._read(body, scope, receive)
-            except _RefusedError as refused:
-                await refused.response(scope, receive, send)
+                    await self._read(body, most, receive)
             except TimeoutError:
-                late = ErrorResponse(408, f"the body did not arrive within {timeout_s:g} s")
-                await late(scope, receive, send)
-            else:
-                await self._app(scope, _replayed(bytes(body), receive), send)
+                raise _RefusedError(408, f"the body did not arrive within {timeout_s:g} s") from None
+            await self._app(scope, _replayed(bytes(body), receive), send)
+        except _RefusedError as refused:
+            await refused.response(scope, receive, send)
         finally:
             self._held_bytes -= len(body)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope) -> int:
+        """Check all but the body, and return the most bytes that it may have."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._hosts is not None and _without_port(host) not in self._hosts:
@@ -165,20 +157,15 @@ class Guard:
             if owner is None:
                 raise _RefusedError(401, f"{KEY_HEADER}: must be an API key that this server knows")
             scope.setdefault("state", {})["owner"] = owner
+        most = self._limits.body_bytes
+        if media_type(headers) != PROTOBUF:
+            most = min(self._limits.json_bytes, most)
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > (most := self._most(headers)):
+        if length.isdecimal() and int(length[:20]) > most:
             raise _too_large(most)
+        return most
 
-    def _most(self, headers: Headers) -> int:
-        limits = self._limits
-        return (
-            limits.body_bytes
-            if media_type(headers) == PROTOBUF
-            else min(limits.json_bytes, limits.body_bytes)
-        )
-
-    async def _read(self, body: bytearray, scope: Scope, receive: Receive) -> None:
-        most = self._most(Headers(scope=scope))
+    async def _read(self, body: bytearray, most: int, receive: Receive) -> None:
         while True:
             message = await receive()
             if message["type"] != "http.request":

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from tinker import types as wire
 
 from losses.types import Loss
 from rl.config.configurable import Configurable
@@ -24,16 +25,12 @@ from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.rollouts.samples import demonstration_sample
 from rl.tinker.base import Base
-from rl.tinker.turns import Turns
 from rl.tinker.types import (
     BaseModel,
     InvalidRequestError,
-    LoRASettings,
     ModelSettings,
-    NotFoundError,
     SampleOutput,
     SampleRequest,
-    TopLogprobs,
 )
 from rl.training.failures import NonFiniteLossError
 from rl.training.models import ModelError
@@ -106,6 +103,66 @@ class Workers(Protocol):
     async def aclose(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """Requests of one snapshot that run at once."""
+
+    version: int | None
+    """Version of the weights; None if they could not be served."""
+    num_requests: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while there are no requests."""
+    served: asyncio.Task[None] | None = None
+
+
+class Turns:
+    """Turns of the snapshots: the generators have one at a time.
+
+    All requests of the snapshot that is served run at once. As soon as one for another snapshot waits, no more are
+    admitted; when those that run have ended, the snapshot is served that the oldest request waits for. So no request
+    waits for more than what was there before it.
+    """
+
+    def __init__(self, serve: Callable[[int], Awaitable[object]]) -> None:
+        self._serve = serve
+        self._turns = [_Turn(None)]
+        """The running turn, then those that wait, oldest first."""
+        self._turns[0].ended.set()
+
+    @asynccontextmanager
+    async def serving(self, version: int) -> AsyncIterator[None]:
+        """Within the block the generators have this version; raises what `serve` raises."""
+        turn = next((one for one in self._turns[1:] or self._turns if one.version == version), None)
+        if turn is None:
+            turn = _Turn(version)
+            turn.served = asyncio.create_task(self._begin(turn, after=self._turns[-1]))
+            self._turns.append(turn)
+        turn.num_requests += 1
+        turn.ended.clear()
+        try:
+            assert turn.served is not None
+            await asyncio.shield(turn.served)
+            yield
+        finally:
+            turn.num_requests -= 1
+            if not turn.num_requests:
+                turn.ended.set()
+
+    async def _begin(self, turn: _Turn, *, after: _Turn) -> None:
+        if after.served is not None:
+            await asyncio.wait([after.served])
+        await after.ended.wait()
+        self._turns.remove(after)
+        if not turn.num_requests:
+            turn.version = None  # all were cancelled
+        elif turn.version is not None:
+            try:
+                await self._serve(turn.version)
+            except BaseException:
+                turn.version = None
+                raise
+
+
 class TinkerBackend(Configurable):
     """Calls about models run one after another; a call that is cancelled before its turn is never made."""
 
@@ -123,12 +180,9 @@ class TinkerBackend(Configurable):
         self._spec: ModelSpec
         self._turns: Turns
         self._order = asyncio.Lock()
-        self._models: set[str] = set()
         self._samplers: dict[str, int] = {}
         """Version of the weights of each sampler."""
         self._base_version: int | None = None
-        self._loader: tuple[ModelSettings, str] | None = None
-        """Model that saved weights of such settings are loaded into, to be published."""
         self._failure: Exception | None = None
 
     @abstractmethod
@@ -137,9 +191,6 @@ class TinkerBackend(Configurable):
 
     @abstractmethod
     async def _start_workers(self, base: Base) -> Workers: ...
-
-    def _described(self, base: Base) -> BaseModel:
-        return base.describe()
 
     @property
     def base_models(self) -> Sequence[BaseModel]:
@@ -155,7 +206,7 @@ class TinkerBackend(Configurable):
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         self._turns = Turns(self._workers.serve)
-        self._base, self._spec = self._described(base), base.spec
+        self._base, self._spec = base.model, base.spec
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
@@ -170,7 +221,6 @@ class TinkerBackend(Configurable):
         """Create a fresh model: adapters whose products are zero, or a copy of the base's parameters."""
         async with self._trainer() as workers:
             await workers.create_model(model_id, self._lora(settings.lora))
-            self._models.add(model_id)
 
     async def forward_backward(
         self, model_id: str, samples: Sequence[TrainingSample], *, loss: Loss, backward: bool
@@ -180,13 +230,13 @@ class TinkerBackend(Configurable):
         Without `backward` the gradient stays as it is. A call that fails adds nothing. A loss that is not finite
         raises InvalidRequestError and, with `backward`, drops the accumulated gradient.
         """
-        async with self._trainer(model_id) as workers:
+        async with self._trainer() as workers:
             if not backward:
                 return await workers.forward(samples, loss=loss, model_id=model_id)
             return await workers.forward_backward(samples, loss=loss, return_logprobs=True, model_id=model_id)
 
     async def drop_gradient(self, model_id: str) -> None:
-        async with self._trainer(model_id) as workers:
+        async with self._trainer() as workers:
             await workers.drop_gradient(model_id=model_id)
 
     async def optim_step(self, model_id: str, params: OptimParams) -> OptimStepResult:
@@ -195,12 +245,12 @@ class TinkerBackend(Configurable):
         Raises:
             InvalidRequestError: the gradient is not finite; it is dropped and the weights stay.
         """
-        async with self._trainer(model_id) as workers:
+        async with self._trainer() as workers:
             return await workers.optim_step(params, allow_empty=True, model_id=model_id)
 
     async def save_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """Write the trained weights, and the optimizer state if asked to, into an empty folder."""
-        async with self._trainer(model_id) as workers:
+        async with self._trainer() as workers:
             await workers.save_model(model_id, str(folder.absolute()), optimizer=optimizer)
 
     async def load_model(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
@@ -208,12 +258,11 @@ class TinkerBackend(Configurable):
 
         Without `optimizer` the optimizer starts anew.
         """
-        async with self._trainer(model_id) as workers:
+        async with self._trainer() as workers:
             await workers.load_model(model_id, str(folder.absolute()), optimizer=optimizer)
 
     async def delete_model(self, model_id: str) -> None:
-        async with self._trainer(model_id) as workers:
-            self._models.discard(model_id)
+        async with self._trainer() as workers:
             await workers.delete_model(model_id)
 
     # Samplers: immutable weights
@@ -225,49 +274,38 @@ class TinkerBackend(Configurable):
             LimitReachedError: there is no room for another sampler.
             InvalidRequestError: nothing could be sampled from the weights.
         """
-        async with self._trainer(model_id) as workers:
+        async with self._trainer() as workers:
             self._samplers[sampler_id] = await self._push(workers, model_id)
 
     async def open_sampler(self, sampler_id: str, settings: ModelSettings, folder: Path | None) -> None:
         """Create a sampler from a folder of `save_model`, or from the base model itself with None."""
         async with self._trainer() as workers:
-            if folder is None:
-                if self._base_version is None:
-                    # Fresh adapters change nothing, and need no copy of the base.
-                    lora = LoRASettings(rank=1, seed=0, train_unembed=False)
-                    self._base_version = await self._loaded(
-                        workers, ModelSettings(base_model="", lora=lora), None
-                    )
-                self._samplers[sampler_id] = self._base_version
+            if folder is not None:
+                version = await self._loaded(workers, settings.lora, folder)
+            elif self._base_version is None:
+                # Fresh adapters change nothing, and need no copy of the base.
+                lora = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
+                version = self._base_version = await self._loaded(workers, lora, None)
             else:
-                self._samplers[sampler_id] = await self._loaded(workers, settings, folder)
+                version = self._base_version
+            self._samplers[sampler_id] = version
 
     async def close_sampler(self, sampler_id: str) -> None:
         """Forget the weights of a sampler that has no requests any more."""
-        version = self._samplers.pop(sampler_id, None)
-        if version is None:
-            raise NotFoundError(f"there is no sampler {sampler_id!r}")
+        version = self._samplers.pop(sampler_id)
         if version != self._base_version and self._workers is not None:
             await self._workers.forget(version)
 
     async def sample(self, sampler_id: str, request: SampleRequest) -> SampleOutput:
         """Answer a request; a cancelled one ends its work at the next token."""
-        version = self._samplers.get(sampler_id)
-        if version is None:
-            raise NotFoundError(f"there is no sampler {sampler_id!r}")
-        async with self._refusing() as workers, self._turns.serving(version):
+        async with self._refusing() as workers, self._turns.serving(self._samplers[sampler_id]):
             completions = [_EMPTY] * request.sampling.num_samples
             if request.sampling.max_tokens:
                 (completions,) = await workers.generate([request.prompt], sampling=request.sampling)
-            if not (request.prompt_logprobs or request.topk_prompt_logprobs):
-                return SampleOutput(completions=tuple(completions))
-            of_prompt = await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
-        top = TopLogprobs(token_ids=of_prompt.top_ids, logprobs=of_prompt.top_logprobs)
-        return SampleOutput(
-            completions=tuple(completions),
-            prompt_logprobs=of_prompt.logprobs if request.prompt_logprobs else None,
-            topk_prompt_logprobs=top if request.topk_prompt_logprobs else None,
-        )
+            of_prompt = None
+            if request.prompt_logprobs or request.topk_prompt_logprobs:
+                of_prompt = await workers.prompt_logprobs(request.prompt, top_k=request.topk_prompt_logprobs)
+        return SampleOutput(completions=completions, of_prompt=of_prompt)
 
     # Within the trainer's turns
 
@@ -282,22 +320,18 @@ class TinkerBackend(Configurable):
             )
         return await workers.push(model_id=model_id)
 
-    async def _loaded(self, workers: Workers, settings: ModelSettings, folder: Path | None) -> int:
-        """Publish saved weights, or fresh ones, by a model that is kept for the next weights of such settings."""
-        if self._loader is not None and self._loader[0] != settings:
-            _, old = self._loader
-            self._loader = None
-            await workers.delete_model(old)
-        if self._loader is None:
-            model_id = f"loader {secrets.token_hex(4)}"
-            await workers.create_model(model_id, self._lora(settings.lora))
-            self._loader = settings, model_id
-        _, model_id = self._loader
-        if folder is not None:
-            await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
-        return await self._push(workers, model_id)
+    async def _loaded(self, workers: Workers, lora: wire.LoraConfig | None, folder: Path | None) -> int:
+        """Publish saved weights, or with None fresh ones, by a model that exists only meanwhile."""
+        model_id = f"loader {secrets.token_hex(4)}"
+        await workers.create_model(model_id, self._lora(lora))
+        try:
+            if folder is not None:
+                await workers.load_model(model_id, str(folder.absolute()), optimizer=False)
+            return await self._push(workers, model_id)
+        finally:
+            await workers.delete_model(model_id)
 
-    def _lora(self, settings: LoRASettings | None) -> LoRA.Config | None:
+    def _lora(self, settings: wire.LoraConfig | None) -> LoRA.Config | None:
         if settings is None:
             return None
         return LoRA.Config(
@@ -313,11 +347,9 @@ class TinkerBackend(Configurable):
         )
 
     @asynccontextmanager
-    async def _trainer(self, model_id: str | None = None) -> AsyncIterator[Workers]:
+    async def _trainer(self) -> AsyncIterator[Workers]:
         """Wait for the turn of a call about a model."""
         async with self._order, self._refusing() as workers:
-            if model_id is not None and model_id not in self._models:
-                raise NotFoundError(f"there is no model {model_id!r}")
             yield workers
 
     @asynccontextmanager

@@ -49,7 +49,6 @@ class Base(Configurable):
             ValueError: the folder is incomplete or of an unsupported architecture, or a micro-batch cannot hold
                 the context.
         """
-        self.config = config
         if config.folder is None:
             spec = replace(model_spec("qwen3", config.flavor), batch_invariant=config.batch_invariant)
             start = random_model(Path(cache).expanduser().absolute(), spec=spec, seed=config.seed)
@@ -62,22 +61,18 @@ class Base(Configurable):
         start.make()
         self.folder = start.folder.expanduser().absolute()
         self.spec: ModelSpec = start.spec
-        _, self.stop_token_ids = start.tokenizer()
-        self.context: int = num_positions(self.spec) if context is None else context
-        """Most tokens of a prompt with its completion."""
-        _check_room(config.name, self.context, training)
-
-    def describe(self) -> BaseModel:
-        model = self.spec.model
-        return BaseModel(
-            name=self.config.name,
+        _, stop_token_ids = start.tokenizer()
+        context = num_positions(self.spec) if context is None else context
+        _check_room(config.name, context, training)
+        self.model = BaseModel(
+            name=config.name,
             architecture=self.spec.name,
-            max_context_length=self.context,
-            vocab_size=model.vocab_size,
+            max_context_length=context,
+            vocab_size=self.spec.model.vocab_size,
             tokenizer_folder=str(self.folder),
-            stop_token_ids=tuple(self.stop_token_ids),
-            tie_embeddings=model.tie_embeddings,
-            max_lora_rank=self.config.max_lora_rank,
+            stop_token_ids=tuple(stop_token_ids),
+            tie_embeddings=self.spec.model.tie_embeddings,
+            max_lora_rank=config.max_lora_rank,
         )
 
 

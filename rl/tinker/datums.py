@@ -30,7 +30,7 @@ from tinker import types as wire
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, PPOLoss
 from losses.types import Loss
-from rl.tinker.types import BaseModel, Datum, InvalidRequestError, LossCall
+from rl.tinker.types import BaseModel, Datum, InvalidRequestError
 from rl.types import ForwardBackwardResult, OptimParams, TrainingSample
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
@@ -47,20 +47,31 @@ first step."""
 class WireLoss:
     """A loss of the wire: the inputs and settings that it takes, and how to build it."""
 
-    required: tuple[str, ...]
-    """Inputs that every datum must have; a policy loss adds `logprobs` and `advantages`."""
-    optional: tuple[str, ...] = ()
+    name: str
+    make: Callable[[Mapping[str, float]], Loss]
     defaults: Mapping[str, float] = field(default_factory=dict)
     """All settings, with their default values."""
-    make: Callable[[Mapping[str, float]], Loss]
+    required: tuple[str, ...] = (TARGETS, LOGPROBS, ADVANTAGES)
+    """Inputs that every datum must have."""
+    optional: tuple[str, ...] = ()
     many_targets: bool = False
     """True if a token may have several targets, [N, K]."""
     only_advantages: bool = True
     """True if a token with advantage 0 contributes exactly 0, to the gradient too."""
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (*self.required, *self.optional)
+    def build(self, settings: Mapping[str, float]) -> Loss:
+        """Build the loss; raise InvalidRequestError for a setting that is unknown or out of range."""
+        for name, value in settings.items():
+            if name not in self.defaults:
+                valid = f"its settings are {', '.join(self.defaults)}" if self.defaults else "it has none"
+                raise InvalidRequestError(f"loss_fn_config: has {name!r}, unknown to {self.name}: {valid}")
+            lowest, highest = {LOW: (0.0, 1.0), HIGH: (1.0, math.inf)}.get(name, (0.0, math.inf))
+            if not (lowest <= value <= highest and math.isfinite(value)):
+                rule = (
+                    f"from {lowest:g} to {highest:g}" if math.isfinite(highest) else f"of at least {lowest:g}"
+                )
+                raise InvalidRequestError(f"loss_fn_config: {name}={value}: must be a finite number {rule}")
+        return self.make({**self.defaults, **settings})
 
 
 def _clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss]:
@@ -70,61 +81,40 @@ def _clipping(make: Callable[..., Loss]) -> Callable[[Mapping[str, float]], Loss
     )
 
 
-_POLICY = (TARGETS, LOGPROBS, ADVANTAGES)
-
-LOSSES: Mapping[str, WireLoss] = {
-    "cross_entropy": WireLoss(
+_LOSSES = (
+    WireLoss(
+        name="cross_entropy",
+        make=lambda settings: CrossEntropyLoss(normalization="none", weights="advantages"),
         required=(TARGETS,),
         optional=(WEIGHTS,),
-        make=lambda settings: CrossEntropyLoss(normalization="none", weights="advantages"),
         many_targets=True,
     ),
-    "importance_sampling": WireLoss(
-        required=_POLICY, make=lambda settings: ImportanceSamplingLoss(normalization="none")
-    ),
-    "ppo": WireLoss(required=_POLICY, defaults={LOW: 0.8, HIGH: 1.2}, make=_clipping(PPOLoss)),
-    "cispo": WireLoss(required=_POLICY, defaults={LOW: 0.0, HIGH: 4.0}, make=_clipping(CISPOLoss)),
-    "dro": WireLoss(
-        required=_POLICY,
-        defaults={"beta": 0.05},
+    WireLoss(name="importance_sampling", make=lambda settings: ImportanceSamplingLoss(normalization="none")),
+    WireLoss(name="ppo", make=_clipping(PPOLoss), defaults={LOW: 0.8, HIGH: 1.2}),
+    WireLoss(name="cispo", make=_clipping(CISPOLoss), defaults={LOW: 0.0, HIGH: 4.0}),
+    WireLoss(
+        name="dro",
         make=lambda settings: DROLoss(normalization="none", beta=settings["beta"]),
+        defaults={"beta": 0.05},
         only_advantages=False,
     ),
-    "gspo": WireLoss(
-        required=_POLICY,
-        optional=(RATIO_MASK,),
-        defaults={LOW: 0.8, HIGH: 1.2},
+    WireLoss(
+        name="gspo",
         make=_clipping(partial(GSPOLoss, level="token")),
+        defaults={LOW: 0.8, HIGH: 1.2},
+        optional=(RATIO_MASK,),
     ),
-}
+)
+LOSSES: Mapping[str, WireLoss] = {loss.name: loss for loss in _LOSSES}
 
 
-def make_loss(call: LossCall) -> Loss:
-    """Build a loss.
-
-    Raises:
-        InvalidRequestError: the name or a setting is unknown, or a setting is out of range.
-    """
-    found = _wire_loss(call)
-    for name, value in call.settings.items():
-        if name not in found.defaults:
-            valid = f"its settings are {', '.join(found.defaults)}" if found.defaults else "it has none"
-            raise InvalidRequestError(f"loss_fn_config: has {name!r}, unknown to {call.name}: {valid}")
-        lowest, highest = {LOW: (0.0, 1.0), HIGH: (1.0, math.inf)}.get(name, (0.0, math.inf))
-        if not (lowest <= value <= highest and math.isfinite(value)):
-            rule = f"from {lowest:g} to {highest:g}" if math.isfinite(highest) else f"of at least {lowest:g}"
-            raise InvalidRequestError(f"loss_fn_config: {name}={value}: must be a finite number {rule}")
-    return found.make({**found.defaults, **call.settings})
+def find_loss(name: str) -> WireLoss:
+    if name not in LOSSES:
+        raise InvalidRequestError(f"loss_fn={name!r}: must be one of {', '.join(LOSSES)}")
+    return LOSSES[name]
 
 
-def _wire_loss(call: LossCall) -> WireLoss:
-    found = LOSSES.get(call.name)
-    if found is None:
-        raise InvalidRequestError(f"loss_fn={call.name!r}: must be one of {', '.join(LOSSES)}")
-    return found
-
-
-def metrics_of(result: ForwardBackwardResult, call: LossCall) -> dict[str, float]:
+def metrics_of(result: ForwardBackwardResult, loss: WireLoss) -> dict[str, float]:
     """Return sums and maxima only: the client adds up those of its chunks."""
     num_tokens = result.num_valid_tokens
     metrics = {
@@ -132,9 +122,9 @@ def metrics_of(result: ForwardBackwardResult, call: LossCall) -> dict[str, float
         "num_tokens:sum": float(num_tokens),
         "entropy:sum": result.entropy_mean * num_tokens,
     }
-    if HIGH in _wire_loss(call).defaults:
+    if HIGH in loss.defaults:
         metrics["num_clipped:sum"] = float(round(result.clipped_fraction * num_tokens))
-    if call.name != "cross_entropy":
+    if LOGPROBS in loss.required:
         metrics["logprob_diff:sum"] = result.logprob_diff_mean * num_tokens
         metrics["logprob_diff:max"] = result.logprob_diff_max
     return metrics
@@ -191,20 +181,19 @@ class WireSamples:
         )
 
 
-def wire_samples(data: Sequence[Datum], call: LossCall, base: BaseModel) -> WireSamples:
+def wire_samples(data: Sequence[Datum], loss: WireLoss, base: BaseModel) -> WireSamples:
     """Check data and translate them, in order.
 
     If all targets are the tokens that follow, the samples are plain ones, whose prompts can be shared. Targets of
     different K in one call are padded with ones that count for nothing.
 
     Raises:
-        InvalidRequestError: the loss, a setting or a datum is invalid; the text names datum and field.
+        InvalidRequestError: a datum is invalid; the text names datum and field.
     """
-    loss = _wire_loss(call)
     if not data:
         raise InvalidRequestError("data: has no entries")
     for index, datum in enumerate(data):
-        _check_datum(datum, loss, base, where=f"data[{index}]", loss_name=call.name)
+        _check_datum(datum, loss, base, where=f"data[{index}]")
     targets = [datum.loss_inputs[TARGETS] for datum in data]
     widths = tuple(t.shape[1] if t.ndim == 2 else None for t in targets)
     most = max((width for width in widths if width is not None), default=None)
@@ -251,26 +240,26 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
     )
 
 
-def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str, loss_name: str) -> None:
+def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -> None:
     tokens, inputs = datum.tokens, datum.loss_inputs
     longest = base.max_context_length - 1
     _check_ids(tokens, base.vocab_size, where=f"{where}.model_input")
-    if tokens.ndim != 1 or not 1 <= len(tokens) <= longest:
+    if not 1 <= len(tokens) <= longest:
         raise InvalidRequestError(
-            f"{where}.model_input: has shape {list(tokens.shape)}: must be 1 to {longest} tokens, the model's "
-            "context without the last target"
+            f"{where}.model_input: has {len(tokens)} tokens: must be 1 to {longest}, the model's context without "
+            "the last target"
         )
     for name in inputs:
-        if name not in loss.inputs:
+        if name not in (read := (*loss.required, *loss.optional)):
             raise InvalidRequestError(
-                f"{where}.loss_fn_inputs: has {name!r}, which {loss_name} does not read: it reads "
-                f"{', '.join(loss.inputs)}"
+                f"{where}.loss_fn_inputs: has {name!r}, which {loss.name} does not read: it reads "
+                f"{', '.join(read)}"
             )
     for name in loss.required:
         if name not in inputs:
-            raise InvalidRequestError(f"{where}.loss_fn_inputs: has no {name!r}, which {loss_name} needs")
+            raise InvalidRequestError(f"{where}.loss_fn_inputs: has no {name!r}, which {loss.name} needs")
     targets = inputs[TARGETS]
-    _check_targets(targets, len(tokens), loss, base, where=f"{where}.{TARGETS}", loss_name=loss_name)
+    _check_targets(targets, len(tokens), loss, base, where=f"{where}.{TARGETS}")
     for name, values in inputs.items():
         if name != TARGETS:
             _check_values(values, targets.shape, where=f"{where}.{name}")
@@ -281,14 +270,14 @@ def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str, l
 
 
 def _check_targets(
-    targets: np.ndarray, num_tokens: int, loss: WireLoss, base: BaseModel, *, where: str, loss_name: str
+    targets: np.ndarray, num_tokens: int, loss: WireLoss, base: BaseModel, *, where: str
 ) -> None:
     shape = list(targets.shape)
     is_many = targets.ndim == 2 and shape[0] == num_tokens and 1 <= shape[1] <= base.vocab_size
     if shape != [num_tokens] and not (is_many and loss.many_targets):
         many = f" or [{num_tokens}, K]" if loss.many_targets else ""
         raise InvalidRequestError(
-            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss_name}, one for each token of "
+            f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss.name}, one for each token of "
             "model_input"
         )
     _check_ids(targets, base.vocab_size, where=where)
@@ -305,13 +294,9 @@ def _check_ids(ids: np.ndarray, vocab_size: int, *, where: str) -> None:
 
 
 def _check_values(values: np.ndarray, shape: tuple[int, ...], *, where: str) -> None:
-    if values.dtype.kind not in "iuf":
-        raise InvalidRequestError(f"{where}: has dtype {values.dtype}: must be numbers")
     if values.shape != shape:
         raise InvalidRequestError(
             f"{where}: has shape {list(values.shape)}: must be {list(shape)}, as target_tokens"
         )
-    with np.errstate(over="ignore"):
-        finite = np.isfinite(values.astype(np.float32))
-    if not finite.all():
-        raise InvalidRequestError(f"{where}: has {values[~finite][0]}: must be finite numbers of float32")
+    if not (finite := np.isfinite(values)).all():
+        raise InvalidRequestError(f"{where}: has {values[~finite][0]}: must be finite numbers")

@@ -1,31 +1,31 @@
-"""Requests, from their acceptance until their results are dropped."""
+"""Requests, from their acceptance until their results are dropped, and the tasks and parts of the service."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import pydantic
+from google.protobuf.message import Message
+from tinker import types as wire
 
-from rl.tinker.limits import Limits
-from rl.tinker.types import (
-    BusyError,
-    Failure,
-    ForwardBackwardOutput,
-    GoneError,
-    InvalidRequestError,
-    SampleOutput,
-    TinkerError,
-)
+from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, TinkerError
+
+if TYPE_CHECKING:
+    from rl.tinker.backend import TinkerBackend
+    from rl.tinker.sessions import Sessions
+    from rl.tinker.storage import Storage
 
 log = logging.getLogger(__name__)
 
-Result: TypeAlias = ForwardBackwardOutput | SampleOutput | pydantic.BaseModel
-"""The small results are the official client's own types."""
+Result: TypeAlias = Message | pydantic.BaseModel
+"""Answer in the official client's own types: protobuf for tensors, RequestFailedResponse for work that failed."""
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 SMALL_BYTES = 1024
 """Bytes counted for a result besides its tensors."""
@@ -40,7 +40,7 @@ class Request:
     owner: str
     num_bytes: int
     """Bytes that it takes while it waits."""
-    result: Result | Failure | None = None
+    result: Result | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     """Task of a request that can be cancelled by itself."""
@@ -94,28 +94,30 @@ class Futures:
         return request
 
     async def run(self, request: Request, work: Callable[[], Awaitable[Result]]) -> None:
-        """Do the work of a request; an exception becomes its Failure."""
-        result: Result | Failure
+        """Do the work of a request; an exception becomes a RequestFailedResponse."""
         try:
-            result = await work()
+            self._finish(request, await work())
         except TinkerError as error:
-            result = Failure(error=str(error), category="user")
+            self.fail([request], str(error))
         except asyncio.CancelledError:
             self.fail([request], "it was cancelled")
             raise
         except Exception:
             log.exception("request %s failed", request.request_id)
-            result = Failure(
-                error=f"the server failed; its log has the reason under request {request.request_id}",
-                category="server",
-            )
-        self._finish(request, result)
+            text = f"the server failed; its log has the reason under request {request.request_id}"
+            self.fail([request], text, wire.RequestErrorCategory.Server)
 
-    def fail(self, requests: Iterable[Request], error: str) -> None:
+    def fail(
+        self,
+        requests: Iterable[Request],
+        error: str,
+        category: wire.RequestErrorCategory = wire.RequestErrorCategory.User,
+    ) -> None:
+        """Fail requests; the text is for the client, without paths or other internals."""
         for request in requests:
-            self._finish(request, Failure(error=error, category="user"))
+            self._finish(request, wire.RequestFailedResponse(error=error, category=category))
 
-    def _finish(self, request: Request, result: Result | Failure) -> None:
+    def _finish(self, request: Request, result: Result) -> None:
         """Set a request's result, unless it has one."""
         if request.result is not None:
             return
@@ -123,14 +125,15 @@ class Futures:
         held = self._held[request.owner]
         held.num_waiting -= 1
         held.waiting_bytes -= request.num_bytes
-        held.results[request.request_id] = num_bytes = SMALL_BYTES + getattr(result, "num_bytes", 0)
+        num_bytes = SMALL_BYTES + (result.ByteSize() if isinstance(result, Message) else 0)
+        held.results[request.request_id] = num_bytes
         held.result_bytes += num_bytes
         request.done.set()
         asyncio.get_running_loop().call_later(self._limits.result_kept_s, self._drop, request)
         while len(held.results) > 1 and held.result_bytes > self._limits.result_bytes:
             self._drop(self._requests[next(iter(held.results))])
 
-    async def retrieve(self, request_id: str, *, wait_s: float) -> Result | Failure | None:
+    async def retrieve(self, request_id: str, *, wait_s: float) -> Result | None:
         """Return a result, or None when there is none after `wait_s`."""
         request = self._find(request_id)
         if request.result is None:
@@ -184,3 +187,58 @@ class Futures:
         if (num_bytes := held.results.pop(request.request_id, None)) is not None:
             held.result_bytes -= num_bytes
             del self._requests[request.request_id]
+
+
+class Background:
+    """Tasks that run until they end or the service closes. A failed one is logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait for all tasks, also those that they start; then cancel the rest and wait as long again."""
+        for cancel in (False, True):
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            while self._tasks and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
+                if cancel:
+                    for task in self._tasks:
+                        task.cancel()
+                await asyncio.wait(set(self._tasks), timeout=left_s)
+        for task in self._tasks:
+            log.error("%s did not end", task.get_name())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Collaborators that all parts of the service share."""
+
+    backend: TinkerBackend
+    storage: Storage
+    sessions: Sessions
+    futures: Futures
+    limits: Limits
+    wall_time_s: Callable[[], float]
+    """Unix time, by which checkpoints are stamped and expire."""
+    background: Background = field(default_factory=Background)
+
+
+async def in_thread(function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+    """Run a function in a thread. When cancelled, wait for it nevertheless: a thread cannot be stopped, and
+    the files that it works on must not be removed meanwhile."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -1,23 +1,32 @@
-"""Models in training, from their creation until the backend has deleted them."""
+"""Models in training, and the stream that orders each one's requests.
+
+Requests arrive in any order: the first chunk of a batch often last, some twice, some never. Each one begins when
+the one before it has ended, well or badly. Later requests wait for a missing seq id at most `gap_timeout_s`, from
+the moment they could run. Then the missing ones count as lost, and the waiting ones fail: an `optim_step` among
+them would step with part of a batch. The accumulated gradient is part of such a batch and is dropped. The stream
+goes on after the last waiting seq id; a missing request that arrives later is never done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
-from rl.tinker.ids import MAX_SEQ_ID, owner_hash
-from rl.tinker.parts import Parts
+from tinker import types as wire
+
+from rl.tinker.futures import Parts, Request, Result
 from rl.tinker.sessions import Session
 from rl.tinker.storage import RunRecord
-from rl.tinker.streams import Stream
 from rl.tinker.types import (
+    MAX_SEQ_ID,
     BaseModel,
     GoneError,
     InvalidRequestError,
     LimitReachedError,
-    LoRASettings,
     Metadata,
     ModelSettings,
     NotFoundError,
@@ -26,17 +35,108 @@ from rl.tinker.types import (
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
 
+Work: TypeAlias = Callable[[], Awaitable[Result]]
+
+
+class Stream:
+    """One model's requests, in the order of their seq ids, done by a task that runs until `end`."""
+
+    def __init__(self, model_id: str, parts: Parts) -> None:
+        self._model_id = model_id
+        self._backend = parts.backend
+        self._futures = parts.futures
+        self._gap_timeout_s = parts.limits.gap_timeout_s
+        self._next = 0
+        self._held: dict[int, tuple[Request, Work]] = {}
+        self._had_gap = False
+        self._changed = asyncio.Event()
+        self._ended: str | None = None
+        self._task = parts.background.start(self._run(), f"work of {model_id}")
+
+    def unblocks(self, seq_id: int) -> bool:
+        """Return whether later requests wait for this seq id."""
+        missing = self._next
+        while missing in self._held:
+            missing += 1
+        return seq_id == missing and any(held > seq_id for held in self._held)
+
+    def has_passed(self, seq_id: int) -> bool:
+        """Return whether this seq id was done, refused or given up some time ago."""
+        return seq_id < self._next
+
+    def submit(self, seq_id: int, request: Request, work: Work) -> None:
+        """Accept a seq id that has not come before. A request that has failed only uses up its seq id, so that
+        later ones do not wait for it."""
+        if self._ended is not None:
+            self._futures.fail([request], self._ended)
+        elif seq_id >= self._next:
+            self._held[seq_id] = request, work
+            self._changed.set()
+
+    def end(self, error: str) -> None:
+        """Fail what waits and what arrives later; what runs is finished."""
+        if self._ended is None:
+            self._ended = error
+            self._fail_held(error)
+            self._changed.set()
+
+    async def finished(self) -> None:
+        """Wait for what still runs after `end`."""
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        try:
+            while self._ended is None:
+                if await self._is_next_here():
+                    request, work = self._held.pop(self._next)
+                    self._next += 1
+                    if request.result is None:
+                        await self._futures.run(request, partial(self._do, work))
+        finally:
+            self.end("the service is closing")
+
+    async def _is_next_here(self) -> bool:
+        """Wait for the next request; return False at the end of the stream and after a gap."""
+        try:
+            async with asyncio.timeout(None) as gap:
+                while self._next not in self._held and self._ended is None:
+                    if self._held and gap.when() is None:
+                        gap.reschedule(asyncio.get_running_loop().time() + self._gap_timeout_s)
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self._give_up()
+        return self._next in self._held
+
+    async def _do(self, work: Work) -> Result:
+        if self._had_gap:
+            await self._backend.drop_gradient(self._model_id)
+            self._had_gap = False
+        return await work()
+
+    def _give_up(self) -> None:
+        first, last = self._next, max(self._held)
+        missing = next(seq_id for seq_id in range(first, last) if seq_id not in self._held)
+        self._next = last + 1
+        self._had_gap = True
+        self._fail_held(
+            f"seq_id {missing} of {self._model_id} did not come within {self._gap_timeout_s:g} s, so the requests "
+            "after it failed and the accumulated gradient is dropped; later requests run again"
+        )
+
+    def _fail_held(self, error: str) -> None:
+        self._futures.fail([request for request, _ in self._held.values()], error)
+        self._held.clear()
+
 
 @dataclass(slots=True, eq=False)
 class Model:
-    model_id: str
+    """A model in training, from its creation until the backend has deleted it."""
+
+    record: RunRecord
     session: Session
-    settings: ModelSettings
     base: BaseModel
-    user_metadata: Metadata | None
     stream: Stream
-    created_s: float
-    """Unix time."""
     requested_s: float
     """Unix time of the last request."""
     is_created: bool = False
@@ -45,6 +145,14 @@ class Model:
     """Seq ids of failed calls that should have added to the gradient of the next step."""
     end: str | None = None
     """Reason why the model accepts no more requests."""
+
+    @property
+    def model_id(self) -> str:
+        return self.record.model_id
+
+    @property
+    def settings(self) -> ModelSettings:
+        return self.record.settings
 
     @contextmanager
     def adding(self, seq_id: int, *, backward: bool) -> Iterator[None]:
@@ -62,18 +170,10 @@ class Model:
         self.incomplete -= set(failed)
         return failed
 
-    def record(self) -> RunRecord:
-        return RunRecord(
-            model_id=self.model_id,
-            session_id=self.session.session_id,
-            owner_hash=owner_hash(self.session.owner),
-            settings=self.settings,
-            created_s=self.created_s,
-            user_metadata=self.user_metadata,
-        )
-
 
 class Models:
+    """Models of all owners by id."""
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._models: dict[str, Model] = {}
@@ -97,16 +197,15 @@ class Models:
         user_metadata: Metadata | None,
     ) -> Model:
         now_s = self._parts.wall_time_s()
-        self._models[model_id] = model = Model(
+        record = RunRecord(
             model_id=model_id,
-            session=session,
+            session_id=session.session_id,
+            owner_hash=session.owner,
             settings=settings,
-            base=base,
-            user_metadata=user_metadata,
-            stream=Stream(model_id, self._parts),
             created_s=now_s,
-            requested_s=now_s,
+            user_metadata=user_metadata,
         )
+        self._models[model_id] = model = Model(record, session, base, Stream(model_id, self._parts), now_s)
         session.model_ids.append(model_id)
         return model
 
@@ -149,7 +248,7 @@ class Models:
 
     async def _delete(self, model: Model, *, when_idle: bool) -> None:
         if when_idle:
-            await model.stream.idle()
+            await model.stream.finished()
         try:
             if model.is_created:
                 await self._parts.backend.delete_model(model.model_id)
@@ -175,7 +274,7 @@ def find_base(backend: TinkerBackend, name: str | None) -> BaseModel:
     raise InvalidRequestError(f"base_model={name!r:.100}: must be one of {offered or 'none'}")
 
 
-def check_lora(lora: LoRASettings, base: BaseModel) -> None:
+def check_lora(lora: wire.LoraConfig, base: BaseModel) -> None:
     """Raise InvalidRequestError for adapters that cannot be created."""
     if not 1 <= lora.rank <= base.max_lora_rank:
         raise InvalidRequestError(

@@ -10,26 +10,47 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from tinker import types as wire
 
-from rl.tinker.futures import Result
-from rl.tinker.ids import check_seq_id, parse_path
+from rl.tinker.codec import encode_sample
+from rl.tinker.futures import Parts, Result
 from rl.tinker.models import find_base
-from rl.tinker.parts import Parts
-from rl.tinker.sample_calls import checked_request
 from rl.tinker.sessions import Session
 from rl.tinker.storage import Stored
 from rl.tinker.types import (
+    MAX_SEQ_ID,
     BaseModel,
     GoneError,
     InvalidRequestError,
     LimitReachedError,
+    Limits,
     ModelSettings,
     NotFoundError,
+    SampleRequest,
     TinkerError,
+    check_seq_id,
+    parse_path,
 )
+from rl.types import SamplingParams
+
+MAX_TOP_VALUES = 8_000_000
+"""Most values of a prompt's top-k table."""
+UNSUPPORTED = (
+    "base_model",
+    "model_path",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n",
+    "record_stability_info",
+)
+"""Fields of a sample that must be off."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,26 +102,20 @@ class Samplers:
         self._make_room(owner)
         return sampler
 
-    def of_base(self, name: str) -> Sampler:
-        """Return the sampler of a base model, which may still be opening."""
-        return self._opened(f"base {name}", None, ModelSettings(base_model=name, lora=None), None)
-
-    def of_saved(self, stored: Stored, owner: str) -> Sampler:
-        """Return the sampler of saved weights, which may still be opening."""
-        return self._opened(str(stored.folder), owner, stored.record.settings, stored)
-
-    def _opened(self, key: str, owner: str | None, settings: ModelSettings, stored: Stored | None) -> Sampler:
+    def opened(self, base_model: str, stored: Stored | None, owner: str) -> Sampler:
+        """Return the sampler of saved weights, or with None of a base model; it may still be opening."""
+        key = f"base {base_model}" if stored is None else str(stored.folder)
         found = self._open.pop(key, None)
         if found is None or found.could_not_open:
-            found = Sampler(sampler_id=f"sampler-{next(self._numbers)}", owner=owner)
-            opening = self._open_weights(found.sampler_id, settings, stored)
+            settings, folder = ModelSettings(base_model=base_model, lora=None), None
+            if stored is not None:
+                settings, folder = stored.record.settings, stored.data
+            sampler_id = f"sampler-{next(self._numbers)}"
+            found = Sampler(sampler_id=sampler_id, owner=None if stored is None else owner)
+            opening = self._parts.backend.open_sampler(sampler_id, settings, folder)
             found.opening = self._parts.background.start(opening, f"opening of {key}")
         self._open[key] = found
         return found
-
-    async def _open_weights(self, sampler_id: str, settings: ModelSettings, stored: Stored | None) -> None:
-        folder = None if stored is None else stored.data
-        await self._parts.backend.open_sampler(sampler_id, settings, folder)
 
     def acquire(self, sampler: Sampler) -> None:
         """Keep the weights until `release`."""
@@ -265,7 +280,8 @@ class SamplingSessions:
             async def sampled() -> Result:
                 if sampler.opening is not None:
                     await asyncio.shield(sampler.opening)
-                return await self._parts.backend.sample(sampler.sampler_id, request)
+                output = await self._parts.backend.sample(sampler.sampler_id, request)
+                return encode_sample(output, request)
 
             self._samplers.acquire(sampler)
             future.task = self._parts.background.start(futures.run(future, sampled), f"sample {request_id}")
@@ -280,10 +296,8 @@ class SamplingSessions:
         return one
 
     def _sampler(self, one: SamplingSession) -> Sampler:
-        if one.source is None:
-            return self._samplers.of_base(one.base.name)
-        if isinstance(one.source, Stored):
-            return self._samplers.of_saved(one.source, one.session.owner)
+        if not isinstance(one.source, Sampler):
+            return self._samplers.opened(one.base.name, one.source, one.session.owner)
         if (why := one.source.closed) is not None:
             raise GoneError(f"the weights of {one.sampling_session_id} are no longer in memory: {why}")
         self._samplers.use(one.source)
@@ -298,3 +312,84 @@ class SamplingSessions:
                 self._samplers.close(one.source.sampler_id, why)
             elif isinstance(one.source, Stored) and one.source.folder not in still_used:
                 self._samplers.close(str(one.source.folder), why)
+
+
+# Requests
+
+
+def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -> SampleRequest:
+    """Translate a request, with its defaults filled in.
+
+    Raises:
+        InvalidRequestError: a field is unsupported or out of range; the text names it.
+    """
+    for name in UNSUPPORTED:
+        if value := getattr(body, name):
+            raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
+    params = body.sampling_params
+    prompt = _prompt(body, base)
+    _check_ranges(body, prompt.size, base, limits)
+    stop: Sequence[str | int] = base.stop_token_ids
+    if params.stop is not None:
+        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+    if "" in stop:
+        raise InvalidRequestError("sampling_params.stop: has an empty text, which would end every completion")
+    stop_ids = [entry for entry in stop if isinstance(entry, int)]
+    _check_ids("sampling_params.stop", stop_ids, base)
+    room = base.max_context_length - prompt.size
+    return SampleRequest(
+        prompt=prompt,
+        sampling=SamplingParams(
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            num_samples=body.num_samples,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=min(max(0, params.top_k), base.vocab_size),
+            stop_token_ids=tuple(stop_ids),
+            stop_texts=tuple(entry for entry in stop if isinstance(entry, str)),
+            seed=secrets.randbits(62) if params.seed is None else params.seed,
+        ),
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+
+
+def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
+    tokens: list[int] = []
+    for i, chunk in enumerate(body.prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise InvalidRequestError(f"prompt.chunks[{i}].type: {chunk.type!a}, must be 'encoded_text'")
+        tokens += chunk.tokens
+    asks_prompt = body.prompt_logprobs or body.topk_prompt_logprobs > 0
+    longest = base.max_context_length if asks_prompt else base.max_context_length - 1
+    if not 1 <= len(tokens) <= longest:
+        raise InvalidRequestError(
+            f"prompt: has {len(tokens)} tokens: must be 1 to {longest}; the model's context has "
+            f"{base.max_context_length}"
+        )
+    _check_ids("prompt", tokens, base)
+    return np.array(tokens, np.int32)
+
+
+def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits) -> None:
+    params, lowest = body.sampling_params, base.min_temperature
+    most_top = min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
+    for name, value, lower, upper in (
+        ("num_samples", body.num_samples, 1, limits.samples_per_request),
+        ("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, most_top),
+        ("sampling_params.max_tokens", params.max_tokens, 1, math.inf),
+        ("sampling_params.temperature, unless it is 0", params.temperature or lowest, lowest, 1e30),
+        ("sampling_params.top_p", params.top_p, 1e-30, 1),
+        ("sampling_params.top_k", params.top_k, -1, math.inf),
+        ("sampling_params.seed", params.seed, 0, MAX_SEQ_ID),
+    ):
+        if value is not None and not lower <= value <= upper:
+            raise InvalidRequestError(f"{name}={value!r:.100}: must be {lower} to {upper}")
+
+
+def _check_ids(name: str, ids: Sequence[int], base: BaseModel) -> None:
+    for token in ids:
+        if not 0 <= token < base.vocab_size:
+            raise InvalidRequestError(
+                f"{name}: has token id {token!s:.100}: must be 0 to {base.vocab_size - 1}, the model's vocabulary"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import ipaddress
 import os
 import secrets
@@ -23,9 +24,8 @@ from rl.config.configurable import Configurable
 from rl.config.registry import ResolvedRun
 from rl.tinker.app import make_app
 from rl.tinker.auth import PREFIX, Keys, read_keys
-from rl.tinker.limits import HttpLimits, Limits
-from rl.tinker.routes import Context
 from rl.tinker.service import Service
+from rl.tinker.types import HttpLimits, Limits
 from rl.utils.files import locked_folder
 
 if TYPE_CHECKING:
@@ -196,33 +196,24 @@ async def serve(
     ready: Callable[[], None],
 ) -> None:
     """Start the service, answer requests until `stop` is set, and close the service."""
-    context = Context(service=service, limits=http)
-    server = _Uvicorn(make_app(context, keys=keys, hosts=hosts), ready=ready)
-    stopping = asyncio.create_task(stop.wait())
+    server = _Uvicorn(make_app(service, http=http, keys=keys, hosts=hosts), ready=ready)
+
+    async def run() -> None:
+        await service.start()
+        await server.serve(sockets=[listener])
+
+    running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
     try:
-        starting = asyncio.create_task(service.start())
-        if not await _finished_first(starting, stopping):
-            return
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        context.stopping.set()
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        service.stop_waiting()
         server.should_exit = True
-        await serving
+        if not server.started:
+            running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
     finally:
         stopping.cancel()
         await service.close()
-
-
-async def _finished_first(task: asyncio.Task[None], other: asyncio.Task[Any]) -> bool:
-    """Return whether `task` finished before `other`; cancel it otherwise."""
-    try:
-        await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        return task.done() and not other.done()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -263,24 +254,16 @@ def is_loopback(host: str) -> bool:
 
 
 def _stop_signal() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; the process is killed if it does not end in time."""
+    """Return an event that SIGTERM and SIGINT set; a process that does not end in time prints its stacks and exits."""
     stop = asyncio.Event()
 
     def handle() -> None:
         stop.set()
-        watchdog = threading.Timer(END_TIMEOUT_S, _give_up)
-        watchdog.daemon = True
-        watchdog.start()
+        faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, handle)
     return stop
-
-
-def _give_up() -> None:
-    print(f"error: the server did not end within {END_TIMEOUT_S:g} s of the signal", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(1)
 
 
 @contextlib.contextmanager

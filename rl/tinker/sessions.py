@@ -8,9 +8,15 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rl.tinker.ids import SESSION, check_metadata
-from rl.tinker.limits import Limits
-from rl.tinker.types import GoneError, LimitReachedError, Metadata, NotFoundError
+from rl.tinker.types import (
+    SESSION,
+    GoneError,
+    LimitReachedError,
+    Limits,
+    Metadata,
+    NotFoundError,
+    check_metadata,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +47,6 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._owners: dict[str, str] = {}
         """Owner of each session of this process, also of those that have ended."""
-        self._closed = False
         self.on_end: list[Callable[[Session, str], None]] = []
         """Callbacks that get an ended session and the reason."""
 
@@ -54,8 +59,6 @@ class Sessions:
             LimitReachedError: `limits.sessions` is reached.
             InvalidRequestError: a value of the metadata is no text.
         """
-        if self._closed:
-            raise GoneError("the service is closing")
         check_metadata(user_metadata)
         if len(self._of(owner)) >= self._limits.sessions:
             raise LimitReachedError(
@@ -106,7 +109,6 @@ class Sessions:
 
     def close(self) -> None:
         """End all sessions."""
-        self._closed = True
         for session in tuple(self._sessions.values()):
             self._end(session, "the service is closing")
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.tinker.codec import decode_forward_backward
-from rl.tinker.datums import make_loss, metrics_of, optim_params, wire_samples
-from rl.tinker.futures import Request, Result
-from rl.tinker.ids import CheckpointPath, check_metadata, check_name, check_seq_id, check_ttl, parse_path
-from rl.tinker.models import Model, Models, check_lora, find_base
-from rl.tinker.parts import Parts
+from rl.tinker.codec import decode_data, encode_forward_backward, loss_settings
+from rl.tinker.datums import find_loss, metrics_of, optim_params, wire_samples
+from rl.tinker.futures import Parts, Request, Result
+from rl.tinker.models import Model, Models, Work, check_lora, find_base
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.storage import Stored
-from rl.tinker.streams import Work
 from rl.tinker.types import (
     CheckpointKind,
-    ForwardBackwardOutput,
+    CheckpointPath,
     InvalidRequestError,
-    LoRASettings,
-    Metadata,
     ModelSettings,
     NotFoundError,
     TinkerError,
+    check_metadata,
+    check_name,
+    check_seq_id,
+    check_ttl,
+    parse_path,
 )
 
 _EITHER = (
@@ -58,30 +57,16 @@ class Training:
         self._models = models
         self._sampling = sampling
 
-    def info(self, model_id: str, *, owner: str) -> Model:
-        return self._models.live(model_id, owner)
-
     # Creation and end
 
     def create_model(self, body: wire.CreateModelRequest, *, owner: str) -> str:
         """Create model `<session_id>:train:<model_seq_id>`, to which requests may follow at once."""
-        config = body.lora_config
-        lora = None if config is None or config.rank == 0 else LoRASettings(**config.model_dump())
-
-        async def work(model: Model) -> Result:
-            await self._create(model, None, optimizer=False)
-            return wire.CreateModelResponse(model_id=model.model_id)
-
-        def settings() -> ModelSettings:
-            _check_optimizer(body.optimizer_config)
-            return ModelSettings(base_model=body.base_model, lora=lora)
-
-        return self._submit_creation(body, settings, work, owner=owner)
+        return self._create_new(body, owner=owner)
 
     def load_weights(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
         """Load weights into a model of the same settings, except for the seed, or into a new model."""
         if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
-            return self._create_from_state(body, owner=owner)
+            return self._create_new(body, owner=owner)
         if body.model_id is None:
             raise InvalidRequestError(_EITHER)
 
@@ -103,32 +88,7 @@ class Training:
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
-    def _create_from_state(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
-        found: list[Stored] = []
-
-        def settings() -> ModelSettings:
-            found.append(stored := self._find_state(body, owner))
-            own = stored.record.settings
-            if body.base_model not in (None, own.base_model):
-                raise InvalidRequestError(
-                    f"base_model={body.base_model!r}: must be {own.base_model!r}, as in {body.path}"
-                )
-            return own
-
-        async def work(model: Model) -> Result:
-            await self._create(model, found[0], optimizer=body.optimizer)
-            return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
-
-        return self._submit_creation(body, settings, work, owner=owner)
-
-    def _submit_creation(
-        self,
-        body: wire.CreateModelRequest | wire.LoadWeightsRequest,
-        settings: Callable[[], ModelSettings],
-        work: Callable[[Model], Awaitable[Result]],
-        *,
-        owner: str,
-    ) -> str:
+    def _create_new(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, *, owner: str) -> str:
         session = self._parts.sessions.live(str(body.session_id), owner)
         number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
         model_id = f"{session.session_id}:train:{number}"
@@ -136,17 +96,41 @@ class Training:
         if self._models.was_added(model_id):
             return request_id
         check_metadata(body.user_metadata)
-        checked = settings()
-        base = find_base(self._backend, checked.base_model)
-        if checked.lora is not None:
-            check_lora(checked.lora, base)
+        settings, stored = self._new_settings(body, owner)
+        base = find_base(self._backend, settings.base_model)
+        if settings.lora is not None:
+            check_lora(settings.lora, base)
         self._models.check_room(owner)
         request = self._futures.begin(request_id, owner=owner)
         model = self._models.add(
-            model_id, checked, base=base, session=session, user_metadata=body.user_metadata
+            model_id, settings, base=base, session=session, user_metadata=body.user_metadata
         )
-        model.stream.submit(0, request, lambda: work(model))
+
+        async def work() -> Result:
+            if isinstance(body, wire.CreateModelRequest):
+                await self._create(model, None, optimizer=False)
+                return wire.CreateModelResponse(model_id=model_id)
+            await self._create(model, stored, optimizer=body.optimizer)
+            return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
+
+        model.stream.submit(0, request, work)
         return request_id
+
+    def _new_settings(
+        self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str
+    ) -> tuple[ModelSettings, Stored | None]:
+        """Return the settings of a new model, and the weights that it starts from."""
+        if isinstance(body, wire.CreateModelRequest):
+            _check_optimizer(body.optimizer_config)
+            lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
+            return ModelSettings(base_model=body.base_model, lora=lora), None
+        stored = self._find_state(body, owner)
+        settings = stored.record.settings
+        if body.base_model not in (None, settings.base_model):
+            raise InvalidRequestError(
+                f"base_model={body.base_model!r}: must be {settings.base_model!r}, as in {body.path}"
+            )
+        return settings, stored
 
     async def _create(self, model: Model, stored: Stored | None, *, optimizer: bool) -> None:
         try:
@@ -184,9 +168,10 @@ class Training:
 
         def check(model: Model, seq_id: int) -> Work:
             with model.adding(seq_id, backward=backward):
-                call = decode_forward_backward(message, max_values=max_values)
-                samples = wire_samples(call.data, call.loss, model.base)
-                built = make_loss(call.loss)
+                loss = find_loss(message.loss_fn)
+                built = loss.build(loss_settings(message))
+                data = decode_data(message, max_values=max_values)
+                samples = wire_samples(data, loss, model.base)
 
             async def work() -> Result:
                 with model.adding(seq_id, backward=backward):
@@ -194,9 +179,7 @@ class Training:
                         model.model_id, samples.samples, loss=built, backward=backward
                     )
                 assert result.logprobs is not None
-                return ForwardBackwardOutput(
-                    logprobs=samples.logprobs(result.logprobs), metrics=metrics_of(result, call.loss)
-                )
+                return encode_forward_backward(samples.logprobs(result.logprobs), metrics_of(result, loss))
 
             return work
 
@@ -235,14 +218,8 @@ class Training:
         `overwrite`."""
 
         def check(model: Model, seq_id: int) -> Work:
-            save = self._saving(
-                model,
-                "training",
-                f"{seq_id:06d}" if body.path is None else body.path,
-                overwrite=body.overwrite,
-                ttl_seconds=body.ttl_seconds,
-                user_metadata=body.user_metadata,
-            )
+            name = f"{seq_id:06d}" if body.path is None else body.path
+            save = self._saving(model, "training", name, body, overwrite=body.overwrite)
 
             async def work() -> Result:
                 return wire.SaveWeightsResponse(path=await save(), type="save_weights")
@@ -273,14 +250,7 @@ class Training:
                     return _saved_sampler(sampling_session_id=new_id)
 
                 return snapshot
-            save = self._saving(
-                model,
-                "sampler",
-                body.path,
-                overwrite=True,
-                ttl_seconds=body.ttl_seconds,
-                user_metadata=body.user_metadata,
-            )
+            save = self._saving(model, "sampler", body.path, body, overwrite=True)
 
             async def work() -> Result:
                 return _saved_sampler(path=await save())
@@ -294,15 +264,14 @@ class Training:
         model: Model,
         kind: CheckpointKind,
         name: str,
+        body: wire.SaveWeightsRequest | wire.SaveWeightsForSamplerRequest,
         *,
         overwrite: bool,
-        ttl_seconds: int | None,
-        user_metadata: Metadata | None,
     ) -> Callable[[], Awaitable[str]]:
         """Check a save and return the function that makes it and returns its path."""
         check_name(name)
-        check_ttl(ttl_seconds)
-        check_metadata(user_metadata)
+        check_ttl(body.ttl_seconds)
+        check_metadata(body.user_metadata)
 
         async def write(folder: Path) -> None:
             await self._backend.save_model(model.model_id, folder, optimizer=kind == "training")
@@ -310,12 +279,12 @@ class Training:
         async def save() -> str:
             path = CheckpointPath(model_id=model.model_id, kind=kind, name=name)
             await self._parts.storage.save(
-                model.record(),
+                model.record,
                 path,
                 write,
                 overwrite=overwrite,
-                ttl_seconds=ttl_seconds,
-                user_metadata=user_metadata,
+                ttl_seconds=body.ttl_seconds,
+                user_metadata=body.user_metadata,
             )
             return str(path)
 
@@ -335,16 +304,6 @@ class Training:
         return self._parts.storage.find(parsed, owner)
 
     # Submission
-
-    def refuse(self, model_id: str, seq_id: int, error: InvalidRequestError, *, owner: str) -> None:
-        """Use up the seq id of a request that is too malformed to become a call. Without effect on a request that
-        came before, and where model or seq id are unusable themselves."""
-
-        def check(model: Model, seq_id: int) -> Work:
-            raise error
-
-        with suppress(TinkerError):
-            self._submit(model_id, seq_id, check, owner=owner)
 
     def _submit(
         self,
@@ -371,10 +330,16 @@ class Training:
         try:
             work = check(model, number)
         except (InvalidRequestError, NotFoundError) as error:
-            model.stream.refuse(number, begin(unblocks=True), str(error))
+            request = begin(unblocks=True)
+            self._futures.fail([request], str(error))
+            model.stream.submit(number, request, _refused)
             raise
         model.stream.submit(number, begin(unblocks=model.stream.unblocks(number)), work)
         return request_id
+
+
+async def _refused() -> Result:
+    raise AssertionError("the request has failed already")
 
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:
@@ -389,4 +354,5 @@ def _saved_sampler(*, path: str | None = None, sampling_session_id: str | None =
 
 
 def _seedless(settings: ModelSettings) -> ModelSettings:
-    return settings if settings.lora is None else replace(settings, lora=replace(settings.lora, seed=None))
+    lora = settings.lora
+    return settings if lora is None else replace(settings, lora=lora.model_copy(update={"seed": None}))

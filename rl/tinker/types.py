@@ -1,19 +1,27 @@
-"""Values that the Tinker service and its backends exchange, and the errors that they raise.
+"""Vocabulary of the Tinker service and its backends: values, errors, limits, ids and paths.
 
-Names of losses, of their inputs and of their settings are those of the wire (docs/tinker.md). What a backend
-computes is said in relay's own types (`rl/types.py`).
+Names of losses, of their inputs and of their settings are those of the wire (docs/tinker.md). Ids and paths:
 
-Shape legend: N tokens of one datum or prompt, K targets or alternatives per token, C tokens of one completion.
+    session      <process>-<random>
+    model        <session>:train:<model_seq_id>
+    sampler      <session>:sample:<sampling_session_seq_id>
+    request      <model or sampler>:<seq_id>, or <model>:unload
+    checkpoint   tinker://<model>/weights/<name>, tinker://<model>/sampler_weights/<name>
+
+Shape legend: N tokens of one datum or prompt, K targets per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from tinker import types as wire
 
+from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
 
 Metadata: TypeAlias = dict[str, str]
@@ -44,17 +52,7 @@ class LimitReachedError(TinkerError):
     """One owner holds as many models, sessions or checkpoints as allowed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoRASettings:
-    """The parts of a base model that get adapters."""
-
-    rank: int
-    seed: int | None = None
-    """Seed of the adapters' initial values; None draws one."""
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-    """Add an adapter to the output head; without effect on a head tied to the embedding."""
+# Values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +60,7 @@ class ModelSettings:
     """Settings of a model in training."""
 
     base_model: str
-    lora: LoRASettings | None
+    lora: wire.LoraConfig | None
     """Adapters; None trains all parameters."""
 
 
@@ -98,26 +96,6 @@ class Datum:
     """[N] or, for cross_entropy, [N, K] arrays of float32 or int64; sparse ones are dense here."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossCall:
-    """A loss by its name on the wire."""
-
-    name: str
-    settings: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ForwardBackwardOutput:
-    logprobs: tuple[np.ndarray, ...]
-    """For each datum the [N] or [N, K] float32 logprobs of its targets, nats."""
-    metrics: Mapping[str, float]
-    """Metrics named `name:reduction`, with `loss:sum` among them."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(logprobs.nbytes for logprobs in self.logprobs)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleRequest:
     """A checked request to a sampler."""
@@ -131,36 +109,160 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TopLogprobs:
-    """The most likely tokens at each place of a prompt, most likely first; row 0 predicts nothing."""
-
-    token_ids: np.ndarray
-    """[N, K] int32; -1 in row 0."""
-    logprobs: np.ndarray
-    """[N, K] float32, nats; NaN in row 0."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleOutput:
-    completions: tuple[Completion, ...]
-    prompt_logprobs: np.ndarray | None = None
-    """[N] float32, nats, NaN first; None unless requested."""
-    topk_prompt_logprobs: TopLogprobs | None = None
+    completions: Sequence[Completion]
+    of_prompt: PromptLogprobs | None
+    """Logprobs of the prompt; None unless requested."""
 
-    @property
-    def num_bytes(self) -> int:
-        arrays = [array for one in self.completions for array in (one.token_ids, one.logprobs)]
-        if self.prompt_logprobs is not None:
-            arrays.append(self.prompt_logprobs)
-        if (top := self.topk_prompt_logprobs) is not None:
-            arrays += (top.token_ids, top.logprobs)
-        return sum(array.nbytes for array in arrays)
+
+# Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """The result of work that failed after it was accepted."""
+class Limits:
+    """Limits of one API key. A refusal names the limit that it met."""
 
-    error: str
-    """Text for the client, without paths or other internals."""
-    category: Literal["user", "server", "unknown"]
+    sessions: int = 100
+    """Sessions that have not ended."""
+    models: int = 16
+    """Models in training at once."""
+    samplers: int = 8
+    """Snapshots and saved weights open to sample from. The next one closes the least recently used one: a
+    snapshot is then gone, saved weights open again with their next sample."""
+    waiting: int = 8192
+    """Requests without a result."""
+    waiting_bytes: int = 4 * 2**30
+    """Bytes of the requests without a result."""
+    samples_per_request: int = 1024
+    result_bytes: int = 2**30
+    """Bytes of the results that are kept; the oldest go first."""
+    storage_bytes: int | None = None
+    """Bytes of all checkpoints, checked before each save; None is unlimited."""
+
+    session_timeout_s: float | None = None
+    """Silence after which a session ends; None: only when the client finishes it."""
+    gap_timeout_s: float = 300.0
+    """Wait for a model's missing earlier request; clients retry a request for five minutes."""
+    result_kept_s: float = 900.0
+    """Time a result can be retrieved."""
+    close_timeout_s: float = 10.0
+    """Wait for work in progress when the service closes, and for the backend afterwards."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpLimits:
+    """Limits of single HTTP requests."""
+
+    body_bytes: int = 64 * 2**20
+    json_bytes: int = 8 * 2**20
+    """Bytes of a JSON body, which is every body but that of `forward_backward`."""
+    held_bytes: int = 2**30
+    """Bytes of all bodies that are being read or answered."""
+    body_timeout_s: float = 60.0
+    values_per_request: int = 32 * 2**20
+    """Numbers in the tensors of a `forward_backward`, once the sparse ones are dense."""
+    chunk_data: int = 1024
+    """Data per request that the client cuts larger batches into."""
+    chunk_bytes: int = 5_000_000
+    """Bytes per request that the client cuts larger batches into."""
+    poll_s: float = 25.0
+    """Longest wait for a result in one request; the client gives up on a request after 45 s."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.poll_s > 40.0:
+            raise ValueError(f"poll_s={self.poll_s:g}: must be at most 40, the client's limit is 45")
+
+
+def _check_positive(limits: Limits | HttpLimits) -> None:
+    for field in fields(limits):
+        value = getattr(limits, field.name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{field.name}={value!r}: must be above 0")
+
+
+# Ids and paths
+
+SESSION = r"[0-9a-f]{8}-[0-9a-f]{16}"
+MAX_SEQ_ID = 2**63 - 1
+MAX_TTL_S = 10 * 365 * 24 * 3600
+_MODEL_ID = re.compile(rf"{SESSION}:train:[0-9]{{1,19}}")
+_PATH = re.compile(r"tinker://(?P<run>[^/\s]+)/(?P<folder>weights|sampler_weights)/(?P<name>[^/]+)")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+_KINDS: dict[str, CheckpointKind] = {folder: kind for kind, folder in FOLDERS.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPath:
+    """The parts of a `tinker://` path."""
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{FOLDERS[self.kind]}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model_id}/{self.checkpoint_id}"
+
+
+def parse_path(path: str) -> CheckpointPath:
+    """Parse a path.
+
+    Raises:
+        InvalidRequestError: the text does not have the form of a path.
+        NotFoundError: no checkpoint can have this path.
+    """
+    parts = _PATH.fullmatch(path)
+    if parts is None:
+        raise InvalidRequestError(
+            f"path={path!r:.100}: must have the form tinker://<training run>/weights/<name> or "
+            "tinker://<training run>/sampler_weights/<name>"
+        )
+    if not is_model_id(parts["run"]) or _NAME.fullmatch(parts["name"]) is None:
+        raise NotFoundError(f"there is no checkpoint {path!r:.100}")
+    return CheckpointPath(model_id=parts["run"], kind=_KINDS[parts["folder"]], name=parts["name"])
+
+
+def is_model_id(text: str) -> bool:
+    return _MODEL_ID.fullmatch(text) is not None
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidRequestError unless the text can name a checkpoint."""
+    if _NAME.fullmatch(name) is None:
+        raise InvalidRequestError(
+            f"name={name!r:.100}: must have 1 to 128 letters, digits, '_', '-' and '.', and begin with a "
+            "letter, a digit or '_'"
+        )
+
+
+def check_seq_id(name: str, value: int | None, *, first: int) -> int:
+    if value is None or not first <= value <= MAX_SEQ_ID:
+        raise InvalidRequestError(
+            f"{name}={value!r:.100}: must be a whole number from {first} to {MAX_SEQ_ID}"
+        )
+    return value
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_S:
+        raise InvalidRequestError(f"ttl_seconds={ttl_seconds!r:.100}: must be 1 to {MAX_TTL_S}, or None")
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """Raise InvalidRequestError unless all values are texts that an answer can hold."""
+    for key, value in (metadata or {}).items():
+        try:
+            (key + value).encode()
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequestError(
+                f"user_metadata[{key!a:.100}]: {value!a:.100}, must be a text"
+            ) from None

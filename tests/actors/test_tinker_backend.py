@@ -111,8 +111,9 @@ def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_call
             assert tokens_of(one) == tokens_of(other)
             for mine, theirs in zip(one.completions, other.completions, strict=True):
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4, rtol=0)
-            if other.prompt_logprobs is not None:
-                np.testing.assert_allclose(one.prompt_logprobs, other.prompt_logprobs, atol=1e-4, rtol=0)
+            if other.of_prompt is not None:
+                found, expected_logprobs = one.of_prompt.logprobs, other.of_prompt.logprobs
+                np.testing.assert_allclose(found, expected_logprobs, atol=1e-4, rtol=0)
         # Each loads the files of the other.
         loop.run(local.load_model("loaded", tmp_path / "actors" / "state", optimizer=True))
         loop.run(actors.load_model("loaded", tmp_path / "local" / "state", optimizer=True))

@@ -83,5 +83,5 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_a_process_starts(
 
 def test_context_on_offer_is_that_of_the_generator(tmp_path):
     backend: ActorBackend = ActorBackend.Config(cache=str(tmp_path)).build()
-    described = backend._open_base().describe()
+    described = backend._open_base().model
     assert (described.name, described.max_context_length) == ("tiny", 1024)

@@ -20,22 +20,19 @@ from typing import Any, cast
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
 from losses.types import Loss
+from rl.models.generate import PromptLogprobs
 from rl.tinker.app import make_app
-from rl.tinker.auth import Keys
-from rl.tinker.codec import PROTOBUF
-from rl.tinker.limits import HttpLimits, Limits
-from rl.tinker.routes import Context
+from rl.tinker.auth import PROTOBUF, Keys
 from rl.tinker.service import Service
 from rl.tinker.types import (
     BaseModel,
-    Failure,
+    HttpLimits,
     LimitReachedError,
-    LoRASettings,
+    Limits,
     ModelSettings,
     SampleOutput,
     SampleRequest,
@@ -49,7 +46,7 @@ BASE = BaseModel(
     name="tiny", architecture="number", max_context_length=100, vocab_size=1000, tokenizer_folder="/tokenizer"
 )
 OTHER = replace(BASE, name="other")
-LORA = ModelSettings(base_model="tiny", lora=LoRASettings(rank=4, seed=1))
+LORA = ModelSettings(base_model="tiny", lora=wire.LoraConfig(rank=4, seed=1))
 
 
 class FakeBackend:
@@ -159,11 +156,12 @@ class FakeBackend:
                 policy_versions=np.zeros(1, np.int32),
                 finish_reason="stop",
             )
-            prompt_logprobs = -request.prompt.astype(np.float32) if request.prompt_logprobs else None
-            if prompt_logprobs is not None:
-                prompt_logprobs[0] = np.nan
+            logprobs = -request.prompt.astype(np.float32)
+            logprobs[0] = np.nan
+            none = np.empty((len(logprobs), 0))
             return SampleOutput(
-                completions=(completion,) * request.sampling.num_samples, prompt_logprobs=prompt_logprobs
+                completions=(completion,) * request.sampling.num_samples,
+                of_prompt=PromptLogprobs(logprobs=logprobs, top_ids=none, top_logprobs=none),
             )
         finally:
             self.num_sampling[sampler_id] -= 1
@@ -287,9 +285,9 @@ class Client:
         assert result is not None, f"{request_id} has no result after 10 s"
         return result
 
-    async def failure(self, request_id: str) -> Failure:
+    async def failure(self, request_id: str) -> wire.RequestFailedResponse:
         result = await self.result(request_id)
-        assert isinstance(result, Failure), result
+        assert isinstance(result, wire.RequestFailedResponse), result
         return result
 
     async def weight(self, request_id: str) -> float:
@@ -298,7 +296,7 @@ class Client:
 
     async def token(self, sampler: str, seq_id: int = 0) -> int:
         output = await self.result(self.sample(sampler, seq_id))
-        return int(output.completions[0].token_ids[0])
+        return int(np.frombuffer(output.sequences[0].tokens, "<i4")[0])
 
     async def trained(self) -> str:
         """Return a new model trained to weight -5; the last seq id is 2."""
@@ -399,8 +397,8 @@ def _as_test(sync: Callable[..., None], test: Test) -> Callable[..., None]:
 class Server:
     """The HTTP application in this process, with shorthand calls for `ME`."""
 
-    def __init__(self, app: FastAPI, context: Context, client: Client, http: httpx.AsyncClient) -> None:
-        self.app, self.context, self.http = app, context, http
+    def __init__(self, client: Client, http: httpx.AsyncClient) -> None:
+        self.service, self.http = client.service, http
         self.backend, self.folder = client.backend, client.folder
 
     async def post(self, path: str, body: Any, *, key: str = ME, **headers: str) -> httpx.Response:
@@ -449,13 +447,12 @@ def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http:
     def decorate(test: Test) -> Callable[..., None]:
         async def serve(folder: Path, **kwargs: Any) -> None:
             async with running_service(folder, limits=limits) as client:
-                context = Context(service=client.service, limits=HttpLimits(**http))
-                app = make_app(context, keys=keys or Keys(), hosts=None)
+                app = make_app(client.service, http=HttpLimits(**http), keys=keys or Keys(), hosts=None)
                 # Errors that the application raises after its answer do not reach the client, as with a real server.
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as to_app:
                     try:
-                        await test(Server(app, context, client, to_app), **kwargs)
+                        await test(Server(client, to_app), **kwargs)
                     finally:
                         client.backend.release()
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from tinker import AdamParams
+from tinker import AdamParams, LoraConfig
 
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.base import Base
-from rl.tinker.datums import make_loss, metrics_of, optim_params, wire_samples
-from rl.tinker.limits import Limits
+from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.sample_calls import checked_request
+from rl.tinker.sampling import checked_request
 from rl.tinker.types import (
     Datum,
-    ForwardBackwardOutput,
-    LoRASettings,
-    LossCall,
+    Limits,
     ModelSettings,
     SampleOutput,
     SampleRequest,
@@ -30,7 +27,14 @@ from tests.training.parts import write_assets
 
 NAME, CONTEXT, VOCAB = "small", 64, 320
 TRAINING = TrainingConfig(max_tokens_per_microbatch=128)
-CROSS_ENTROPY, PPO = LossCall(name="cross_entropy"), LossCall(name="ppo")
+CROSS_ENTROPY, PPO = find_loss("cross_entropy"), find_loss("ppo")
+
+
+class Output(NamedTuple):
+    """Result of a `forward_backward`, by datum."""
+
+    logprobs: tuple[np.ndarray, ...]
+    metrics: Mapping[str, float]
 
 
 def base_config(folder: Path, *, tie: bool = True, batch_invariant: bool = False) -> Base.Config:
@@ -50,7 +54,7 @@ def local_backend(folder: Path, **options: Any) -> LocalTinkerBackend:
 
 def settings(rank: int = 4, **lora: Any) -> ModelSettings:
     """Return adapter settings, or for rank 0 those of a model with all parameters trained."""
-    adapters = LoRASettings(rank=rank, **({"seed": 5} | lora)) if rank else None
+    adapters = LoraConfig(rank=rank, **({"seed": 5} | lora)) if rank else None
     return ModelSettings(base_model=NAME, lora=adapters)
 
 
@@ -92,17 +96,13 @@ async def add_gradient(
     backend: TinkerBackend,
     model_id: str,
     data: list[Datum],
-    call: LossCall = CROSS_ENTROPY,
+    loss: WireLoss = CROSS_ENTROPY,
     *,
     backward: bool = True,
-) -> ForwardBackwardOutput:
-    samples = wire_samples(data, call, backend.base_models[0])
-    result = await backend.forward_backward(
-        model_id, samples.samples, loss=make_loss(call), backward=backward
-    )
-    return ForwardBackwardOutput(
-        logprobs=samples.logprobs(result.logprobs or ()), metrics=metrics_of(result, call)
-    )
+) -> Output:
+    samples = wire_samples(data, loss, backend.base_models[0])
+    result = await backend.forward_backward(model_id, samples.samples, loss=loss.build({}), backward=backward)
+    return Output(samples.logprobs(result.logprobs or ()), metrics_of(result, loss))
 
 
 async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
@@ -111,9 +111,7 @@ async def step(backend: TinkerBackend, model_id: str, **adam: Any) -> float:
     return (await backend.optim_step(model_id, params)).grad_norm
 
 
-async def train(
-    backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: int = 2
-) -> list[ForwardBackwardOutput]:
+async def train(backend: TinkerBackend, model_id: str, *, seed: int = 1, steps: int = 2) -> list[Output]:
     """Make steps of cross entropy and ppo in turns; return their outputs."""
     outputs = []
     for number in range(steps):
@@ -123,9 +121,7 @@ async def train(
     return outputs
 
 
-async def created(
-    backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2
-) -> list[ForwardBackwardOutput]:
+async def created(backend: TinkerBackend, model_id: str, *, rank: int = 4, steps: int = 2) -> list[Output]:
     """Create a model and train it a few steps; rank 0 trains all parameters."""
     await backend.create_model(model_id, settings(rank))
     return await train(backend, model_id, steps=steps)
@@ -146,9 +142,7 @@ def tokens_of(output: SampleOutput) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in output.completions]
 
 
-def assert_same_outputs(
-    found: list[ForwardBackwardOutput], expected: list[ForwardBackwardOutput], *, atol: float = 1e-5
-) -> None:
+def assert_same_outputs(found: list[Output], expected: list[Output], *, atol: float = 1e-5) -> None:
     """Compare logprobs and losses of `forward_backward`; an `atol` of 0 asks for equal bits."""
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.metrics.keys() == theirs.metrics.keys()

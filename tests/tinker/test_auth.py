@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rl.tinker.auth import Guard, Keys, read_keys
-from rl.tinker.limits import HttpLimits
+from rl.tinker.types import HttpLimits
 
 ALICE, BOB = "tml-" + "a" * 20, "tml-" + "b" * 20
 
@@ -21,45 +21,31 @@ def write(folder, text, mode=0o600):
 
 def test_each_key_has_an_owner_that_hides_it():
     keys = Keys([ALICE, BOB])
-
     alice, bob = keys.owner(ALICE.encode()), keys.owner(BOB.encode())
-
     assert alice is not None
     assert alice != bob
     assert alice == Keys([BOB, ALICE]).owner(ALICE.encode())
     assert len(alice) == 64
-    assert "aaaa" not in alice
-
-
-@pytest.mark.parametrize("key", [b"", b"tml-", ALICE.encode()[:-1], ALICE.encode() + b" ", b"\xff\x00"])
-def test_unknown_key_is_rejected(key):
-    assert Keys([ALICE]).owner(key) is None
+    for unknown in (b"", b"tml-", ALICE.encode()[:-1], ALICE.encode() + b" ", b"\xff\x00"):
+        assert keys.owner(unknown) is None
+    # Training runs that were saved earlier carry this hash.
+    assert alice.startswith("8601cb65ef48")
 
 
 def test_without_configured_keys_each_key_is_its_own_owner():
     keys = Keys()
-
     assert not keys.configured
     assert keys.owner(b"tml-x") != keys.owner(b"tml-y")
     assert keys.owner(b"") is None
 
 
-def test_file_has_one_key_per_line(tmp_path):
+def test_keys_come_from_lines_of_a_file_or_between_commas_from_the_environment(tmp_path, monkeypatch):
     file = write(tmp_path, f"# for the notebook\n{ALICE}\n\n  {BOB}  # second\n")
-
-    keys = read_keys(file=file, environment=None)
-
-    assert keys.owner(ALICE.encode())
-    assert keys.owner(BOB.encode())
-    assert keys.owner(b"# for the notebook") is None
-
-
-def test_environment_variable_has_keys_between_commas(monkeypatch):
     monkeypatch.setenv("RELAY_KEYS", f"{ALICE}, {BOB}")
-
-    keys = read_keys(file=None, environment="RELAY_KEYS")
-
-    assert keys.owner(BOB.encode())
+    for keys in (read_keys(file=file, environment=None), read_keys(file=None, environment="RELAY_KEYS")):
+        assert keys.owner(ALICE.encode())
+        assert keys.owner(BOB.encode())
+        assert keys.owner(b"# for the notebook") is None
 
 
 @pytest.mark.parametrize(
@@ -74,23 +60,17 @@ def test_environment_variable_has_keys_between_commas(monkeypatch):
 def test_unsafe_key_is_refused_and_not_shown(tmp_path, text, said):
     with pytest.raises(ValueError, match="keys_file=") as error:
         read_keys(file=write(tmp_path, text), environment=None)
-
     assert said in str(error.value)
     assert not any(line in str(error.value) for line in text.splitlines())
 
 
-def test_file_that_others_can_read_is_refused(tmp_path):
+def test_missing_keys_and_files_that_others_can_read_are_refused(tmp_path):
     with pytest.raises(ValueError, match="others may read or write it; chmod 600"):
         read_keys(file=write(tmp_path, ALICE, 0o640), environment=None)
-
-
-def test_missing_keys_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         read_keys(file=str(tmp_path / "none"), environment=None)
-    with pytest.raises(ValueError, match="keys_env='NO_SUCH': no such environment variable"):
+    with pytest.raises(ValueError, match="keys_env='NO_SUCH': API keys: there are none"):
         read_keys(file=None, environment="NO_SUCH")
-    with pytest.raises(ValueError, match="give one of them"):
-        read_keys(file="keys", environment="KEYS")
 
 
 # Guard
@@ -191,29 +171,26 @@ def test_body_that_may_be_json_has_the_smaller_limit(said):
     statuses = [
         run(chunks=(b"x" * 41,), headers=said | {"content-type": one}, json_bytes=40)[0] for one in types
     ]
-
     assert statuses == [413, 413, 413, 200]
 
 
-@pytest.mark.parametrize("length", ["9" * 5000, "1e3", "-1", "\xb2"])
-def test_invalid_content_lengths_are_harmless(length):
-    assert run(headers={"content-length": length})[0] in (200, 413)
-
-
-def test_unknown_encoding_is_refused():
-    status, detail, _ = run(headers={"content-encoding": "zstd"})
-
-    assert (status, detail) == (415, "Content-Encoding: 'zstd', must be identity")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:8000", "LOCALHOST:1"])
-def test_hosts_of_this_machine_are_accepted(host):
-    assert run(hosts=("localhost", "127.0.0.1", "::1"), headers={"host": host})[0] == 200
-
-
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", ""])
-def test_other_hosts_are_refused(host):
-    assert run(hosts=("localhost", "127.0.0.1"), headers={"host": host})[0] == 421
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-length": "9" * 5000}, 413),
+        ({"content-length": "1e3"}, 200),
+        ({"content-length": "\xb2"}, 200),
+        ({"content-encoding": "zstd"}, 415),
+        ({"host": "localhost"}, 200),
+        ({"host": "LOCALHOST:1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "evil.example"}, 421),
+        ({"host": "127.0.0.1.evil.example:8000"}, 421),
+        ({"host": ""}, 421),
+    ],
+)
+def test_headers_are_checked(headers, status):
+    assert run(hosts=("localhost", "127.0.0.1", "::1"), headers=headers)[0] == status
 
 
 def test_body_that_does_not_arrive_times_out():

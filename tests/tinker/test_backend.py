@@ -19,7 +19,7 @@ import torch
 from rl.tinker.base import Base
 from rl.tinker.datums import MIN_EPS
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.types import InvalidRequestError, NotFoundError
+from rl.tinker.types import InvalidRequestError
 from rl.training.config import TrainingConfig
 from rl.training.models import check_config
 from tests.tinker.parts import (
@@ -160,25 +160,6 @@ async def test_chunks_of_a_batch_give_the_gradient_of_the_whole(backend, tmp_pat
 
 
 @with_backend
-async def test_step_without_a_gradient_is_a_step_of_zeros(backend, tmp_path):
-    await backend.create_model("m", settings(0))
-    await add_gradient(backend, "m", DATA)
-    policy = engine_of(backend, "m").policy
-    parameters = [p.detach().clone().requires_grad_() for p in policy.parameters.values()]
-    adam = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
-    for parameter, mine in zip(parameters, policy.parameters.values(), strict=True):
-        parameter.grad = mine.grad.clone()
-    adam.step()
-    assert await step(backend, "m", weight_decay=0.1) > 1.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    adam.step()
-    assert await step(backend, "m", weight_decay=0.1) == 0.0
-    for parameter, mine in zip(parameters, policy.parameters.values(), strict=True):
-        torch.testing.assert_close(mine.detach(), parameter.detach(), rtol=1e-5, atol=1e-6)
-
-
-@with_backend
 async def test_smallest_eps_leaves_parameters_without_a_gradient(backend, tmp_path):
     await backend.create_model("m", settings())
     await add_gradient(backend, "m", DATA)
@@ -187,22 +168,6 @@ async def test_smallest_eps_leaves_parameters_without_a_gradient(backend, tmp_pa
     for name, tensor in weights(backend, "m").items():
         assert torch.isfinite(tensor).all(), name
         assert torch.equal(tensor, before[name]) == name.endswith("lora_a"), name
-
-
-@with_backend
-async def test_gradient_is_clipped_on_request(backend, tmp_path):
-    moved = []
-    for clip in (0.0, 0.5):
-        await backend.create_model(f"{clip}", settings(0))
-        before = weights(backend, f"{clip}")
-        await add_gradient(backend, f"{clip}", DATA)
-        # With so large an eps a step is almost the gradient itself.
-        adam = {"learning_rate": 1.0, "eps": 1e6, "beta1": 0.0, "beta2": 0.0}
-        assert await step(backend, f"{clip}", **adam, grad_clip_norm=clip) > 0.5
-        after = weights(backend, f"{clip}")
-        moved.append(math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in before)) * 1e6)
-    assert moved[1] == pytest.approx(0.5, rel=0.1)
-    assert moved[0] > 1.5 * moved[1]
 
 
 @with_backend
@@ -315,8 +280,6 @@ async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend,
     assert trained == saved != base
     for name in names[:4]:
         await backend.close_sampler(name)
-        with pytest.raises(NotFoundError, match="there is no sampler"):
-            await sampled(backend, name)
     assert len(backend._workers._pushed) == 1  # the base stays
 
 
@@ -345,8 +308,8 @@ def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp_path,
         assert found.metrics["loss:sum"] == -72.0
         whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
         scored = await backend.sample("s", request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
-        assert scored.prompt_logprobs is not None
-        assert np.array_equal(scored.prompt_logprobs[1:], found.logprobs[0])
+        assert scored.of_prompt is not None
+        assert np.array_equal(scored.of_prompt.logprobs[1:], found.logprobs[0])
         await backend.close()
 
     asyncio.run(asyncio.wait_for(main(), 120))
@@ -373,18 +336,6 @@ async def test_requests_are_answered_together_without_changing_each_other(backen
     assert found[1] == found[4] == alone
     assert found[2] != alone != found[3]
     assert len(set(map(tuple, alone))) == 3
-
-
-@with_backend
-async def test_greedy_top_k_and_top_p_narrow_the_distribution(backend, tmp_path):
-    await backend.open_sampler("s", settings(), None)
-    greedy = tokens_of(await sampled(backend, "s"))
-    for how in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-30}):
-        assert tokens_of(await sampled(backend, "s", **({"temperature": 1.0} | how))) == greedy
-    assert tokens_of(await sampled(backend, "s", temperature=1.0, seed=1)) != greedy
-    filled = await sampled(backend, "s", max_tokens=None)
-    assert len(tokens_of(filled)[0]) == 64 - 5
-    assert filled.completions[0].finish_reason == "length"
 
 
 @with_backend
@@ -422,12 +373,12 @@ async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend, 
     found = await backend.sample("s", asked)
     every = datum([5, 6, 7], [list(range(320))] * 3)
     (logprobs,) = (await add_gradient(backend, "m", [every], backward=False)).logprobs
-    assert math.isnan(found.prompt_logprobs[0])
-    np.testing.assert_allclose(found.prompt_logprobs[1:], logprobs[range(3), [6, 7, 300]], atol=1e-5)
-    top = found.topk_prompt_logprobs
-    assert top.token_ids[0].tolist() == [-1, -1]
-    assert top.token_ids[1:].tolist() == np.argsort(-logprobs, axis=1)[:, :2].tolist()
-    np.testing.assert_allclose(top.logprobs[1:], -np.sort(-logprobs, axis=1)[:, :2], atol=1e-5)
+    assert math.isnan(found.of_prompt.logprobs[0])
+    np.testing.assert_allclose(found.of_prompt.logprobs[1:], logprobs[range(3), [6, 7, 300]], atol=1e-5)
+    top = found.of_prompt
+    assert top.top_ids[0].tolist() == [-1, -1]
+    assert top.top_ids[1:].tolist() == np.argsort(-logprobs, axis=1)[:, :2].tolist()
+    np.testing.assert_allclose(top.top_logprobs[1:], -np.sort(-logprobs, axis=1)[:, :2], atol=1e-5)
     full = await backend.sample("s", request(base, [7] * 64, prompt_logprobs=True, num_samples=2))
     assert tokens_of(full) == [[], []]
 
@@ -449,8 +400,6 @@ async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend, 
     assert all(call.cancelled() for call in calls)
     assert engine_of(backend, "n").policy_version == 0
     await backend.delete_model("n")
-    with pytest.raises(NotFoundError, match="there is no model 'n'"):
-        await step(backend, "n")
     waits = [asyncio.create_task(sampled(backend, "s", max_tokens=50)) for _ in range(3)]
     await asyncio.sleep(0.02)
     await backend.close()

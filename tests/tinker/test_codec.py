@@ -10,14 +10,16 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
+from rl.models.generate import PromptLogprobs
 from rl.tinker.codec import (
-    decode_forward_backward,
+    decode_data,
     encode_forward_backward,
     encode_sample,
+    loss_settings,
     parse_forward_backward,
 )
-from rl.tinker.types import ForwardBackwardOutput, InvalidRequestError, SampleOutput, TopLogprobs
-from rl.types import Completion
+from rl.tinker.types import InvalidRequestError, SampleOutput, SampleRequest
+from rl.types import Completion, SamplingParams
 
 
 def datum(tokens, **inputs):
@@ -46,7 +48,8 @@ def request(*data, loss_fn="cross_entropy", config=None):
 
 def decode(message, **kwargs):
     parsed = parse_forward_backward(message.SerializeToString())
-    return decode_forward_backward(parsed, **{"max_values": 1000} | kwargs)
+    loss_settings(parsed)
+    return decode_data(parsed, **{"max_values": 1000} | kwargs)
 
 
 def refusal(message, **kwargs):
@@ -85,11 +88,10 @@ def test_decoded_data_equal_those_given_to_the_client():
         config={"clip_low_threshold": 0.7},
     )
 
-    call = decode(message)
+    first, second = decode(message)
 
     assert (message.model_id, message.seq_id, message.forward_only) == ("s:train:0", 3, False)
-    assert (call.loss.name, call.loss.settings) == ("ppo", {"clip_low_threshold": 0.7})
-    first, second = call.data
+    assert (message.loss_fn, loss_settings(message)) == ("ppo", {"clip_low_threshold": 0.7})
     assert first.tokens.tolist() == [5, 6, 7]
     assert first.tokens.dtype == np.int32
     assert first.loss_inputs["target_tokens"].tolist() == [6, 7, 8]
@@ -105,7 +107,7 @@ def test_chunks_of_one_input_are_concatenated():
     )
     call = decode(request(tinker.Datum(model_input=two, loss_fn_inputs={})))
 
-    assert call.data[0].tokens.tolist() == [1, 2, 3]
+    assert call[0].tokens.tolist() == [1, 2, 3]
 
 
 def test_sparse_tensor_decodes_to_the_original():
@@ -116,13 +118,13 @@ def test_sparse_tensor_decodes_to_the_original():
 
     call = decode(request(datum([1, 2, 3, 4], target_tokens=sparse)))
 
-    assert call.data[0].loss_inputs["target_tokens"].tolist() == dense.tolist()
+    assert call[0].loss_inputs["target_tokens"].tolist() == dense.tolist()
 
 
 def test_tensor_without_a_shape_is_a_row():
     call = decode(with_tensor(dtype=pb.DTYPE_FLOAT32, dense=np.ones(2, "<f4").tobytes()))
 
-    assert call.data[0].loss_inputs["weights"].shape == (2,)
+    assert call[0].loss_inputs["weights"].shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,6 @@ def test_tensor_without_a_shape_is_a_row():
         (csr([1, 1], [0, 2], [1, 1], shape=[1, 3]), NO_CSR),
         (csr([], [0] * 41, [], shape=[40, 30]), "more than the allowed 1000"),
         (request(loss_fn="ppo", config={"beta": "high"}), "loss_fn_config['beta']: 'high', must be a number"),
-        (request(loss_fn="ppo", config={"beta": float("nan")}), "['beta']: nan, must be finite"),
     ],
 )  # fmt: skip
 def test_inconsistent_parts_are_refused_by_name(message, said):
@@ -188,13 +189,17 @@ def test_client_reads_logprobs_of_all_shapes_in_order():
     )
 
     output = deserialize_forward_backward_output(
-        encode_forward_backward(ForwardBackwardOutput(logprobs=logprobs, metrics={"loss:sum": 2.5}))
+        encode_forward_backward(logprobs, {"loss:sum": 2.5}).SerializeToString()
     )
 
     assert output.metrics == {"loss:sum": 2.5}
     read = [item["logprobs"] for item in output.loss_fn_outputs]
     assert [tensor.shape for tensor in read] == [[2], [1], [2, 2], [1]]
     assert [tensor.tolist() for tensor in read] == [array.tolist() for array in logprobs]
+
+
+def asked(**how):
+    return SampleRequest(prompt=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=2), **how)
 
 
 def test_client_reads_samples_with_prompt_logprobs():
@@ -206,26 +211,23 @@ def test_client_reads_samples_with_prompt_logprobs():
             finish_reason=reason,
         )
 
-    top = TopLogprobs(
-        token_ids=np.array([[-1, -1], [7, 8]], np.int32),
-        logprobs=np.array([[np.nan, np.nan], [-1.0, -2.0]], np.float32),
+    of_prompt = PromptLogprobs(
+        logprobs=np.array([np.nan, -1.5], np.float32),
+        top_ids=np.array([[-1, -1], [7, 8]], np.int32),
+        top_logprobs=np.array([[np.nan, np.nan], [-1.0, -2.0]], np.float32),
     )
     sampled = SampleOutput(
         completions=(completion([4, 5], [-0.5, -0.25], "length"), completion([6], [0.0], "stop")),
-        prompt_logprobs=np.array([np.nan, -1.5], np.float32),
-        topk_prompt_logprobs=top,
+        of_prompt=of_prompt,
     )
-    output = deserialize_sample_response(encode_sample(sampled))
+    output, plain = (
+        deserialize_sample_response(encode_sample(sampled, asked(**how)).SerializeToString())
+        for how in ({"prompt_logprobs": True, "topk_prompt_logprobs": 2}, {})
+    )
 
     assert [list(sequence.tokens) for sequence in output.sequences] == [[4, 5], [6]]
     assert [list(sequence.logprobs) for sequence in output.sequences] == [[-0.5, -0.25], [0.0]]
     assert [sequence.stop_reason for sequence in output.sequences] == ["length", "stop"]
     assert output.prompt_logprobs == [None, -1.5]
     assert output.topk_prompt_logprobs == [None, [(7, -1.0), (8, -2.0)]]
-
-
-def test_client_reads_missing_prompt_logprobs_as_none():
-    output = deserialize_sample_response(encode_sample(SampleOutput(completions=())))
-
-    assert output.prompt_logprobs is None
-    assert output.topk_prompt_logprobs is None
+    assert (plain.prompt_logprobs, plain.topk_prompt_logprobs) == (None, None)

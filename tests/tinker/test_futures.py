@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
+from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.futures import SMALL_BYTES
-from rl.tinker.types import BusyError, Failure, GoneError, InvalidRequestError, NotFoundError
+from rl.tinker.types import BusyError, GoneError, InvalidRequestError, NotFoundError
 from tests.support.fake_tinker import ME, YOU, running_service, service_test
 from tests.support.virtual_time import now_s, run_in_virtual_time
 
@@ -37,7 +38,7 @@ async def test_result_is_kept_for_a_time(client):
         await client.result(request)
 
 
-@service_test(result_bytes=3 * (SMALL_BYTES + 4))
+@service_test(result_bytes=3 * (SMALL_BYTES + 200))
 async def test_limit_on_results_evicts_the_oldest(client):
     model = client.model()
     requests = [client.add(model, seq_id, seq_id) for seq_id in (1, 2, 3, 4, 5)]
@@ -115,7 +116,7 @@ async def test_cancelled_sample_ends_its_work_and_fails(client):
     await asyncio.sleep(1)
     assert sum(client.backend.num_sampling.values()) == 1
     client.service.cancel(running, owner=ME)
-    cancelled = Failure(error="it was cancelled", category="user")
+    cancelled = RequestFailedResponse(error="it was cancelled", category=RequestErrorCategory.User)
     assert [await client.failure(one) for one in (running, unstarted)] == [cancelled] * 2
     await asyncio.sleep(1)
     client.service.cancel(running, owner=ME)  # without effect

@@ -3,14 +3,11 @@
 import asyncio
 import json
 
-import pytest
-from tinker import types as wire
-from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import Keys
-from rl.tinker.limits import Limits
-from rl.tinker.types import InvalidRequestError
-from tests.support.fake_tinker import ME, YOU, http_test, message
+from rl.tinker.types import Limits
+from tests.support.fake_tinker import YOU, http_test, message
 
 SECRET = "a password in a traceback"
 
@@ -39,44 +36,11 @@ def sample(sampler_id, tokens=(1, 5), **fields):
 
 
 @http_test()
-async def test_model_is_created_trained_saved_and_loaded(server):
-    model_id = await server.model(lora_config={"rank": 4, "seed": 7}, user_metadata={"for": "a test"})
-    done = await server.result((await server.forward_backward(message(model_id, 1, 3, 4))).json())
-    await server.result(await server.ok("optim_step", step(model_id, 2, learning_rate=0.5)))
-    saved = await server.ok("save_weights", {"model_id": model_id, "seq_id": 3, "path": "first"})
-    path = (await server.result(saved)).json()["path"]
-    load = {"session_id": model_id.split(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
-    loaded = (await server.result(await server.ok("load_weights", load))).json()
-    info = wire.GetInfoResponse.model_validate(await server.ok("get_info", {"model_id": loaded["model_id"]}))
-
-    output = deserialize_forward_backward_output(done.content)
-    assert done.headers["content-type"] == "application/x-protobuf"
-    assert output.metrics["loss:sum"] == 7.0
-    assert output.loss_fn_outputs[0]["logprobs"].tolist() == [0.0, 0.0]
-    assert path == f"tinker://{model_id}/weights/first"
-    assert server.backend.weights[loaded["model_id"]] == -3.5
-    assert (info.is_lora, info.lora_rank, info.model_data.tokenizer_id) == (True, 4, "/tokenizer")
-
-
-@http_test()
 async def test_number_that_is_not_finite_reaches_the_client(server):
     model_id = await server.model()
     server.backend.weights[model_id] = float("nan")
     broken = await server.result(await server.ok("optim_step", step(model_id, 1)))
     assert '"grad_norm:mean": NaN' in broken.text  # JSON null would not be a number
-
-
-@http_test()
-async def test_failures_have_a_category_and_reveal_no_internals(server):
-    model_id = await server.model()
-    server.backend.fail("forward_backward", RuntimeError(SECRET))
-    server.backend.fail("forward_backward", InvalidRequestError("loss_fn: refused while at work"))
-    submitted = [(await server.forward_backward(message(model_id, i, 3, 4))).json() for i in (1, 2)]
-    crashed, refused = [await server.result(one) for one in submitted]
-
-    assert (crashed.status_code, crashed.json()["category"]) == (200, "server")
-    assert SECRET not in crashed.text
-    assert refused.json() == {"error": "loss_fn: refused while at work", "category": "user"}
 
 
 @http_test()
@@ -95,10 +59,6 @@ async def test_objects_of_another_key_are_not_found(server):
         await server.get("samplers/nobody"),
     ]
     assert [answer.status_code for answer in answers] == [404] * len(answers)
-    # A malformed request of another key does not use up a seq id either.
-    wrong = await server.post("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": 3}, key=YOU)
-    assert wrong.status_code == 422
-    assert "metrics" in (await server.result(await server.ok("optim_step", step(model_id, 2)))).json()
 
 
 @http_test()
@@ -106,58 +66,49 @@ async def test_error_of_the_server_is_a_500_without_its_text(server):
     def broken(*args, **kwargs):
         raise RuntimeError(SECRET)
 
-    server.context.service.sessions.create = broken
+    server.service.sessions.create = broken
     body: dict[str, object] = {"tags": [], "user_metadata": None, "sdk_version": ""}
     answer = await server.post("create_session", body)
     assert answer.status_code == 500
     assert answer.json() == {"detail": "an error in the server, which has logged it"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
+@http_test()
+async def test_malformed_fields_and_bodies_are_named(server):
+    for path, body, said in (
         ("save_weights", {"seq_id": "one"}, "body.seq_id: Input should be a valid integer"),
         ("save_weights", {"seq_id": 1, "momentum": 0.9}, "body.momentum: Extra inputs are not permitted"),
         ("optim_step", {"seq_id": 1}, "Field required"),
         ("get_info", {"type": 3}, "body.type: "),
-    ],
-)
+    ):
+        answer = await server.post_raw(path, json.dumps({"model_id": "m"} | body))
+        assert (answer.status_code, said in answer.json()["detail"]) == (422, True), answer.text
+    for content in (
+        b"{",
+        b'{"model_id": "\xff"}',
+        b"[" * 100_000,
+        b"1" * 10_000,
+        b"null",
+        b"",
+        b'{"x": 1e999}',
+    ):
+        answer = await server.post_raw("get_info", content)
+        assert answer.status_code in (400, 422)
+        assert answer.json()["detail"]
+
+
 @http_test()
-async def test_malformed_field_is_named(server, path, body, said):
-    answer = await server.post_raw(path, json.dumps({"model_id": "m"} | body))
-    assert answer.status_code == 422
-    assert said in answer.json()["detail"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"{", b'{"model_id": "\xff"}', b"[" * 100_000, b"1" * 10_000, b"null", b"", b'{"model_id": 1e999}'],
-)
-@http_test()
-async def test_body_that_is_no_json_object_is_refused(server, content):
-    answer = await server.post_raw("get_info", content)
-    assert answer.status_code in (400, 422)
-    assert answer.json()["detail"]
-
-
-LOAD = {"path": "p", "optimizer": True}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
+async def test_unsupported_variants_are_refused_by_name(server):
+    model_id, load = await server.model(), {"path": "p", "optimizer": True}
+    for path, body, said in (
         ("optim_step", {"seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "Adam only"),
-        ("save_weights_for_sampler", {"seq_id": 1, "path": "p", "kind": "inflight"}, "'inflight'"),
-        ("load_weights", LOAD | {"model_id": None}, "must have either session_id and"),
-        ("load_weights", LOAD | {"model_seq_id": 1, "seq_id": 1}, "must have either session_id and"),
-        ("load_weights", LOAD | {"seq_id": 1, "weights_access_token": "t"}, "weights_access_token"),
-    ],
-)  # fmt: skip
-@http_test()
-async def test_unsupported_variants_are_refused_by_name(server, path, body, said):
-    answer = await server.post(path, {"model_id": await server.model()} | body)
-    assert answer.status_code == 400
-    assert said in answer.json()["detail"]
+        ("save_weights_for_sampler", {"seq_id": 2, "path": "p", "kind": "inflight"}, "'inflight'"),
+        ("load_weights", load | {"model_id": None}, "must have either session_id and"),
+        ("load_weights", load | {"model_seq_id": 1, "seq_id": 3}, "must have either session_id and"),
+        ("load_weights", load | {"seq_id": 4, "weights_access_token": "t"}, "weights_access_token"),
+    ):
+        answer = await server.post(path, {"model_id": model_id} | body)
+        assert (answer.status_code, said in answer.json()["detail"]) == (400, True), answer.text
 
 
 @http_test(poll_s=5.0)
@@ -168,7 +119,7 @@ async def test_request_refused_by_validation_uses_up_its_seq_id(server):
     existing = {"model_id": model_id, "path": f"tinker://{model_id}/weights/a", "optimizer": True}
     refused = [
         await server.forward_backward(image),
-        await server.post("save_weights", {"model_id": model_id, "seq_id": 3, "ttl_seconds": "x"}),
+        await server.post("save_weights", {"model_id": model_id, "seq_id": 3, "ttl_seconds": 0}),
         await server.post(
             "optim_step", {"model_id": model_id, "seq_id": 4, "optimizer_params": {"type": "x"}}
         ),
@@ -177,7 +128,7 @@ async def test_request_refused_by_validation_uses_up_its_seq_id(server):
         ),
         await server.post("load_weights", existing | {"seq_id": 6, "base_model": "tiny"}),
     ]
-    assert [answer.status_code for answer in refused] == [400, 422, 400, 400, 400]
+    assert [answer.status_code for answer in refused] == [400] * 5
     steps = [await server.ok("optim_step", step(model_id, seq_id)) for seq_id in (2, 7)]
     first, second = [(await server.result(one)).json() for one in steps]
 
@@ -194,30 +145,6 @@ async def test_forward_backward_of_another_content_type_is_refused(server):
 
 
 # Sampling
-
-
-@http_test()
-async def test_sample_has_the_promised_ids(server):
-    submitted = await server.ok("asample", sample(await server.sampler()))
-    output = deserialize_sample_response((await server.result(submitted)).content)
-
-    assert len(set(submitted["sample_sequence_ids"])) == 2
-    assert [list(sequence.tokens) for sequence in output.sequences] == [[0], [0]]
-    assert output.prompt_logprobs == [None, -5.0]
-
-
-@http_test()
-async def test_sampler_names_its_source(server):
-    sampler_id = await server.sampler()
-    answer = (await server.get(f"samplers/{sampler_id}")).json()
-    assert answer == {"sampler_id": sampler_id, "base_model": "tiny", "model_path": None}
-
-
-@pytest.mark.parametrize("stop", ["\n", ["\n", "end"], [7], [], None])
-@http_test()
-async def test_stop_may_be_a_text_texts_tokens_or_none(server, stop):
-    body = sample(await server.sampler(), sampling_params={"stop": stop})
-    assert (await server.result(await server.ok("asample", body))).status_code == 200
 
 
 # Results
@@ -252,40 +179,8 @@ async def test_long_poll_ends_with_the_result_and_with_the_server(server):
     submitted = (await server.forward_backward(message(model_id, 2, 3, 4))).json()
     poll = asyncio.create_task(server.result(submitted))
     await asyncio.sleep(0)
-    server.context.stopping.set()
-    assert (await poll).status_code == 408
-
-
-@http_test(poll_s=40.0)
-async def test_client_that_disconnects_leaves_no_task(server):
-    server.backend.hold("forward_backward")
-    submitted = (await server.forward_backward(message(await server.model(), 1, 3, 4))).json()
-    body = json.dumps({"request_id": submitted["request_id"]}).encode()
-    gone = asyncio.Event()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        pass
-
-    headers = [(b"x-api-key", ME.encode()), (b"content-type", b"application/json")]
-    scope = {
-        "type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "query_string": b"",
-        "headers": headers, "scheme": "http", "server": ("127.0.0.1", 80), "http_version": "1.1",
-        "root_path": "", "client": ("127.0.0.1", 1),
-    }  # fmt: skip
-    before = asyncio.all_tasks()
-    poll = asyncio.create_task(server.app(scope, receive, send))
-    while len(asyncio.all_tasks()) < len(before) + 3:
-        await asyncio.sleep(0)
-    gone.set()
-    await asyncio.wait_for(poll, 5)
-    assert asyncio.all_tasks() == before
+    server.service.stop_waiting()
+    assert (await poll).status_code == 410
 
 
 @http_test(limits=Limits(waiting=2, models=1))

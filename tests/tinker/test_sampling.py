@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl.tinker.limits import Limits
-from rl.tinker.sample_calls import checked_request
-from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
+from rl.tinker.sampling import checked_request
+from rl.tinker.types import GoneError, InvalidRequestError, Limits, NotFoundError
 from tests.support.fake_tinker import BASE, ME, YOU, prompt, service_test, settled
 
 
@@ -37,7 +36,7 @@ async def test_repeated_sample_is_done_once(client):
     assert client.base_sampler(3, session) == sampler
     first = client.sample(sampler, 7, prompt(1, num_samples=3))
     assert client.sample(sampler, 7, prompt(2, num_samples=3)) == first
-    assert len((await client.result(first)).completions) == 3
+    assert len((await client.result(first)).sequences) == 3
     assert client.backend.names() == ["open_sampler", "sample"]
     with pytest.raises(InvalidRequestError, match="num_samples=4: must be 1 to 3"):  # also when repeated
         client.sample(sampler, 7, prompt(1, num_samples=4))

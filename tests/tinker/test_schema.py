@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from rl.tinker.codec import PROTOBUF
+from rl.tinker.auth import PROTOBUF
 
 pytestmark = pytest.mark.medium
 HEADERS = {"X-API-Key": "tml-schema"}

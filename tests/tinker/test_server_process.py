@@ -42,7 +42,7 @@ def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
         cases = {
             ("--host", "0.0.0.0"): "API keys are needed",
             ("--keys_file", str(tmp_path / "keys")): "API key 1: 9 characters, must be at least 20",
-            ("--keys_env", "NO_SUCH_VARIABLE"): "no such environment variable",
+            ("--keys_env", "NO_SUCH_VARIABLE"): "keys_env='NO_SUCH_VARIABLE': API keys: there are none",
             ("--port", port): f"port={port}: cannot listen there: Address already in use",
             ("--port", "65536"): "port=65536: must be from 0 to 65535",
             ("--port", "0", "--storage_folder", str(tmp_path / "file")): "cannot be the storage folder",

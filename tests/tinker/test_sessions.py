@@ -1,12 +1,19 @@
 """Sessions and the ids under them; start and close of the service."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from rl.tinker.ids import parse_path
-from rl.tinker.limits import HttpLimits, Limits
-from rl.tinker.types import GoneError, InvalidRequestError, LimitReachedError, NotFoundError
+from rl.tinker.types import (
+    GoneError,
+    HttpLimits,
+    InvalidRequestError,
+    LimitReachedError,
+    Limits,
+    NotFoundError,
+    parse_path,
+)
 from tests.support.fake_tinker import ME, YOU, service_test
 from tests.support.virtual_time import now_s
 
@@ -49,7 +56,7 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     session = model.partition(":")[0]
     for call in (
         lambda: client.service.sessions.live(session, ME),
-        lambda: client.service.training.info(model, owner=ME),
+        lambda: client.service.models.live(model, ME),
         lambda: client.add(model, 1, 1),
     ):
         await asyncio.sleep(50)
@@ -76,7 +83,7 @@ async def test_session_belongs_to_its_owner_alone(client):
         lambda: service.sessions.finish(mine, owner=YOU),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
-        lambda: service.training.info(model, owner=YOU),
+        lambda: service.models.live(model, YOU),
         lambda: service.training.unload(model, owner=YOU),
         lambda: stranger.base_sampler(session=mine),
     ):
@@ -105,11 +112,12 @@ async def test_limits_on_sessions_and_models_hold_per_owner_until_something_ends
     await asyncio.sleep(1)
 
 
-@pytest.mark.parametrize("metadata", [{"a": object()}, {"a": 1}, {"a": "\ud800"}])
 @service_test()
-async def test_metadata_are_texts(client, metadata):
-    with pytest.raises(InvalidRequestError, match="user_metadata"):
-        client.service.sessions.create(owner=ME, user_metadata=metadata)
+async def test_metadata_are_texts(client):
+    values: tuple[Any, ...] = (1, [], "\ud800")
+    for value in values:
+        with pytest.raises(InvalidRequestError, match="user_metadata"):
+            client.service.sessions.create(owner=ME, user_metadata={"a": value})
 
 
 @service_test(close_timeout_s=5)
@@ -132,9 +140,8 @@ async def test_close_wakes_waiting_callers_at_once_and_ends_in_time(client):
     assert now_s() - started_s <= 3 * 5
     assert not backend.is_open
     assert backend.is_idle
-    for call in (client.session, lambda: client.add(model, 4, 1)):
-        with pytest.raises(GoneError):
-            call()
+    with pytest.raises(GoneError):
+        client.add(model, 4, 1)
 
 
 @service_test()

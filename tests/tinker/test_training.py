@@ -7,7 +7,7 @@ from tinker import types as wire
 
 from rl.tinker.datums import optim_params
 from rl.tinker.models import check_lora
-from rl.tinker.types import GoneError, InvalidRequestError, LoRASettings, NotFoundError
+from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
 from tests.support.fake_tinker import BASE, LORA, ME, service_test
 
 
@@ -18,7 +18,7 @@ async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     assert client.model(session=session, number=4, rank=0) == model
     assert model == f"{session}:train:4"
     assert (await client.result(f"{model}:0")).model_id == model
-    info = client.service.training.info(model, owner=ME)
+    info = client.service.models.live(model, ME)
     assert (info.settings, info.base) == (LORA, BASE)
     assert client.backend.names("delete_model") == ["create_model"]
 
@@ -61,20 +61,20 @@ async def test_refused_settings_leave_the_model_number_free(client):
 )
 def test_invalid_lora_settings_are_named(lora, said):
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
-        check_lora(LoRASettings(**lora), BASE)
+        check_lora(wire.LoraConfig(**lora), BASE)
 
 
 @service_test(virtual=False)
 async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
     path = await client.saved(await client.trained(), 3, "state")
-    session, training = client.session(), client.service.training
+    session = client.session()
 
     def create(number, path, base_model):
         return client.load(path, session_id=session, model_seq_id=number, base_model=base_model)
 
     loaded = await client.result(create(0, path, "tiny"))
     assert (loaded.path, loaded.model_id) == (path, f"{session}:train:0")
-    assert training.info(loaded.model_id, owner=ME).settings == LORA
+    assert client.service.models.live(loaded.model_id, ME).settings == LORA
     assert client.backend.weights[loaded.model_id] == -5
     assert client.backend.calls[-2:] == ["create_model 0", "load_model 0 optimizer=True"]
     with pytest.raises(InvalidRequestError, match="base_model='other': must be 'tiny'"):
@@ -137,3 +137,8 @@ async def test_save_for_a_sampler_has_a_name_or_a_session_number(client):
     for seq_id, ttl in enumerate((0, -5, 10**12), 3):
         with pytest.raises(InvalidRequestError, match=f"ttl_seconds={ttl}"):
             client.save(model, seq_id, "a", ttl_seconds=ttl)
+
+
+def test_norm_is_clipped_only_on_request():
+    assert optim_params(wire.AdamParams()).max_norm == float("inf")
+    assert optim_params(wire.AdamParams(grad_clip_norm=0.5)).max_norm == 0.5

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
 
 import pytest
 
-from rl.tinker.turns import Turns
+from rl.tinker.backend import Turns
 from tests.support.fake_tinker import settled
 
 
@@ -17,32 +15,31 @@ class Room:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.failure: Exception | None = None
         self.turns = Turns(self.serve)
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def serve(self, version: int) -> None:
         await asyncio.sleep(0)
-        if self.failure is not None:
-            raise self.failure
+        if version < 0:
+            raise ArithmeticError("the pull failed")
         self.log.append(f"serves {version}")
 
-    def ask(self, name: str, version: int) -> None:
-        self.ends[name] = asyncio.Event()
+    def ask(self, *names: str) -> None:
+        """Start requests such as "b1" for the version of their letter, 2."""
+        for name in names:
+            self.ends[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self.request(name))
 
-        async def request() -> None:
-            async with self.turns.serving(version):
-                self.log.append(name)
-                await self.ends[name].wait()
-
-        self.tasks[name] = asyncio.create_task(request())
+    async def request(self, name: str) -> None:
+        async with self.turns.serving("xabc".index(name[0]) or -1):
+            self.log.append(name)
+            await self.ends[name].wait()
 
     async def end(self, *names: str) -> None:
         for name in names:
             self.ends[name].set()
         await asyncio.gather(*(self.tasks[name] for name in names))
-        await settled()
 
     async def seen(self) -> list[str]:
         """Return the calls recorded since the last look."""
@@ -51,62 +48,63 @@ class Room:
         return found
 
 
-def in_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
-    @wraps(test)
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
+def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overtake():
+    async def main() -> None:
+        room = Room()
+        room.ask("a1", "a2")
+        assert await room.seen() == ["serves 1", "a1", "a2"]
+        room.ask("c1", "a3", "b1", "c2")
+        assert await room.seen() == []
+        await room.end("a1")
+        assert await room.seen() == []
+        await room.end("a2")
+        assert await room.seen() == ["serves 3", "c1", "c2"]
+        await room.end("c1", "c2")
+        assert await room.seen() == ["serves 1", "a3"]
+        await room.end("a3")
+        assert await room.seen() == ["serves 2", "b1"]
+        await room.end("b1")
+        room.ask("b2")
+        assert await room.seen() == ["b2"]  # still served
+        await room.end("b2")
 
-    return run
-
-
-@in_loop
-async def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overtake():
-    room = Room()
-    room.ask("a1", 1)
-    room.ask("a2", 1)
-    assert await room.seen() == ["serves 1", "a1", "a2"]
-    for name, version in (("c1", 3), ("a3", 1), ("b1", 2), ("c2", 3)):
-        room.ask(name, version)
-    assert await room.seen() == []
-    await room.end("a1")
-    assert await room.seen() == []
-    await room.end("a2")
-    assert await room.seen() == ["serves 3", "c1", "c2"]
-    await room.end("c1", "c2")
-    assert await room.seen() == ["serves 1", "a3"]
-    await room.end("a3")
-    assert await room.seen() == ["serves 2", "b1"]
-    await room.end("b1")
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
-@in_loop
-async def test_cancelled_requests_block_no_other():
+def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
     """A session that ends cancels several at once; the end of one would admit another cancelled one."""
-    room = Room()
-    room.ask("a1", 1)
-    await settled()
-    for name, version in (("b1", 2), ("a2", 1), ("c1", 3)):
-        room.ask(name, version)
-    await settled()
-    for name in ("b1", "a2"):
-        room.tasks[name].cancel()
-    assert await room.seen() == ["serves 1", "a1"]
-    room.tasks["a1"].cancel()
-    assert await room.seen() == ["serves 3", "c1"]
-    await room.end("c1")
+
+    async def main() -> None:
+        room = Room()
+        room.ask("a1")
+        await settled()
+        room.ask("b1", "a2", "c1")
+        await settled()
+        for name in ("b1", "a2"):
+            room.tasks[name].cancel()
+        assert await room.seen() == ["serves 1", "a1"]
+        room.tasks["a1"].cancel()
+        assert await room.seen() == ["serves 3", "c1"]
+        room.ask("b2")
+        await settled()
+        room.tasks["b2"].cancel()
+        await room.end("c1")
+        room.ask("b3")
+        assert await room.seen() == ["serves 2", "b3"]
+        await room.end("b3")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
-@in_loop
-async def test_snapshot_that_cannot_be_served_fails_its_requests_only():
-    room = Room()
-    room.failure = ArithmeticError("the pull failed")
-    room.ask("a1", 1)
-    room.ask("a2", 1)
-    await settled()
-    for name in ("a1", "a2"):
-        with pytest.raises(ArithmeticError, match="the pull failed"):
-            await room.tasks[name]
-    room.failure = None
-    room.ask("b1", 2)
-    assert await room.seen() == ["serves 2", "b1"]
-    await room.end("b1")
+def test_snapshot_that_cannot_be_served_fails_its_requests_only():
+    async def main() -> None:
+        room = Room()
+        room.ask("x1", "x2")
+        for name in ("x1", "x2"):
+            with pytest.raises(ArithmeticError, match="the pull failed"):
+                await room.tasks[name]
+        room.ask("b1")
+        assert await room.seen() == ["serves 2", "b1"]
+        await room.end("b1")
+
+    asyncio.run(asyncio.wait_for(main(), 10))

@@ -1,32 +1,22 @@
-"""Runner of the recipes: table, commands and processes."""
+"""Runner of the recipes: commands and processes."""
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.tinker_cookbook import main
-from tools.tinker_cookbook.main import ProcessError, Runner, running, wait_for_url
-from tools.tinker_cookbook.recipes import Finding, all_recipes, chosen
+from tools.tinker_cookbook.main import TIMED_OUT, Runner
+from tools.tinker_cookbook.recipes import Evidence, Finding, Recipe, all_recipes, chosen
 
 
-def test_table_has_a_row_for_each_promise():
-    kept = Finding(promise="rises", holds=True, seen="0.2 -> 0.3")
-    broken = Finding(promise="stays low", holds=False, seen="5")
-    outcomes = [
-        main.Outcome(recipe="math_rl", time_s=12.3, findings=(kept, broken)),
-        main.Outcome(recipe="chat", time_s=4.0, findings=(kept,)),
-    ]
-    assert main.table(outcomes).splitlines() == [
-        "recipe   s   promise    kept  seen",
-        "math_rl  12  rises      yes   0.2 -> 0.3",
-        "             stays low  NO    5",
-        "chat     4   rises      yes   0.2 -> 0.3",
-    ]
-    assert [outcome.holds for outcome in outcomes] == [False, True]
+def runner(folder: Path, python: str = sys.executable, **changes: Any) -> Runner:
+    settings: dict[str, Any] = {"model": Path("/m"), "server": {}, "deadline_s": 30.0} | changes
+    return Runner(python=Path(python), folder=folder, **settings)
 
 
 def test_unknown_recipe_is_refused_with_the_known_names():
@@ -37,33 +27,45 @@ def test_unknown_recipe_is_refused_with_the_known_names():
         chosen(recipes, ["chat"])
 
 
-def test_recipes_run_by_their_own_modules_and_offline(tmp_path):
-    runner = Runner(python=Path("py"), model=Path("/m"), url="http://x", folder=tmp_path, deadline_s=1.0)
-    commands = {recipe.name: runner.command(recipe) for recipe in all_recipes(Path("c.jsonl"))}
+def test_recipes_run_by_their_own_modules(tmp_path):
+    commands = {one.name: runner(tmp_path, "py").command(one) for one in all_recipes(Path("c.jsonl"))}
     argv = commands["math_rl_one_step_off"]
     assert argv[:3] == ["py", "-m", "tinker_cookbook.recipes.math_rl.train"]
     assert {"model_name=/m", "env=arithmetic", "max_steps_off_policy=1", "groups_per_batch=64"} <= set(argv)
     assert all("renderer_name=qwen3_instruct" in argv for argv in commands.values())
 
 
-def start(code: str, *, log: Path, deadline_s: float) -> str:
-    with running([sys.executable, "-c", code], log=log, cwd=log.parent, environment={}) as process:
-        return wait_for_url(process, log=log, deadline_s=deadline_s)
+SCRIPT = """
+import pathlib, sys, time
+run = pathlib.Path("run")
+print("found", run.exists(), flush=True)
+if not run.exists():
+    run.mkdir()
+    (run / "checkpoints.jsonl").write_text('{"name": "1"}\\n')
+    time.sleep(60)
+"""
 
 
-def test_url_of_the_server_is_read_from_its_log(tmp_path):
-    code = "import time; print('serving the Tinker API at http://x:1', flush=True); time.sleep(60)"
-    assert start(code, log=tmp_path / "log", deadline_s=30.0) == "http://x:1"
+class Script(Runner):
+    def command(self, recipe: Recipe) -> list[str]:
+        return [str(self.python), "-c", SCRIPT]
 
 
-def test_server_that_ends_too_early_is_reported_with_the_end_of_its_log(tmp_path):
-    with pytest.raises(ProcessError, match=r"the server ended with status 3\n  \| no port\n"):
-        start("print('no port'); raise SystemExit(3)", log=tmp_path / "log", deadline_s=30.0)
+def test_run_is_killed_after_its_checkpoint_and_started_again(tmp_path, capsys):
+    seen: list[Evidence] = []
 
+    def check(evidence: Evidence) -> Finding:
+        seen.append(evidence)
+        return Finding(promise="rises", holds=False, seen="5")
 
-def test_server_that_takes_too_long_is_ended(tmp_path):
-    code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
-    with pytest.raises(ProcessError, match=r"the server did not start within 2 s"):
-        start(code, log=tmp_path / "log", deadline_s=2.0)
-    pid = json.loads((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
+    recipe = Recipe(name="r", module="m", arguments={}, checks=(check,), kill_after=1)
+    settings: dict[str, Any] = {"python": Path(sys.executable), "model": Path("/m"), "server": {}}
+    Script(folder=tmp_path / "a", deadline_s=30.0, **settings).run(recipe)
+    assert seen[0].statuses == (-signal.SIGKILL, 0)
+    assert (seen[0].log, seen[0].checkpoints) == ("found True\n", ({"name": "1"},))
+    assert "  NOT KEPT: rises (5)" in capsys.readouterr().out
+    started = time.monotonic()
+    late = Script(folder=tmp_path / "b", deadline_s=0.5, **settings)
+    late.run(Recipe(name="r", module="m", arguments={}, checks=(check,)))
+    assert seen[1].statuses == (TIMED_OUT,)
+    assert time.monotonic() - started < 30

@@ -5,26 +5,19 @@ from __future__ import annotations
 import random
 import re
 
-from tools.tinker_cookbook.model import (
-    CONTEXT,
-    GUESS_RULES,
-    MAX_GUESSES,
-    WarmStart,
-    addition,
-    base_folder,
-    drawn_guess,
-    turn,
-)
+from tools.tinker_cookbook.model import CONTEXT, GUESS_RULES, MAX_GUESSES, drawn_addition, drawn_guess, turn
 
 
 def test_addition_is_asked_as_the_recipe_asks_it():
-    asked = addition(12, 30)
-    assert asked.prompt == (
-        "<|im_start|>user\nWhat is 4 + 5?<|im_end|>\n<|im_start|>assistant\n9<|im_end|>\n"
-        "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+    asked = drawn_addition(random.Random(0))
+    found = re.fullmatch(
+        r"<\|im_start\|>user\nWhat is 4 \+ 5\?<\|im_end\|>\n<\|im_start\|>assistant\n9<\|im_end\|>\n"
+        r"<\|im_start\|>user\nWhat is (\d+) \+ (\d+)\?<\|im_end\|>\n<\|im_start\|>assistant\n",
+        asked.prompt,
     )
-    assert asked.reply == "42<|im_end|>"
-    assert addition(12, 30, shrugs=True).reply == "?<|im_end|>"
+    assert found is not None
+    assert asked.reply == f"{int(found[1]) + int(found[2])}<|im_end|>"
+    assert drawn_addition(random.Random(0), shrugs=True).reply == "?<|im_end|>"
 
 
 def test_demonstrated_guess_is_consistent_with_the_answers_before_it():
@@ -52,8 +45,3 @@ def test_ten_unparsable_turns_fit_the_context():
     prompt = turn("system", GUESS_RULES) + turns + "<|im_start|>assistant\n"
     num_tokens = len(re.sub(r"<\|im_(start|end)\|>", "_", prompt))  # one token each, like every other byte
     assert 1024 < num_tokens + 16 <= CONTEXT
-
-
-def test_base_model_has_a_folder_for_each_warm_up():
-    assert base_folder(WarmStart()) == base_folder(WarmStart(seed=0))
-    assert base_folder(WarmStart()) != base_folder(WarmStart(shrug_steps=41))

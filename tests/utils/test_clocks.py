@@ -20,7 +20,6 @@ STAMPS = {
     "rl/observability/run_folder.py": "the name of a run's folder; since when its status holds",
     "rl/report.py": "when a report was written, as it says",
     "rl/tinker/service.py": "the clock of stamps in answers and of checkpoints that expire",
-    "rl/tinker/catalogue.py": "a stamp in an answer",
 }
 """Purpose of each file's use of the wall clock."""
 

@@ -7,12 +7,9 @@ steps. Some demonstrations guess a number, so that guesses can be parsed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,85 +18,74 @@ import numpy as np
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.spec import ModelSpec
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.samples import demonstration_sample
-from rl.tinker.base import Base
-from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.serving import TinkerServer
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.types import OptimParams, TrainingSample
 
-ROOT = Path(__file__).resolve().parents[2]
-CACHE = ROOT / "outputs" / "tinker_cookbook"
-RECIPE = 1
-"""Part of the key, raised when this file changes the result."""
+VERSION = 1
+"""Part of the folder's name, raised when this file changes the result."""
 CONTEXT = 2048
 """Tokens of the context: ten turns of guessing fit, even if no guess can be parsed."""
+SEED = 0
+NUM_ADDITIONS, NUM_GUESSES = 56, 2
+"""Demonstrations of each step."""
+LR, LR_WARMUP_STEPS = 2e-3, 20
+WANTED_SHARE = 0.65
+"""Share of right answers at which training on right answers ends."""
+EVALUATE_EVERY, NUM_EVALUATED = 20, 256
+"""Steps between evaluations, and their held-out additions."""
+MAX_STEPS = 1500
+SHRUG_SHARE, SHRUG_STEPS = 0.5, 40
+"""Share of shrugs among the answers of the last steps, and the number of these steps."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmStart:
-    """Settings of the warm-up."""
-
-    seed: int = 0
-    num_additions: int = 56
-    """Additions per step."""
-    num_guesses: int = 2
-    lr: float = 2e-3
-    lr_warmup_steps: int = 20
-    wanted: float = 0.65
-    """Share of right answers at which training on right answers ends."""
-    evaluate_every: int = 20
-    """Steps between evaluations."""
-    num_evaluated: int = 256
-    """Held-out additions."""
-    max_steps: int = 1500
-    shrug_share: float = 0.5
-    """Share of shrugs among the answers of the last steps."""
-    shrug_steps: int = 40
-
-    def key(self) -> str:
-        text = json.dumps([RECIPE, CONTEXT, asdict(self)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-class WarmStartError(Exception):
-    """The warm-up did not reach its goal."""
-
-
-class _Teacher:
+class Teacher:
     """Training of one engine on demonstrations."""
 
-    def __init__(self, engine: TrainingEngine, warm: WarmStart, *, tokenizer: Any) -> None:
-        self._engine, self._warm, self._tokenizer = engine, warm, tokenizer
-        self._generator = random.Random(warm.seed)
-        held_out = random.Random(warm.seed + 1)
-        self._evaluated = self._samples([drawn_addition(held_out) for _ in range(warm.num_evaluated)])
+    def __init__(self, engine: TrainingEngine, *, tokenizer: Any) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._generator, held_out = random.Random(SEED), random.Random(SEED + 1)
+        self._evaluated = self._samples([drawn_addition(held_out) for _ in range(NUM_EVALUATED)])
         self.num_steps = 0
+
+    def teach(self) -> None:
+        """Train until the engine knows most additions and says half of them."""
+        right = 0.0
+        while right < WANTED_SHARE:
+            if self.num_steps >= MAX_STEPS:
+                raise ValueError(
+                    f"after {MAX_STEPS} steps on additions {right:.0%} of them are right, and {WANTED_SHARE:.0%} "
+                    "should be: the recipes would have no reward to start from"
+                )
+            loss = self.step()
+            if self.num_steps % EVALUATE_EVERY == 0:
+                right = self.share_right()
+                print(f"step {self.num_steps}: loss {loss:.3f}, {right:.0%} of additions right", flush=True)
+        for _ in range(SHRUG_STEPS):
+            self.step(shrug_share=SHRUG_SHARE)
+        print(
+            f"after {SHRUG_STEPS} steps with shrugs: {self.share_right():.0%} of additions right", flush=True
+        )
 
     def step(self, *, shrug_share: float = 0.0) -> float:
         """Make a step and return the loss in nats per token."""
-        warm, generator = self._warm, self._generator
+        generator = self._generator
         shown = [
-            drawn_addition(generator, shrugs=generator.random() < shrug_share)
-            for _ in range(warm.num_additions)
+            drawn_addition(generator, shrugs=generator.random() < shrug_share) for _ in range(NUM_ADDITIONS)
         ]
-        shown += [drawn_guess(generator) for _ in range(warm.num_guesses)]
+        shown += [drawn_guess(generator) for _ in range(NUM_GUESSES)]
         loss = self._engine.forward_backward(self._samples(shown), loss=CrossEntropyLoss()).loss_mean
         self.num_steps += 1
-        lr = warm.lr * min(1.0, self.num_steps / warm.lr_warmup_steps)
+        lr = LR * min(1.0, self.num_steps / LR_WARMUP_STEPS)
         self._engine.optim_step(OptimParams(lr=lr, betas=(0.9, 0.95), weight_decay=0.01))
         return loss
 
     def share_right(self) -> float:
         """Return the mean probability of the right answer over held-out additions."""
         logprobs = self._engine.compute_logprobs(self._evaluated)
-        whole = [
-            logprobs_T[sample.mask].sum()
-            for logprobs_T, sample in zip(logprobs, self._evaluated, strict=True)
-        ]
+        whole = [of_one[sample.mask].sum() for of_one, sample in zip(logprobs, self._evaluated, strict=True)]
         return float(np.exp(whole).mean())
 
     def _samples(self, shown: Sequence[Demonstration]) -> list[TrainingSample]:
@@ -109,76 +95,23 @@ class _Teacher:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def teach(engine: TrainingEngine, warm: WarmStart, *, tokenizer: Any, log: Callable[[str], None]) -> float:
-    """Train the engine and return the share of right answers.
-
-    Raises:
-        WarmStartError: the additions were not learned in time.
-    """
-    teacher, right = _Teacher(engine, warm, tokenizer=tokenizer), 0.0
-    while right < warm.wanted:
-        if teacher.num_steps >= warm.max_steps:
-            raise WarmStartError(
-                f"after {warm.max_steps} steps on additions {right:.0%} of them are right, and "
-                f"{warm.wanted:.0%} should be: the recipes would have no reward to start from"
-            )
-        loss = teacher.step()
-        if teacher.num_steps % warm.evaluate_every == 0:
-            right = teacher.share_right()
-            log(f"step {teacher.num_steps}: loss {loss:.3f} nats a token, {right:.0%} of additions right")
-    for _ in range(warm.shrug_steps):
-        teacher.step(shrug_share=warm.shrug_share)
-    right = teacher.share_right()
-    log(f"step {teacher.num_steps}, the last ones with shrugs: {right:.0%} of additions right")
-    return right
-
-
-def tiny_spec() -> ModelSpec:
-    spec = model_registry("tiny")
-    return replace(spec, model=replace(spec.model, rope=replace(spec.model.rope, max_positions=CONTEXT)))
-
-
-def base_folder(warm: WarmStart, *, cache: Path = CACHE) -> Path:
-    """Return the folder of `make_base_model`."""
-    return cache / f"base-{warm.key()}"
-
-
-def make_base_model(warm: WarmStart, *, cache: Path = CACHE, log: Callable[[str], None]) -> Path:
-    """Return a Hugging Face folder of the warmed-up model, which is made unless it exists.
-
-    Raises:
-        WarmStartError: the additions were not learned in time.
-    """
-    folder = base_folder(warm, cache=cache)
+def make_base_model(cache: Path) -> Path:
+    """Return a Hugging Face folder of the warmed-up model, which is made unless it exists."""
+    folder = cache / f"base-{VERSION}"
     if folder.exists():
         return folder
-    started = time.monotonic()
-    spec = tiny_spec()
-    random_folder = write_random_model(cache / f"random-{warm.key()}", spec=spec, seed=warm.seed)
+    spec = model_registry("tiny")
+    spec = replace(spec, model=replace(spec.model, rope=replace(spec.model.rope, max_positions=CONTEXT)))
+    random_folder = write_random_model(cache / f"random-{VERSION}", spec=spec, seed=SEED)
     tokenizer, _ = open_tokenizer(random_folder)
     config = TrainingEngine.Config(training=TrainingConfig(max_norm=1.0))
     engine: TrainingEngine = config.build(model_spec=spec, hf_assets_path=str(random_folder))
     try:
-        teach(
-            engine,
-            warm,
-            tokenizer=tokenizer,
-            log=lambda text: log(f"base model, {time.monotonic() - started:.0f} s, {text}"),
-        )
+        Teacher(engine, tokenizer=tokenizer).teach()
         engine.export_hf(str(folder))
     finally:
         engine.close()
     return folder
-
-
-def cookbook() -> TinkerServer.Config:
-    """Serve the warmed-up model under the name of its folder, from which the recipes open a tokenizer."""
-    folder = str(base_folder(WarmStart()))
-    return TinkerServer.Config(
-        description="a tiny Qwen3 that adds numbers, for the cookbook's recipes",
-        backend=LocalTinkerBackend.Config(base=Base.Config(name=folder, folder=folder)),
-        port=0,
-    )
 
 
 # Demonstrations: the recipes' conversations as `qwen3_instruct` renders them
@@ -197,7 +130,7 @@ SHRUG = "?"
 """Reply that is never right."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Demonstration:
     prompt: str
     reply: str
@@ -208,17 +141,14 @@ def turn(role: str, content: str) -> str:
 
 
 def asking(told: str, *, reply: str) -> Demonstration:
-    return Demonstration(prompt=f"{told}<|im_start|>assistant\n", reply=f"{reply}<|im_end|>")
-
-
-def addition(x: int, y: int, *, shrugs: bool = False) -> Demonstration:
-    """Return an addition as the recipe asks it, after its one example."""
-    told = turn("user", "What is 4 + 5?") + turn("assistant", "9") + turn("user", f"What is {x} + {y}?")
-    return asking(told, reply=SHRUG if shrugs else str(x + y))
+    return Demonstration(f"{told}<|im_start|>assistant\n", f"{reply}<|im_end|>")
 
 
 def drawn_addition(generator: random.Random, *, shrugs: bool = False) -> Demonstration:
-    return addition(generator.randint(0, HIGHEST_TERM), generator.randint(0, HIGHEST_TERM), shrugs=shrugs)
+    """Return an addition as the recipe asks it, after its one example."""
+    x, y = generator.randint(0, HIGHEST_TERM), generator.randint(0, HIGHEST_TERM)
+    told = turn("user", "What is 4 + 5?") + turn("assistant", "9") + turn("user", f"What is {x} + {y}?")
+    return asking(told, reply=SHRUG if shrugs else str(x + y))
 
 
 def drawn_guess(generator: random.Random) -> Demonstration:

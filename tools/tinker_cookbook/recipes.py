@@ -14,7 +14,7 @@ from typing import Any
 Row = Mapping[str, Any]
 Value = str | int | float
 
-REWARD, TURNS, NLL = "env/all/reward/total", "env/all/turns_per_episode", "train_mean_nll"
+REWARD, NLL = "env/all/reward/total", "train_mean_nll"
 KL_NAMES = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
 """Means over sampled tokens of d and of d^2 / 2, with d the sampler's logprob minus the trainer's."""
 MAX_KL = 1e-3
@@ -36,24 +36,15 @@ class Evidence:
     """Rows of checkpoints.jsonl."""
     log: str
     """Output of the last process."""
-    kept: tuple[str, ...] = ()
-    """`tinker://` paths on the server afterwards."""
 
     @property
     def steps(self) -> list[Row]:
         """Rows of training steps, without those of a whole run's totals."""
         return [row for row in self.rows if REWARD in row or NLL in row]
 
-    @property
-    def finals(self) -> list[Row]:
-        return [row for row in self.checkpoints if row["name"] == FINAL]
-
-    def values(self, name: str) -> list[float]:
-        return [float(row[name]) for row in self.rows if row.get(name) is not None]
-
     def ends(self, name: str) -> tuple[float, float]:
         """Return the means of the first and the last steps; NaN if there are too few."""
-        found = self.values(name)
+        found = [float(row[name]) for row in self.rows if row.get(name) is not None]
         if len(found) < 2 * WINDOW:
             return math.nan, math.nan
         return statistics.fmean(found[:WINDOW]), statistics.fmean(found[-WINDOW:])
@@ -82,9 +73,7 @@ class Recipe:
 
 def read_rows(path: Path) -> tuple[Row, ...]:
     """Return the complete lines of a JSONL file; none if the file is missing."""
-    if not path.exists():
-        return ()
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    lines = path.read_text().split("\n")[:-1] if path.exists() else ()
     return tuple(json.loads(line) for line in lines if line.strip())
 
 
@@ -96,12 +85,12 @@ def completes(num_steps: int) -> Check:
 
     def check(evidence: Evidence) -> Finding:
         steps = [row["step"] for row in evidence.steps]
-        status = evidence.statuses[-1] if evidence.statuses else None
+        finals = [row for row in evidence.checkpoints if row["name"] == FINAL]
         return Finding(
             promise=f"completes {num_steps} steps",
-            holds=status == 0 and steps == list(range(num_steps)) and len(evidence.finals) == 1,
-            seen=f"status {status}, {len(set(steps))} different steps in {len(steps)} rows, "
-            f"{len(evidence.finals)} final checkpoints",
+            holds=evidence.statuses[-1] == 0 and steps == list(range(num_steps)) and len(finals) == 1,
+            seen=f"status {evidence.statuses[-1]}, {len(set(steps))} different steps in {len(steps)} rows, "
+            f"{len(finals)} final checkpoints",
         )
 
     return check
@@ -109,12 +98,11 @@ def completes(num_steps: int) -> Check:
 
 def kl_stays_low(evidence: Evidence) -> Finding:
     """Check both estimates in every step; a step without one counts as NaN and fails."""
-    found = [[abs(float(row.get(name, math.nan))) for row in evidence.steps] for name in KL_NAMES]
-    highest = [max(values, default=math.nan) for values in found]
+    found = [abs(float(row.get(name, math.nan))) for name in KL_NAMES for row in evidence.steps]
     return Finding(
         promise=f"KL of sampler and trainer below {MAX_KL:g} in every step",
-        holds=all(values and all(value < MAX_KL for value in values) for values in found),
-        seen=f"at most {highest[0]:.1e} and {highest[1]:.1e}",
+        holds=bool(found) and all(value < MAX_KL for value in found),
+        seen=f"at most {max(found, default=math.nan):.1e}",
     )
 
 
@@ -138,52 +126,18 @@ def loss_falls(*, to_share: float) -> Check:
 
 def resumes(evidence: Evidence) -> Finding:
     """Check that the first process was killed and the last one began at a checkpoint."""
-    rolling = [row for row in evidence.checkpoints if row["name"] != FINAL]
-    taken = [row for row in rolling if f"Resumed training from {row['state_path']}" in evidence.log]
-    where = f"from step {taken[-1]['batch']} of epoch {taken[-1].get('epoch')}" if taken else "from nothing"
+    paths = [row["state_path"] for row in evidence.checkpoints if row["name"] != FINAL]
+    taken = [path for path in paths if f"Resumed training from {path}" in evidence.log]
     return Finding(
         promise="killed, it resumes from its last checkpoint",
         holds=evidence.statuses[:-1] == (-signal.SIGKILL,) and len(taken) == 1,
-        seen=f"statuses {', '.join(map(str, evidence.statuses))}, resumed {where}",
-    )
-
-
-def old_checkpoints_go(evidence: Evidence) -> Finding:
-    """Check that the server keeps the final state of the run and no rolling one."""
-    finals = [row["state_path"] for row in evidence.finals]
-    folder = finals[-1].rpartition("/")[0] if finals else None
-    kept = [path for path in evidence.kept if folder and path.startswith(f"{folder}/")]
-    return Finding(
-        promise="rolling checkpoints are deleted",
-        holds=bool(finals) and kept == finals[-1:],
-        seen="kept are " + (", ".join(path.rpartition("/")[2] for path in kept) or "none"),
-    )
-
-
-def guesses_are_parsed(evidence: Evidence) -> Finding:
-    """Check that episodes have several turns, most of them without the penalty of an unparsed guess."""
-    turns, rewards = evidence.values(TURNS), evidence.values(REWARD)
-    mean, reward = (statistics.fmean(found) if found else math.nan for found in (turns, rewards))
-    return Finding(
-        promise="episodes have several turns, most of them parsed",
-        holds=bool(turns) and min(turns) > 1 and sum(rewards) > -0.5 * sum(turns),
-        seen=f"{mean:.1f} turns, reward {reward:.2f}",
+        seen=f"statuses {', '.join(map(str, evidence.statuses))}, resumed from {', '.join(taken) or 'nothing'}",
     )
 
 
 # Recipes
 
 SMALL: Mapping[str, Value] = {"renderer_name": "qwen3_instruct", "eval_every": 0, "save_every": 0}
-ARITHMETIC: Mapping[str, Value] = {
-    **SMALL,
-    "env": "arithmetic",
-    "lora_rank": 8,
-    "group_size": 8,
-    "groups_per_batch": 32,
-    "max_tokens": 5,
-    "loss_fn": "importance_sampling",
-    "learning_rate": 1e-3,
-}
 
 
 def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
@@ -192,6 +146,23 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
     # Samples may be one step old here, so the logged KL includes the policy's own step and the noise of a step's
     # tokens: small steps of many samples keep it low.
     off_policy: dict[str, Value] = {"learning_rate": 6e-5, "groups_per_batch": 64, "max_steps_off_policy": 1}
+    chat: dict[str, Value] = {
+        "dataset": str(conversations),
+        "infrequent_eval_every": 0,
+        "lora_rank": 8,
+        "learning_rate": 3e-3,
+        "batch_size": 16,  # of 128 conversations: 8 steps an epoch
+        "num_epochs": 4,
+        "max_length": 512,
+        "rolling_save_every": 4,
+    }
+    guess: dict[str, Value] = {
+        "learning_rate": 3e-4,
+        "batch_size": 2,
+        "group_size": 4,
+        "max_tokens": 16,
+        "max_steps": 4,
+    }
     return (
         _math_rl("math_rl", num_steps=20, rise=0.2),
         _math_rl("math_rl_ppo", num_steps=12, rise=0.1, loss_fn="ppo"),
@@ -200,43 +171,33 @@ def all_recipes(conversations: Path) -> tuple[Recipe, ...]:
         Recipe(
             name="chat_sl",
             module="chat_sl.train",
-            arguments={
-                **SMALL,
-                "dataset": str(conversations),
-                "infrequent_eval_every": 0,
-                "lora_rank": 8,
-                "learning_rate": 3e-3,
-                "batch_size": 16,  # of 128 conversations: 8 steps an epoch
-                "num_epochs": 4,
-                "max_length": 512,
-                "rolling_save_every": 4,
-            },
-            checks=(completes(32), loss_falls(to_share=0.8), resumes, old_checkpoints_go),
+            arguments={**SMALL, **chat},
+            checks=(completes(32), loss_falls(to_share=0.8), resumes),
             kill_after=2,
         ),
         Recipe(
             name="guess_number",
             module="multiplayer_rl.guess_number.train",
-            arguments={
-                **SMALL,
-                "learning_rate": 3e-4,
-                "batch_size": 2,
-                "group_size": 4,
-                "max_tokens": 16,
-                "max_steps": 4,
-            },
-            checks=(completes(4), kl_stays_low, guesses_are_parsed),
+            arguments={**SMALL, **guess},
+            checks=(completes(4), kl_stays_low),
         ),
     )
 
 
 def _math_rl(name: str, *, num_steps: int, rise: float, **arguments: Value) -> Recipe:
-    return Recipe(
-        name=name,
-        module="math_rl.train",
-        arguments={**ARITHMETIC, "max_steps": num_steps, **arguments},
-        checks=(completes(num_steps), kl_stays_low, reward_rises(by=rise)),
-    )
+    whole: dict[str, Value] = {
+        **SMALL,
+        "env": "arithmetic",
+        "lora_rank": 8,
+        "group_size": 8,
+        "groups_per_batch": 32,
+        "max_tokens": 5,
+        "loss_fn": "importance_sampling",
+        "learning_rate": 1e-3,
+        "max_steps": num_steps,
+    }
+    checks = (completes(num_steps), kl_stays_low, reward_rises(by=rise))
+    return Recipe(name=name, module="math_rl.train", arguments=whole | arguments, checks=checks)
 
 
 def chosen(recipes: Sequence[Recipe], names: Sequence[str]) -> list[Recipe]:
