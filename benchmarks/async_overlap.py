@@ -11,13 +11,11 @@ times as shares of a step.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.processes import medians_of_sides, tiny_assets, tiny_run
+from benchmarks.processes import medians_of_sides, step_options, tiny_assets, tiny_run
 
 NUM_WARMUP_STEPS = 3
 """Steps at the start that are not measured: they allocate memory and fill the pipeline."""
@@ -25,13 +23,11 @@ ROLES = ("generator", "reward", "trainer")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short repeat of each")
+    parser = step_options(__doc__)
     parser.add_argument("--tokens", type=int, default=32, help="new tokens at most")
     parser.add_argument(
         "--ages", type=int, nargs="+", default=[1, 2], help="max_off_policy_steps of the async sides"
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     steps, repeats = (4, 1) if args.quick else (12, 3)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,14 +9,12 @@ with the mode over the step time without it, minus 1.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.processes import medians_of_sides, tiny_assets, tiny_run
+from benchmarks.processes import medians_of_sides, step_options, tiny_assets, tiny_run
 
 NUM_WARMUP_STEPS = 3
 """Steps at the start that are not measured: they allocate and compile."""
@@ -24,10 +22,8 @@ SIDES = {"off": {"batch_invariant": False}, "on": {"batch_invariant": True}}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short repeat of each")
+    parser = step_options(__doc__)
     parser.add_argument("--tokens", type=int, default=32, help="new tokens at most")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(arguments)
     steps, repeats = (4, 1) if args.quick else (12, 3)
     with tempfile.TemporaryDirectory() as folder:

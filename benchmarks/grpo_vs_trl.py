@@ -10,9 +10,7 @@ includes generation, reward, training and, in relay, publishing the weights. The
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -20,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import medians_of_sides, tiny_assets, tiny_run
+from benchmarks.processes import medians_of_sides, step_options, tiny_assets, tiny_run
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
 NUM_WARMUP_STEPS = 3
@@ -28,10 +26,8 @@ NUM_WARMUP_STEPS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short repeat of each")
+    parser = step_options(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="new tokens at most")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     steps, repeats = (4, 1) if args.quick else (12, 3)
     sides = {name: {"side": name} for name in SIDES}

@@ -1,23 +1,24 @@
 """Measurements in separate processes, so that each side imports, allocates and compiles on its own.
 
-    with Worker(Side, threads=2, name="relay") as worker:
+    with Worker("benchmarks.sides:Side", threads=2, name="relay") as worker:
         seconds = worker.call("step")
 
-The process calls `Side(name="relay")` and then the named methods of what this returned. Arguments and results are
-JSON. Run as `python -m benchmarks.processes MODULE NAME JSON`, this module is such a process.
+The process calls `Side(name="relay")` and then the named methods of what this returned.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import json
+import multiprocessing
 import os
-import select
 import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,50 +34,36 @@ class Worker:
         """Start the process.
 
         Args:
-            factory: function or class of a module of this package, or `module:name`.
+            factory: function or class, or its `module:name`.
             threads: default number of compute threads of the process.
         """
-        if callable(factory):
-            module = factory.__module__
-            if module == "__main__":
-                module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
-            factory = f"{module}:{factory.__name__}"
-        self.name = f"{factory}({json.dumps(arguments)})"
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.processes", *factory.split(":"), json.dumps(arguments)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-        )
+        self.name = f"{factory}({arguments})"
+        # Read by the libraries that the process imports.
+        os.environ |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, factory, arguments))
+        self._process.start()
+        theirs.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Return what the method returned.
 
         Raises:
             TimeoutError: no answer within `TIMEOUT_S`.
-            RuntimeError: the process ended; with the last that it wrote.
+            RuntimeError: the process raised, or it ended.
         """
-        questions, answers = self._process.stdin, self._process.stdout
-        assert questions is not None
-        assert answers is not None
-        answer = b""
         try:
-            questions.write(f"{json.dumps([method, *arguments])}\n".encode())
-            if not select.select([answers], [], [], TIMEOUT_S)[0]:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(TIMEOUT_S):
                 raise TimeoutError(f"{self.name}: no answer to {method} within {TIMEOUT_S} s")
-            answer = answers.readline()
-        except BrokenPipeError:
-            pass
-        if not answer:
-            self._process.wait()
-            self._errors.seek(0)
-            written = self._errors.read().decode(errors="replace")
-            raise RuntimeError(f"{self.name} ended with {self._process.returncode}:\n{written[-4000:]}")
-        return json.loads(answer)
+            error, answer = self._pipe.recv()
+        except (EOFError, BrokenPipeError):
+            self._process.join()
+            raise RuntimeError(f"{self.name} ended with {self._process.exitcode}") from None
+        if error:
+            raise RuntimeError(f"{self.name} raised\n{error}")
+        return answer
 
     def __enter__(self) -> Worker:
         return self
@@ -85,10 +72,33 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
-            assert pipe is not None
-            pipe.close()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, factory: Callable[..., Any] | str, arguments: Mapping[str, Any]) -> None:
+    """Make the object at the first call, and answer each call."""
+    made: Any = None
+    while True:
+        method, given = pipe.recv()
+        try:
+            if made is None:
+                if isinstance(factory, str):
+                    module, _, name = factory.partition(":")
+                    made = getattr(importlib.import_module(module), name)(**arguments)
+                else:
+                    made = factory(**arguments)
+            pipe.send((None, getattr(made, method)(*given)))
+        except Exception:  # noqa: BLE001  (whatever it was, the parent raises it)
+            pipe.send((traceback.format_exc(), None))
+
+
+def step_options(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of benchmarks that measure whole steps."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="one short repeat of each")
+    options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    return options
 
 
 def medians_of_sides(
@@ -162,17 +172,3 @@ def tiny_assets(folder: Path) -> str:
     from rl.models.qwen3 import model_registry
 
     return str(write_random_model(folder / "model", spec=model_registry("tiny"), seed=0))
-
-
-def main(module: str, name: str, arguments: str) -> None:
-    """Make the object, and answer each line of standard input with a line."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps the output of libraries out of the answers
-    made = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-    for line in sys.stdin:
-        method, *given = json.loads(line)
-        print(json.dumps(getattr(made, method)(*given)), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -30,27 +30,14 @@ from actors.members import LogSettings
 from actors.parity import ParityCheck, ParityText
 from configs.sum_digits import tiny
 from rl.models.hf import write_random_model
-from rl.tasks.sum_digits import make_problem
-from rl.types import Completion, Prompt, Rollout, Turn
 from rl.utils.errors import RunError
 from rl.utils.processes import kill
 from tests.support.clusters import start_cluster
+from tests.support.scored import replied
 
 CASES = ("generator", "reward", "trainer", "generator_host", "trainer_host")
 LIMIT_S = 300.0
 TOKENS = np.arange(2, 18, dtype=np.int32)
-
-
-def rollout() -> Rollout:
-    completion = Completion(
-        token_ids=TOKENS,
-        logprobs=np.zeros(len(TOKENS), dtype=np.float32),
-        policy_versions=np.zeros(len(TOKENS), dtype=np.int32),
-        finish_reason="stop",
-    )
-    prompt = Prompt(problem=make_problem([12, 30]), token_ids=TOKENS)
-    turn = Turn(messages=(), prompt_ids=TOKENS, completion=completion, text="[ANSWER] 42")
-    return Rollout(prompt=prompt, sample=0, turns=(turn,))
 
 
 class Room:
@@ -81,7 +68,7 @@ class Room:
         await pool.wait_until_one_is_up()
 
     async def reward(self) -> None:
-        ((score,),) = await self.rewarder.score([[rollout()]])
+        ((score,),) = await self.rewarder.score([[replied("[ANSWER] 42")]])
         assert score.failure is None
 
     async def trainer(self) -> None:

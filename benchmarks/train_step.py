@@ -13,39 +13,82 @@ number of threads, with the same token limit of a micro-batch. Three sides alter
     transformers_sorted  the same, longest sequences first, so that there is little padding: `ratio_sorted`
 
 Padding does not count as tokens. Peak memory is allocated memory on a GPU, resident memory beyond imports on a CPU.
-Model FLOPs utilisation (on a GPU) is 6 N a token + 12 layers x heads x head size x length over the device's rate;
-`mfu_causal` counts half of the second term. The losses of the first step must agree. Needs torch, transformers,
-safetensors and numpy only. The last line is a JSON object.
+Model FLOPs utilisation (`mfu`, on a GPU) is 6 N a token + 12 layers x heads x head size x length over the device's
+rate (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). The losses of the first step must agree. Needs torch,
+transformers, safetensors and numpy only. The last line is a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from benchmarks.processes import Worker
-from benchmarks.train_step_figures import (
-    FLAVORS,
-    Facts,
-    Turn,
-    Workload,
-    figures,
-    loss_differences,
-    loss_tolerance,
-)
 
+FLAVORS = {"tiny": 1024, "small": 40_960, "0.6B": 40_960, "1.7B": 40_960}
+"""Longest sequence by flavor."""
 NAMES = ("relay", "transformers", "transformers_sorted")
 NUM_WARMUP_STEPS = 2
 """Steps at the start that are not measured: they allocate and compile."""
 
-TakeTurn = Callable[[int], Turn]
-"""Function that runs the given number of steps of a side."""
+TakeTurn = Callable[[int], dict[str, Any]]
+"""Function that runs the given number of steps of a side and returns the median `step_s`, all `losses` and the
+`peak_memory_bytes`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One batch on one device, the same for every side."""
+
+    flavor: str
+    device: str
+    dtype: str
+    min_length: int
+    max_length: int
+    """Smallest and largest number of inputs, and so of targets, of a sequence."""
+    tokens: int
+    """Smallest number of tokens of the batch."""
+    microbatch_tokens: int
+    """Largest number of tokens of a micro-batch, padding included."""
+    logits_chunk_tokens: int | None
+    """Tokens per chunk of the engine's logits; None computes all logits of a micro-batch at once."""
+    compile: bool
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        given = f"lengths={self.min_length} {self.max_length}: must be"
+        if not 1 <= self.min_length <= self.max_length:
+            raise ValueError(f"{given} at least 1, the smaller one first")
+        if self.max_length > (longest := FLAVORS[self.flavor]):
+            raise ValueError(f"{given} at most {longest}, the positions of {self.flavor}")
+        if self.microbatch_tokens < self.max_length:
+            raise ValueError(
+                f"microbatch_tokens={self.microbatch_tokens}: must hold the longest sequence, "
+                f"{self.max_length} tokens"
+            )
+
+    def lengths(self) -> list[int]:
+        """Return the lengths of the sequences in order, drawn uniformly between the bounds."""
+        draw = random.Random(self.seed)
+        lengths: list[int] = []
+        while sum(lengths) < self.tokens:
+            lengths.append(draw.randint(self.min_length, self.max_length))
+        return lengths
+
+    def loss_tolerance(self) -> float:
+        """Return the largest relative difference between the first losses of two sides."""
+        if self.dtype != "float32":
+            return 1e-2
+        return 1e-4 if self.compile else 1e-5
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,27 +99,23 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     repeats, steps = (2, 1) if args.quick else (args.repeats, args.steps)
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(_worker(name, workload, threads=args.threads)) for name in NAMES}
-        sides = {name: partial(_turn, worker) for name, worker in workers.items()}
+        # Named, as this process does not import PyTorch.
+        runner = "benchmarks.train_step_sides:Runner"
+        settings: dict[str, Any] = {
+            "threads": args.threads,
+            "workload": asdict(workload),
+            "num_threads": args.threads,
+        }
+        workers = {name: stack.enter_context(Worker(runner, name=name, **settings)) for name in NAMES}
         result = compare(
             workload,
-            facts=Facts(**workers["relay"].call("describe")),
-            sides=sides,
+            facts=workers["relay"].call("describe"),
+            sides={name: partial(worker.call, "turn") for name, worker in workers.items()},
             repeats=repeats,
             steps=steps,
             threads=args.threads,
         )
     print(json.dumps(result))
-
-
-def _worker(name: str, workload: Workload, *, threads: int) -> Worker:
-    """Start a side in its own process."""
-    runner = "benchmarks.train_step_sides:Runner"
-    return Worker(runner, threads=threads, name=name, workload=asdict(workload), num_threads=threads)
-
-
-def _turn(worker: Worker, num_steps: int) -> Turn:
-    return Turn(**worker.call("turn", num_steps))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,9 +150,9 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     on_cpu = device == "cpu"
-    for name in ("threads", "repeats", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name}={getattr(args, name)}: must be at least 1")
+    for name in ("tokens", "threads", "repeats", "steps"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise ValueError(f"{name}={number}: must be at least 1")
     fallback: dict[str, Any] = {
         "flavor": "small" if on_cpu else "0.6B",
         "dtype": "float32" if on_cpu else "bfloat16",
@@ -135,36 +174,85 @@ def workload_of(args: argparse.Namespace) -> Workload:
     )
 
 
+class LossesDifferError(RuntimeError):
+    """The sides compute different losses, so their speeds cannot be compared."""
+
+
 def compare(
     workload: Workload,
     *,
-    facts: Facts,
+    facts: Mapping[str, Any],
     sides: Mapping[str, TakeTurn],
     repeats: int,
     steps: int,
     threads: int,
 ) -> dict[str, Any]:
-    """Warm up all sides, compare their losses, measure them in turns and return the figures.
+    """Warm up all sides, compare their losses, measure them in turns and return the benchmark's last line.
 
     Raises:
         LossesDifferError: their first losses differ.
     """
-    losses = {name: list(turn(NUM_WARMUP_STEPS).losses) for name, turn in sides.items()}
-    loss_differences(losses, tolerance=loss_tolerance(workload))
-    num_tokens = sum(workload.lengths())
-    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    warm_ups = {name: turn(NUM_WARMUP_STEPS)["losses"] for name, turn in sides.items()}
+    first = {name: losses[0] for name, losses in warm_ups.items()}
+    first_difference = largest_difference(first)
+    if not first_difference <= workload.loss_tolerance():  # NaN is not
+        raise LossesDifferError(
+            f"losses of the first step are {first}: they differ by more than {workload.loss_tolerance():g}"
+        )
+    lengths = workload.lengths()
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for repeat in range(repeats):
         for name, turn in sides.items():
-            measured = turn(steps)
-            turns[name].append(measured)
-            losses[name].extend(measured.losses)
-            print(
-                f"repeat {repeat + 1}: {name} {num_tokens / measured.step_s:.0f} tokens/s, "
-                f"{measured.peak_memory_bytes / 2**30:.2f} GiB",
-                flush=True,
-            )
-    differences = loss_differences(losses, tolerance=loss_tolerance(workload))
-    return figures(workload, facts=facts, turns=turns, differences=differences, threads=threads)
+            turns[name].append(measured := turn(steps))
+            speed, peak = sum(lengths) / measured["step_s"], measured["peak_memory_bytes"] / 2**30
+            print(f"repeat {repeat + 1}: {name} {speed:.0f} tokens/s, {peak:.2f} GiB", flush=True)
+
+    def median(key: str) -> dict[str, float]:
+        return {name: statistics.median(turn[key] for turn in of) for name, of in turns.items()}
+
+    step_s = median("step_s")
+    tokens_per_s = {name: sum(lengths) / seconds for name, seconds in step_s.items()}
+    last = {name: of[-1]["losses"][-1] for name, of in turns.items()}
+    peak_flops = facts["peak_flops"]
+    return {
+        "benchmark": "train_step",
+        **facts,
+        **asdict(workload),
+        "threads": threads,
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "repeats": repeats,
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "peak_memory_gib": {name: peak / 2**30 for name, peak in median("peak_memory_bytes").items()},
+        "loss_difference": {"first": first_difference, "last": largest_difference(last)},
+        "ratio": tokens_per_s["relay"] / tokens_per_s["transformers"],
+        "ratio_sorted": tokens_per_s["relay"] / tokens_per_s["transformers_sorted"],
+        "mfu": peak_flops
+        and {name: facts["step_flops"] / seconds / peak_flops for name, seconds in step_s.items()},
+    }
+
+
+def largest_difference(losses: Mapping[str, float]) -> float:
+    """Return the largest relative difference from relay's loss; NaN if any loss is NaN."""
+    differences = [abs(loss - losses["relay"]) / abs(losses["relay"]) for loss in losses.values()]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def padded_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, by_length: bool = False
+) -> list[list[int]]:
+    """Split sequences, in the given order or longest first, into micro-batches whose padded grid fits."""
+    order = range(len(lengths))
+    plan: list[list[int]] = []
+    longest = 0
+    for index in sorted(order, key=lambda i: -lengths[i]) if by_length else order:
+        longest = max(longest, lengths[index])
+        if not plan or (len(plan[-1]) + 1) * longest > max_tokens:
+            plan.append([])
+            longest = lengths[index]
+        plan[-1].append(index)
+    return plan
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +22,7 @@ from torch import Tensor, nn
 # Whole, on both sides, so that the memory of imports is the same and none of it is counted.
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
-from benchmarks.train_step_figures import (
-    Facts,
-    Turn,
-    Workload,
-    listed_peak,
-    padded_micro_batches,
-    step_flops,
-)
+from benchmarks.train_step import Workload, padded_micro_batches
 from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.compile import CompileConfig, compile_blocks, compile_function
 from rl.models.batch_invariant.probe import processor
@@ -47,10 +39,8 @@ IGNORED = -100
 """Target of padding tokens, the default of `F.cross_entropy`."""
 
 
-class Side(Protocol):
-    def step(self) -> float:
-        """Train one step on the batch and return the loss averaged over all tokens."""
-        ...
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by NVIDIA's data sheets; the first key contained in the device's name applies."""
 
 
 def model_spec(flavor: str) -> ModelSpec:
@@ -81,7 +71,10 @@ def sum_of_cross_entropies(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
 
 
 class EngineSide:
-    """relay's engine: `forward_backward` on all samples, then `optim_step`."""
+    """relay's engine: `forward_backward` on all samples, then `optim_step`.
+
+    `step`, of all sides, trains one step on the batch and returns the loss averaged over all tokens.
+    """
 
     def __init__(self, workload: Workload) -> None:
         spec = model_spec(workload.flavor)
@@ -189,46 +182,36 @@ def _transformers_model(workload: Workload, *, device: torch.device) -> Any:
     return model.train()
 
 
-SIDES: dict[str, Callable[[Workload], Side]] = {
+SIDES: dict[str, Callable[[Workload], EngineSide | TransformersSide]] = {
     "relay": EngineSide,
     "transformers": lambda workload: TransformersSide(workload, by_length=False),
     "transformers_sorted": lambda workload: TransformersSide(workload, by_length=True),
 }
 
 
-def describe(workload: Workload) -> Facts:
-    """Return the operations of the batch and the peak rate of the device."""
-    device = torch.device(workload.device)
+def describe(workload: Workload) -> dict[str, Any]:
+    """Return versions, the operations of a step and the device's peak rate, if it is known."""
     config = model_spec(workload.flavor).model
     with torch.device("meta"):
         model = config.build()
     assert config.tie_embeddings, "an embedding of its own multiplies no token, but would be counted"
     parameters = sum(p.numel() for p in model.parameters())
     attention = config.block.attention
-    needed, needed_causal = (
-        step_flops(
-            workload.lengths(),
-            parameters=parameters,
-            layers=config.num_layers,
-            heads=attention.num_heads,
-            head_dim=attention.head_dim,
-            causal=causal,
-        )
-        for causal in (False, True)
-    )
-    hardware, peak = f"{os.cpu_count()} cores of {processor()}", None
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-        peak = listed_peak(hardware, workload.dtype)
-    return Facts(
-        hardware=hardware,
-        torch_version=torch.__version__,
-        transformers_version=transformers.__version__,
-        parameters=parameters,
-        step_flops=needed,
-        step_flops_causal=needed_causal,
-        peak_flops=peak,
-    )
+    width = config.num_layers * attention.num_heads * attention.head_dim
+    lengths = workload.lengths()
+    hardware, peak_flops = f"{os.cpu_count()} cores of {processor()}", None
+    if workload.device == "cuda":
+        hardware = torch.cuda.get_device_name()
+        known = (flops for name, flops in PEAK_FLOPS.items() if name in hardware)
+        peak_flops = next(known, None) if workload.dtype == "bfloat16" else None
+    return {
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "parameters": parameters,
+        "step_flops": 6.0 * parameters * sum(lengths) + 12 * width * sum(n * n for n in lengths),
+        "peak_flops": peak_flops,
+    }
 
 
 class Runner:
@@ -239,10 +222,10 @@ class Runner:
         self._workload = Workload(**workload)
         self.device = torch.device(self._workload.device)
         self._memory_before = _resident_bytes()
-        self.side: Side = SIDES[name](self._workload)
+        self.side = SIDES[name](self._workload)
 
     def describe(self) -> dict[str, Any]:
-        return asdict(describe(self._workload))
+        return describe(self._workload)
 
     def turn(self, num_steps: int) -> dict[str, Any]:
         """Measure `num_steps` steps; on a GPU after one more step, releasing cached memory at the end."""
@@ -263,7 +246,7 @@ class Runner:
         if on_gpu:
             gc.collect()
             torch.cuda.empty_cache()
-        return asdict(Turn(step_s=statistics.median(step_s), losses=losses, peak_memory_bytes=peak))
+        return {"step_s": statistics.median(step_s), "losses": losses, "peak_memory_bytes": peak}
 
 
 def _resident_bytes() -> int:

@@ -12,8 +12,7 @@ figure is the median of several repeats. In the same run:
     torchstore   its own `put` and `get`, key by key, over Monarch's messages
     memory_copy  the same tensors copied within a process
 
-`--rounds` pushes and pulls of a small model, each with a deadline, show whether any of them hangs. The last line is
-a JSON object.
+The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--quick", action="store_true", help="few layers, few repeats")
     options.add_argument("--layers", type=int, help=f"of the large model; {FULL}")
     options.add_argument("--repeats", type=int, help="of each figure; 7")
-    options.add_argument("--rounds", type=int, help="pushes and pulls of the small model; 100")
     options.add_argument("--threads", type=int, default=2, help="that each process copies with; 2")
     return options
 
@@ -85,7 +83,6 @@ def parser() -> argparse.ArgumentParser:
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     num_layers = args.layers or (4 if args.quick else FULL)
     repeats = args.repeats or (3 if args.quick else 7)
-    rounds = args.rounds if args.rounds is not None else (10 if args.quick else 100)
     load = os.getloadavg()[0]
     one = Case(
         name="one_to_one", source="whole", target="whole", num_writers=1, num_readers=1, num_layers=num_layers
@@ -98,8 +95,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     figures = [await measure_case(case, repeats=repeats, threads=args.threads) for case in cases]
     plain, copies = await measure_peers(one, repeats=min(repeats, 3), threads=args.threads)
-    small = replace(one, name="one_layer", num_layers=1)
-    slowest = await run_rounds(small, rounds=rounds, threads=args.threads)
     ours = figures[0]
     return {
         "benchmark": "weight_sync",
@@ -110,7 +105,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "cases": [rounded(figure) for figure in figures],
         "torchstore": rounded(plain),
         "memory_copy_gb_per_s": {name: round(value, 2) for name, value in copies.items()},
-        "rounds": {"count": rounds, "slowest_s": round(slowest, 4)},
         "ratio": {
             "push_vs_torchstore": round(ours.push_gb_per_s / plain.push_gb_per_s, 1),
             "pull_vs_torchstore": round(ours.pull_gb_per_s / plain.pull_gb_per_s, 1),
@@ -219,21 +213,6 @@ async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[Figu
     )
     print(figures, flush=True)
     return figures, {"one_thread": gb / one_thread, f"{threads}_threads": gb / all_threads}
-
-
-async def run_rounds(case: Case, *, rounds: int, threads: int) -> float:
-    """Return the seconds of the slowest of many pushes and pulls; raise if one takes longer than 30 s."""
-    slowest = 0.0
-    async with Ranks(case, threads=threads) as ranks:
-        store = WeightStore.Config(num_threads=threads, timeout_s=30.0).build(dtype="bfloat16")
-        await store.start(ranks.meshes[0])
-        for version in range(rounds):
-            _, took_push = await timed(push(ranks, store, version))
-            _, took_pull = await timed(ranks.readers.pull.call(store, version))
-            await store.prune()
-            slowest = max(slowest, took_push, took_pull)
-        await store.stop()
-    return slowest
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from benchmarks.processes import Worker
-from benchmarks.train_step import NAMES, compare, parser, workload_of
-from benchmarks.train_step_figures import (
+from benchmarks.train_step import (
     FLAVORS,
+    NAMES,
     LossesDifferError,
-    Turn,
     Workload,
+    compare,
     padded_micro_batches,
+    parser,
+    workload_of,
 )
 from benchmarks.train_step_sides import SIDES, Runner, describe, model_spec
 
@@ -56,7 +58,7 @@ def given(*arguments):
 def taking(seconds, *, losses=(2.0,)):
     """Return a side whose turns take this long and whose steps all have the same loss."""
     left = iter(seconds)
-    return lambda steps: Turn(step_s=next(left), losses=[*losses] * steps, peak_memory_bytes=2**30)
+    return lambda steps: {"step_s": next(left), "losses": [*losses] * steps, "peak_memory_bytes": 2**30}
 
 
 def test_all_sides_compute_the_same_losses_at_every_step():
@@ -77,13 +79,12 @@ def test_micro_batches_hold_as_many_tokens_as_the_padded_grid():
 
 
 def test_figures_are_medians_and_ratios_of_the_turns():
-    # The first turn is the warm-up.
-    sides = {
-        "relay": taking([9, 1, 2, 6]),
-        "transformers": taking([9, 4, 4, 4]),
-        "transformers_sorted": taking([9, 3, 3, 3]),
-    }
-    result = compare(TINY, facts=describe(TINY), sides=sides, repeats=3, steps=1, threads=1)
+    def timed():
+        # The first turn is the warm-up.
+        seconds = ([9, 1, 2, 6], [9, 4, 4, 4], [9, 3, 3, 3])
+        return {name: taking(of_side) for name, of_side in zip(NAMES, seconds, strict=True)}
+
+    result = compare(TINY, facts=describe(TINY), sides=timed(), repeats=3, steps=1, threads=1)
     num_tokens = sum(TINY.lengths())
     assert 60 <= num_tokens < 60 + 24
     assert result["tokens_per_s"] == {
@@ -94,7 +95,11 @@ def test_figures_are_medians_and_ratios_of_the_turns():
     assert (result["ratio"], result["ratio_sorted"]) == (2.0, 1.5)
     assert result["peak_memory_gib"] == dict.fromkeys(NAMES, 1.0)
     assert result["loss_difference"] == {"first": 0.0, "last": 0.0}
-    assert "mfu" not in result
+    assert result["mfu"] is None
+    gpu = compare(
+        TINY, facts=describe(TINY) | {"peak_flops": 1e6}, sides=timed(), repeats=3, steps=1, threads=1
+    )
+    assert gpu["mfu"]["relay"] == result["step_flops"] / 2 / 1e6
 
 
 @pytest.mark.parametrize("wrong", [2.0001, math.nan])
@@ -109,11 +114,11 @@ def test_tiny_flavor_has_the_counted_parameters():
     facts = describe(TINY)
     # Embedding 320 x 128; in each of 3 blocks qkv 128 x 512, output 256 x 128, feed-forward 3 x 128 x 384 and
     # norms 2 x 128 + 2 x 32; the last norm.
-    assert facts.parameters == 320 * 128 + 3 * (65_536 + 32_768 + 147_456 + 320) + 128
+    assert facts["parameters"] == 320 * 128 + 3 * (65_536 + 32_768 + 147_456 + 320) + 128
     lengths = TINY.lengths()
     pairs = sum(length**2 for length in lengths)
-    assert facts.step_flops == 6 * facts.parameters * sum(lengths) + 12 * 3 * 8 * 32 * pairs
-    assert facts.peak_flops is None
+    assert facts["step_flops"] == 6 * facts["parameters"] * sum(lengths) + 12 * 3 * 8 * 32 * pairs
+    assert facts["peak_flops"] is None
 
 
 def test_longest_sequence_of_a_flavor_is_that_of_its_model():
@@ -155,7 +160,9 @@ def test_failed_worker_reports_its_error():
         worker.call("describe")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_benchmark_runs_with_only_torch_and_transformers_installed(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDE)
     arguments = ["--quick", "--device", "cpu", "--flavor", "tiny", "--tokens", "300", "--threads", "1"]
