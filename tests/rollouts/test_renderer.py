@@ -5,7 +5,8 @@ import pytest
 
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Message
-from tests.support.chat_templates import byte_tokenizer, completion_of, merging_tokenizer
+from tests.support.chat_templates import byte_tokenizer, merging_tokenizer
+from tests.support.fakes import completion_of
 
 KINDS = ["template", "chatml", "qwen3", "raw"]
 SYSTEM = Message(role="system", content="Be brief.")

@@ -8,7 +8,8 @@ import pytest
 from rl.models.tokenizer import build_byte_tokenizer, load_tokenizer
 from rl.rollouts.renderer import RendererConfig, make_renderer
 from rl.types import Message
-from tests.support.chat_templates import byte_tokenizer, completion_of, merging_tokenizer
+from tests.support.chat_templates import byte_tokenizer, merging_tokenizer
+from tests.support.fakes import completion_of
 
 ROUND_TRIP = ["cohere2", "lfm2", "phi3", "qwen2_5", "qwen3_instruct_2507"]
 REFUSED = {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.processes import SHARED_MEMORY
 from tests.support import leaks
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def shared_file() -> Iterator[Path]:
-    path = leaks.SHARED_MEMORY / f"relay-test-{uuid.uuid4().hex}"
+    path = SHARED_MEMORY / f"relay-test-{uuid.uuid4().hex}"
     path.write_bytes(b"x" * 4096)
     yield path
     path.unlink(missing_ok=True)
@@ -48,9 +49,10 @@ def test_new_shared_memory_file_is_named(shared_file: Path) -> None:
 
 
 def test_file_held_by_another_program_is_not_a_leak(shared_file: Path) -> None:
-    holder = subprocess.Popen(
-        ["sh", "-c", f"exec 3< {shared_file}; echo; exec sleep 63"], stdout=subprocess.PIPE
+    mapping = (
+        f"import mmap; f = open({str(shared_file)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); print(); input()"
     )
+    holder = subprocess.Popen([sys.executable, "-c", mapping], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None
         holder.stdout.readline()

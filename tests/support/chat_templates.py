@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rl.models.tokenizer import build_byte_tokenizer, byte_characters, load_tokenizer
-from rl.types import Completion
 
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
@@ -85,14 +81,3 @@ def merging_tokenizer(folder: Path, name: str) -> Any:
         add([special[token_id]])
     learner.save(str(folder / "tokenizer.json"))
     return load_tokenizer(folder)
-
-
-def completion_of(token_ids: Sequence[int] | np.ndarray, finish_reason: str = "stop") -> Completion:
-    """Return a completion of these token ids with logprob -1 each."""
-    ids = np.asarray(token_ids, dtype=np.int32)
-    return Completion(
-        token_ids=ids,
-        logprobs=np.full(len(ids), -1.0, dtype=np.float32),
-        policy_versions=np.zeros(len(ids), dtype=np.int32),
-        finish_reason=finish_reason,  # type: ignore[arg-type]
-    )

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl.rollouts.renderer import Renderer
 from rl.types import Completion, Message, Observation, Problem, Prompt, Reply, Rollout, SamplingParams, Turn
+from tests.support.fakes import completion_of
 
 END = 200
 """Token id that ends a reply."""
@@ -162,10 +163,4 @@ def conversation(*parts: tuple[int, Completion], rewards: Sequence[float] = (), 
 
 
 def drawn(*token_ids: int, version: int = 0, logprob: float = -1.0) -> Completion:
-    num_tokens = len(token_ids)
-    return Completion(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.full(num_tokens, logprob, dtype=np.float32),
-        policy_versions=np.full(num_tokens, version, dtype=np.int32),
-        finish_reason="stop",
-    )
+    return completion_of(token_ids, version=version, logprob=logprob)

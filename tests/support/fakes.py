@@ -236,15 +236,26 @@ class ListSink:
         self.records.append({name: reduced(metric) for name, metric in record.items()})
 
 
-def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> Completion:
-    """Return a completion of the text's bytes and the end token, each with logprob -1."""
-    token_ids = np.array([*text.encode(), 0], dtype=np.int32)
+def completion_of(
+    token_ids: Sequence[int] | np.ndarray,
+    finish_reason: str = "stop",
+    *,
+    version: int = 0,
+    logprob: float = -1.0,
+) -> Completion:
+    """Return a completion whose tokens all have the same version and logprob."""
+    ids = np.asarray(token_ids, dtype=np.int32)
     return Completion(
-        token_ids=token_ids,
-        logprobs=np.full(len(token_ids), -1.0, dtype=np.float32),
-        policy_versions=np.full(len(token_ids), version, dtype=np.int32),
+        token_ids=ids,
+        logprobs=np.full(len(ids), logprob, dtype=np.float32),
+        policy_versions=np.full(len(ids), version, dtype=np.int32),
         finish_reason=finish_reason,  # type: ignore[arg-type]
     )
+
+
+def completion(text: str, version: int = 0, *, finish_reason: str = "stop") -> Completion:
+    """Return a completion of the text's bytes and the end token."""
+    return completion_of([*text.encode(), 0], finish_reason, version=version)
 
 
 def continued(old: Completion, new: Completion) -> Completion:

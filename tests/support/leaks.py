@@ -11,15 +11,15 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
+from actors.processes import SHARED_MEMORY, mapped_shared_memory
+
 MARK = "RELAY_TEST_SESSION"
 GRACE_S = 10.0
 """Time that the last processes may take to exit after the last test."""
-SHARED_MEMORY = Path("/dev/shm")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Processes of the interpreter itself, which exit with it."""
 
@@ -49,20 +49,11 @@ def list_shared_memory() -> set[str]:
 
 
 def drop_files_of_others(names: Iterable[str], *, own: Iterable[int]) -> set[str]:
-    """Return the names without files that a process outside of `own` has mapped or opened."""
+    """Return the names without files that a process outside of `own` has mapped."""
     left = set(names)
-    for folder in Path("/proc").glob("[0-9]*") if left else ():
-        if int(folder.name) not in set(own):
-            left -= {name for name in left if _holds(folder, str(SHARED_MEMORY / name))}
-    return left
-
-
-def _holds(process: Path, path: str) -> bool:
-    with contextlib.suppress(OSError):
-        if any(line.endswith(path) for line in (process / "maps").read_text(errors="replace").splitlines()):
-            return True
-        return any(os.readlink(fd) == path for fd in (process / "fd").iterdir())
-    return False
+    return (
+        left - {path.name for path in mapped_shared_memory(set(psutil.pids()) - set(own))} if left else left
+    )
 
 
 def check_nothing_left(*, mark: str, shared_memory_before: set[str], grace_s: float) -> None:

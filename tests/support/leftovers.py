@@ -21,9 +21,10 @@ from pathlib import Path
 
 import psutil
 
-from actors.processes import SHARED_MEMORY, carrying_environment, mapped_shared_memory
+from actors.processes import SHARED_MEMORY, carrying_environment
 from rl.utils.files import is_unlocked
 from rl.utils.processes import ProcessId, kill
+from tests.support.leaks import drop_files_of_others
 
 MARK = "RELAY_WATCHED"
 CACHES = ("torchinductor_", getpass.getuser())
@@ -75,13 +76,12 @@ class Watch:
     def _now(self, run_folder: Path | None, *, temporary: bool) -> Leftovers:
         processes, files = self.processes(), self._files() - self._before
         shared = {path for path in files if path.parent == SHARED_MEMORY}
-        if shared:
-            others = set(psutil.pids()) - {process.pid for process in processes}
-            shared -= mapped_shared_memory(others)  # belongs to another program
+        own = [process.pid for process in processes]
+        shared_names = drop_files_of_others((path.name for path in shared), own=own)
         return Leftovers(
             processes={process.pid: _command(process.pid) for process in processes},
             ports=tuple(sorted(port for process in processes for port in listening_ports(process.pid))),
-            shared_memory=tuple(sorted(map(str, shared))),
+            shared_memory=tuple(sorted(shared_names)),
             temporary=tuple(
                 sorted(str(path) for path in files if temporary and path.parent != SHARED_MEMORY)
             ),

@@ -14,6 +14,7 @@ from actors.config import Timeouts
 from actors.vllm.requests import EngineFailedError, GeneratorError
 from rl.types import Completion, PullResult
 from rl.weights.types import WeightStoreError
+from tests.support.fakes import completion_of
 
 T = TypeVar("T")
 
@@ -120,9 +121,5 @@ class MortalGenerator(Mortal):
 
     def _completion(self, prompt: np.ndarray) -> Completion:
         """Return the prompt itself as the completion."""
-        return Completion(
-            token_ids=prompt,
-            logprobs=np.zeros(len(prompt), dtype=np.float32),
-            policy_versions=np.full(len(prompt), self.version, dtype=np.int32),
-            finish_reason="stop",
-        )
+        assert self.version is not None
+        return completion_of(prompt, version=self.version, logprob=0.0)

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.types import Completion, Message, Observation, Problem, Prompt, Rollout, Turn
-from tests.support.fakes import completion
+from rl.types import Message, Observation, Problem, Prompt, Rollout, Turn
+from tests.support.fakes import completion, completion_of
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
-COMPLETION = Completion(
-    token_ids=np.array([1, 0], dtype=np.int32),
-    logprobs=np.array([-1.0, -1.0], dtype=np.float32),
-    policy_versions=np.array([0, 0], dtype=np.int32),
-    finish_reason="stop",
-)
+COMPLETION = completion_of([1, 0])
 
 
 def replied(
@@ -44,7 +39,11 @@ def replied(
 
 
 def reply(
-    problem: Problem, text: str, *, finish_reason: str = "stop", observation: Observation | None = None
+    problem: Problem,
+    text: str,
+    *,
+    finish_reason: str = "stop",
+    observation: Observation | None = None,
 ) -> Rollout:
     """Return the rollout of one reply to a problem."""
     token_ids = np.frombuffer(problem.question.encode(), dtype=np.uint8).astype(np.int32)

@@ -11,7 +11,8 @@ import numpy as np
 
 from rl.rollouts.rubric import Rubric
 from rl.tasks.task import Task
-from rl.types import Completion, FinishReason, Problem, Prompt, Reply, Rollout, Score, Turn
+from rl.types import FinishReason, Problem, Prompt, Reply, Rollout, Score, Turn
+from tests.support.fakes import completion
 
 
 def played(task: Task, problem: Problem, *replies: str, finish_reason: FinishReason = "stop") -> Rollout:
@@ -27,7 +28,7 @@ async def _play(
     turns = []
     for text in replies:
         assert told, f"the environment of {problem.id} ended before {text!r}"
-        made = _completion(text, finish_reason)
+        made = completion(text, finish_reason=finish_reason)
         observation = await environment.step(Reply(text=text, completion=made))
         asked = _ids("".join(m.content for m in told))
         turns.append(
@@ -60,16 +61,6 @@ def demonstrated_scores(task: Task, num: int = 200) -> list[tuple[Problem, Score
 def ids(task: Task, *, seed: int, num: int = 100) -> list[str]:
     """Return the ids of the first training problems."""
     return [p.id for p in islice(task.train_problems(seed=seed), num)]
-
-
-def _completion(text: str, finish_reason: FinishReason) -> Completion:
-    token_ids = np.append(_ids(text), np.int32(0))
-    return Completion(
-        token_ids=token_ids,
-        logprobs=np.full(len(token_ids), -1.0, dtype=np.float32),
-        policy_versions=np.zeros(len(token_ids), dtype=np.int32),
-        finish_reason=finish_reason,
-    )
 
 
 def _ids(text: str) -> np.ndarray:
