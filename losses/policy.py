@@ -54,11 +54,6 @@ class PolicyTokens:
     """[T] nats, q or p_prox: the denominator of the ratio; arbitrary for invalid tokens."""
 
     @property
-    def advantages(self) -> Tensor:
-        """[T]"""
-        return self.inputs.advantages
-
-    @property
     def logprobs(self) -> Tensor:
         """[T] p with gradient; 0 without gradient for invalid tokens."""
         return torch.where(self.valid, self.inputs.logprobs, 0.0)
@@ -72,10 +67,6 @@ class PolicyTokens:
         """Return r of each token, [T]; 1 without gradient for invalid tokens."""
         # Invalid entries are replaced before the exponential: a NaN there would reach the gradient as 0 * NaN.
         return bounded_exp(self.log_ratios)
-
-    def sequence_ratios(self) -> Tensor:
-        """Return the product of the ratios of each token's sequence, [T], its log clamped to +-20."""
-        return bounded_exp(over_sequences(self.log_ratios, self.valid, inputs=self.inputs, mean=False))
 
     def mean_ratios(self) -> Tensor:
         """Return the geometric mean of the ratios of each token's sequence, [T], its log clamped to +-20.
@@ -98,8 +89,8 @@ class Surrogate:
     """[T] J."""
     ratios: Tensor
     """[T] ratio with gradient: a metric, and the factor of `kl_importance_weighted`."""
-    is_clipped: Tensor
-    """[T] bool, tokens at which a bound took effect."""
+    is_clipped: Tensor | None = None
+    """[T] bool, tokens at which a bound took effect; None if there are no bounds."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,9 +146,10 @@ class PolicyLoss(NormalizedLoss):
         surrogate = self.surrogate(PolicyTokens(inputs=inputs, valid=valid_T, old_logprobs=old_T))
         values_T = surrogate.values if corrected is None else corrected.weights * surrogate.values
         loss_sum = -masked_sum(values_T, valid_T, shares_T=shares_T)
+        is_clipped_T = torch.zeros_like(valid_T) if surrogate.is_clipped is None else surrogate.is_clipped
         metric_sums = {
             "ratio": masked_sum(surrogate.ratios.detach(), valid_T),
-            "clipped_fraction": (surrogate.is_clipped & valid_T).sum().float(),
+            "clipped_fraction": (is_clipped_T & valid_T).sum().float(),
         }
         counted_T = valid_T
         if corrected is not None:
@@ -229,8 +221,8 @@ class PPOLoss(PolicyLoss):
 
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         ratios_T = self.ratios(tokens)
-        plain_T = ratios_T * tokens.advantages
-        clipped_T = self.clip(ratios_T) * tokens.advantages
+        plain_T = ratios_T * tokens.inputs.advantages
+        clipped_T = self.clip(ratios_T) * tokens.inputs.advantages
         return Surrogate(
             values=torch.minimum(plain_T, clipped_T), ratios=ratios_T, is_clipped=clipped_T < plain_T
         )
@@ -291,7 +283,7 @@ class CISPOLoss(PPOLoss):
         ratios_T = self.ratios(tokens)
         weights_T = self.clip(ratios_T).detach()
         return Surrogate(
-            values=weights_T * tokens.advantages * tokens.logprobs,
+            values=weights_T * tokens.inputs.advantages * tokens.logprobs,
             ratios=ratios_T,
             is_clipped=weights_T != ratios_T,
         )
@@ -346,7 +338,7 @@ class RLOOLoss(PPOLoss):
     """Divisor of the sum over tokens."""
 
     def ratios(self, tokens: PolicyTokens) -> Tensor:
-        return tokens.sequence_ratios()
+        return bounded_exp(over_sequences(tokens.log_ratios, tokens.valid, inputs=tokens.inputs, mean=False))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -378,9 +370,8 @@ class ImportanceSamplingLoss(PolicyLoss):
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         ratios_T = tokens.ratios()
         return Surrogate(
-            values=ratios_T * tokens.advantages,
+            values=ratios_T * tokens.inputs.advantages,
             ratios=ratios_T,
-            is_clipped=torch.zeros_like(tokens.valid),
         )
 
 
@@ -410,7 +401,6 @@ class DROLoss(PolicyLoss):
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
         square_T = tokens.log_ratios.square()
         return Surrogate(
-            values=tokens.logprobs * tokens.advantages - 0.5 * self.beta * square_T,
+            values=tokens.logprobs * tokens.inputs.advantages - 0.5 * self.beta * square_T,
             ratios=tokens.ratios(),
-            is_clipped=torch.zeros_like(tokens.valid),
         )

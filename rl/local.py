@@ -64,15 +64,6 @@ from rl.utils.threads import WorkerThread
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pushed:
-    """Copy of a model's weights."""
-
-    lora: LoRA.Config | None
-    """Adapters that are not merged; their base is shared."""
-    tensors: Mapping[str, Tensor]
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
     """A call of `generate`."""
@@ -131,8 +122,9 @@ class LocalBackend:
         self._gathers, self._max_sequences, self._gather_s = models, max_sequences, gather_s
         self._waiting: list[_Call] = []
         """Calls of `generate` that can still be answered with others."""
-        self._pushed: dict[int, _Pushed] = {}
-        """Copies of the weights by version, in the order of the pushes."""
+        self._pushed: dict[int, tuple[LoRA.Config | None, Mapping[str, Tensor]]] = {}
+        """Unmerged adapters and copies of the weights by version, in the order of the pushes; the base of adapters
+        is shared."""
         self._numbers = itertools.count(1)
         self._served_version: int | None = None
         if models:
@@ -427,7 +419,7 @@ class LocalBackend:
                 for name, tensor in weights.items()
             }
         self._pushed.pop(version, None)  # A version that was loaded again moves to the end.
-        self._pushed[version] = _Pushed(lora=lora, tensors=copies)
+        self._pushed[version] = lora, copies
         return version
 
     async def forget(self, version: int) -> None:
@@ -452,11 +444,11 @@ class LocalBackend:
                 f"policy_version={policy_version} was not pushed, or a later push is served: "
                 f"served is {self._served_version}, pushed since {kept}"
             )
-        pushed = self._pushed[policy_version]
-        if pushed.lora != self._lora:
-            self._model, self._lora = self._make_model(pushed.lora), pushed.lora
-        put_tensors(self._model, pushed.tensors)
-        if pushed.lora is not None:
+        lora, tensors = self._pushed[policy_version]
+        if lora != self._lora:
+            self._model, self._lora = self._make_model(lora), lora
+        put_tensors(self._model, tensors)
+        if lora is not None:
             for name, tensor in list(self.models.frozen.items()):
                 if name not in self._frozen:
                     self._frozen[name] = tensor.to(self._dtype)

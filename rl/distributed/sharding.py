@@ -57,29 +57,21 @@ def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, opti
     compile_blocks(blocks, options.compile)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnMesh:
-    """A module inside a block whose parameters are sharded over another mesh than the block's."""
-
-    module: nn.Module
-    mesh: DeviceMesh
-    """Mesh for FSDP2: shards, behind replicas if there are several."""
-
-
 def shard_data_parallel(
     model: nn.Module,
     *,
     blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
     options: ShardingOptions,
-    apart: Sequence[OwnMesh] = (),
+    apart: Sequence[tuple[nn.Module, DeviceMesh]] = (),
 ) -> None:
     """Apply `fully_shard` to each block and then to the root, in place.
 
     A single data-parallel rank is left alone unless its parameters live on the host.
 
     Args:
-        apart: modules to shard first, over their own meshes.
+        apart: modules inside blocks to shard first, each with a mesh of its own: shards, behind replicas if
+            there are several.
     """
     data_mesh = data_parallel_mesh(mesh)
     if data_mesh.size() == 1 and not options.cpu_offload:
@@ -93,9 +85,9 @@ def shard_data_parallel(
     # A single shard is the whole block: gathering it again would only cost a copy. With parameters on the host
     # the copy on the device is what is freed.
     can_free = data_mesh.size(-1) > 1 or options.cpu_offload
-    for part in apart:
-        reshard = options.reshard_after_forward != "never" and (part.mesh.size(-1) > 1 or options.cpu_offload)
-        fully_shard(part.module, reshard_after_forward=reshard, **(settings | {"mesh": part.mesh}))
+    for module, own_mesh in apart:
+        reshard = options.reshard_after_forward != "never" and (own_mesh.size(-1) > 1 or options.cpu_offload)
+        fully_shard(module, reshard_after_forward=reshard, **(settings | {"mesh": own_mesh}))
     for block in blocks:
         reshard = options.reshard_after_forward != "never" and can_free
         fully_shard(block, reshard_after_forward=reshard, **settings)

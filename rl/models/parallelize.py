@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 
 from rl.distributed.expert_parallel import ExpertExchange
 from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP, ParallelismConfig
-from rl.distributed.sharding import OwnMesh, ShardingOptions, prepare_blocks, shard_data_parallel
+from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
 from rl.models.decoder import Decoder, FeedForward, TransformerBlock
 from rl.models.low_rank import follow_base_layers
 from rl.models.moe import GroupedExperts, MoE
@@ -139,9 +139,9 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _own_meshes(layers: list[MoE], expert_mesh: DeviceMesh) -> list[OwnMesh]:
+def _own_meshes(layers: list[MoE], expert_mesh: DeviceMesh) -> list[tuple[nn.Module, DeviceMesh]]:
     axes = (EXPERT_SHARD,) if expert_mesh[DP_REPLICATE].size() == 1 else (DP_REPLICATE, EXPERT_SHARD)
-    return [OwnMesh(module=layer.experts, mesh=expert_mesh[axes]) for layer in layers]
+    return [(layer.experts, expert_mesh[axes]) for layer in layers]
 
 
 def _place_experts(layer: MoE, *, mesh: DeviceMesh, config: ShardingOptions) -> None:

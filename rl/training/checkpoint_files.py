@@ -120,17 +120,12 @@ def read_state(folder: str | Path) -> SavedState:
         ValueError: another version of this project wrote the file.
     """
     file = Path(folder) / STATE
-    content = _read_json(file)
+    values = {name: value for name, value in _read_json(file).items() if name != "format"}
     try:
-        position = content["position"]
+        position = values.pop("position")
         return SavedState(
-            policy_version=int(content["policy_version"]),
-            model_only=bool(content["model_only"]),
+            **values | {"tokenizer": read_tokenizer_fingerprint(values["tokenizer"])},
             position=None if position is None else _read_position(position),
-            converters={str(name): dict(settings) for name, settings in content["converters"].items()},
-            base_model=content["base_model"],
-            started_from=content["started_from"],
-            tokenizer=read_tokenizer_fingerprint(content["tokenizer"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
@@ -242,10 +237,7 @@ def damaged_folders(folder: str | Path) -> list[Path]:
 def _read_manifest(folder: Path) -> dict[str, FileSum]:
     content = _read_json(folder / MANIFEST)
     try:
-        return {
-            str(name): FileSum(num_bytes=int(entry["num_bytes"]), crc32=int(entry["crc32"]))
-            for name, entry in content["files"].items()
-        }
+        return {name: FileSum(**entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"checkpoint file {folder / MANIFEST} is corrupted: {error!r}"

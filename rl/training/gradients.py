@@ -30,12 +30,6 @@ from rl.training.failures import non_finite
 from rl.training.policy import Policy, ReferencePolicy, TokenValues
 from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
-_SUMS = (
-    "loss", "denominator", "num_valid", "num_masked", "entropy", "num_drawn", "logprob_diff", "num_different",
-    "num_padding", "num_rows", "num_attended",
-)  # fmt: skip
-"""Sums of each micro-batch in the order of `CallSums.add`; the loss's own metrics follow."""
-
 
 class GradientAccumulator:
     """The gradient between two optimizer steps.
@@ -211,6 +205,8 @@ class CallSums:
         self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None
         self._rows: list[Tensor] = []
         self._largest: list[Tensor] = []
+        self._names: tuple[str, ...] = ()
+        """Names of the first sums; those of the loss's own metrics, `_metrics`, follow."""
         self._metrics: tuple[str, ...] = ()
 
     @torch.no_grad()
@@ -233,20 +229,21 @@ class CallSums:
         denominator = output.denominator
         self.has_denominator = denominator is not None
         self._metrics = tuple(output.metric_sums)
-        row = (
-            output.loss_sum.detach(),
-            torch.zeros_like(output.loss_sum) if denominator is None else denominator,
-            output.num_tokens,
-            inputs.mask.sum(),
-            torch.where(inputs.mask, entropy_T, 0.0).sum(),
-            drawn_T.sum(),
-            diff_T.sum(),
-            (drawn_T & (logprobs_T != inputs.generator_logprobs)).sum(),
-            is_padding_T.sum(),
-            torch.full_like(output.num_tokens, batch.sequence_ids.numel()),
-            torch.where(is_padding_T, 0, batch.positions + 1).sum(),
-            *output.metric_sums.values(),
-        )
+        sums = {
+            "loss": output.loss_sum,
+            "denominator": torch.zeros_like(output.loss_sum) if denominator is None else denominator,
+            "num_valid": output.num_tokens,
+            "num_masked": inputs.mask.sum(),
+            "entropy": torch.where(inputs.mask, entropy_T, 0.0).sum(),
+            "num_drawn": drawn_T.sum(),
+            "logprob_diff": diff_T.sum(),
+            "num_different": (drawn_T & (logprobs_T != inputs.generator_logprobs)).sum(),
+            "num_padding": is_padding_T.sum(),
+            "num_rows": torch.full_like(output.num_tokens, batch.sequence_ids.numel()),
+            "num_attended": torch.where(is_padding_T, 0, batch.positions + 1).sum(),
+        }
+        self._names = tuple(sums)
+        row = (*sums.values(), *output.metric_sums.values())
         self._rows.append(torch.stack([value.detach().double() for value in row]))
         self._largest.append(diff_T.amax().double())
 
@@ -256,9 +253,9 @@ class CallSums:
         totals, (logprob_diff_max,) = reduce_sums_and_maxima(
             torch.stack(self._rows).sum(0), torch.stack(self._largest).amax().reshape(1), mesh=policy.mesh
         )
-        sums = dict(zip(_SUMS, totals, strict=False))
+        sums = dict(zip(self._names, totals, strict=False))
         num_valid = sums["num_valid"]
-        metric_sums = zip(self._metrics, totals[len(_SUMS) :], strict=True)
+        metric_sums = zip(self._metrics, totals[len(sums) :], strict=True)
         means = {name: _mean(value, num_valid) for name, value in metric_sums}
         return ForwardBackwardResult(
             loss_sum=sums["loss"],
@@ -277,7 +274,7 @@ class CallSums:
                 num_micro_batches=len(self._rows),
                 num_packed=round(sums["num_rows"] - sums["num_padding"]),
                 num_padding=round(sums["num_padding"]),
-                num_room=len(self._rows) * policy.micro_batch_room,
+                num_room=len(self._rows) * policy.training.max_tokens_per_microbatch * policy.data_rank.count,
                 num_attended=round(sums["num_attended"]),
             ),
             logprobs=None if self._values is None else tuple(self._values.collect()),

@@ -109,7 +109,11 @@ class Muon:
             # Compute after all gathers of the window, so that no rank waits in the next gather.
             update = None if mine is None else self._orthogonalized(window[rank][0], mine)
             for owner, (_, parameter) in enumerate(window):
-                whole = update if owner == rank and update is not None else _room_for(parameter)
+                whole = (
+                    update
+                    if owner == rank and update is not None
+                    else torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(parameter))
+                )
                 if num_ranks > 1:
                     dist.broadcast(whole, src=owner)
                 local = local_tensor(parameter)
@@ -174,7 +178,3 @@ def _device_of(parameter: nn.Parameter) -> torch.device:
     """Return the device of the computation; the shard may be offloaded to the host."""
     data = parameter.data
     return torch.device(data.device_mesh.device_type) if isinstance(data, DTensor) else data.device
-
-
-def _room_for(parameter: nn.Parameter) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=_device_of(parameter))

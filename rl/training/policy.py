@@ -108,11 +108,6 @@ class Policy:
         return self.loaded_from
 
     @property
-    def micro_batch_room(self) -> int:
-        """Tokens that fit into one micro-batch on all data-parallel ranks together."""
-        return self.training.max_tokens_per_microbatch * self.data_rank.count
-
-    @property
     def is_first_rank(self) -> bool:
         """True on the rank that writes files."""
         return self.mesh is None or dist.get_rank() == 0
@@ -152,13 +147,17 @@ class Policy:
             ValueError: a sample does not fit (`rl.rollouts.packing.pack`), or a target is not in the vocabulary.
         """
         _check_targets(samples, vocab_size=self.spec.model.vocab_size)
+        tp = 1 if self.mesh is None else self.mesh[TP].size()
+        multiple = math.lcm(tp, row_multiple(self.spec), self.converters.token_multiple)
+        if self.context is not None:
+            multiple = self.context.pad_multiple(multiple)
         with span("pack"):
             return pack(
                 samples,
                 max_tokens=self.training.max_tokens_per_microbatch,
                 max_sequences=self.training.max_sequences_per_microbatch,
                 max_length=self.training.max_sequence_length or num_positions(self.spec),
-                pad_multiple=_pad_multiple(self),
+                pad_multiple=multiple,
                 share_prompts=self._shares_prompts,
                 rank=self.data_rank.index,
                 num_ranks=self.data_rank.count,
@@ -329,10 +328,3 @@ def _check_targets(samples: Sequence[TrainingSample], *, vocab_size: int) -> Non
             raise ValueError(
                 f"sample {index}: targets has {outside[0]}: must be token ids of 0 to {vocab_size - 1}"
             )
-
-
-def _pad_multiple(policy: Policy) -> int:
-    """Return the number that must divide the tokens of a micro-batch."""
-    split = 1 if policy.mesh is None else policy.mesh[TP].size()
-    multiple = math.lcm(split, row_multiple(policy.spec), policy.converters.token_multiple)
-    return multiple if policy.context is None else policy.context.pad_multiple(multiple)

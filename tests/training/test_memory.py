@@ -312,14 +312,6 @@ def test_estimate_above_the_device_memory_is_refused_with_both_sizes_and_advice(
         check_device_memory(need, device_bytes=need.total - 1, compiled=False)
 
 
-def test_upper_bound_above_the_device_memory_is_a_warning(caplog):
-    need = estimated(CASES["parameters"])
-    check_device_memory(need, device_bytes=need.total - 1, compiled=True)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert f"the trainer needs {need.describe()}, its device has" in record.getMessage()
-
-
 SMALL_EXPERTS = 6 * 3 * 20 * 36
 """Floats of the experts of one layer of `moe_spec`."""
 REST = (4 + 2 * 2) * 6 * 36 + 4 * 6 * 36 + 6 * 36 + 2 * 6 + 2 * 36

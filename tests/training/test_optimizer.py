@@ -10,7 +10,16 @@ from rl.training.muon import Muon, MuonConfig, orthogonalize
 from rl.training.optimizer import LRSchedule, Optimizer, check_total_steps
 from rl.types import OptimParams
 from tests.training.layouts import whole_parameters
-from tests.training.parts import engine_config, make_engine, make_samples, small_spec
+from tests.training.parts import (
+    assert_near,
+    engine_config,
+    gradients,
+    make_engine,
+    make_samples,
+    plain_model,
+    small_spec,
+    weights,
+)
 
 SAMPLES = make_samples()
 ADAMW_NAMES = ("embed_tokens.weight", "norm.weight")
@@ -149,58 +158,38 @@ def test_momentum_of_one_step_is_accepted_by_muon_only(assets):
         adam.optim_step(OptimParams(momentum=0.5))
 
 
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.95), 1e-2, 0.1
-"""Settings of `engine_config`."""
-
-
-def doubles(engine, read):
-    return {name: read(p).detach().double() for name, p in engine.policy.parameters.items()}
-
-
-class AdamWByHand:
-    """AdamW by Loshchilov and Hutter (2019), algorithm 2, in float64."""
-
-    def __init__(self, weights):
-        self.weights = weights
-        self.means = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.squares = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.num_steps = 0
-
-    def step(self, gradients, *, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, max_norm=math.inf):
-        self.num_steps += 1
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        for name, gradient in gradients.items():
-            g = gradient * min(1.0, max_norm / norm)
-            self.means[name] = betas[0] * self.means[name] + (1 - betas[0]) * g
-            self.squares[name] = betas[1] * self.squares[name] + (1 - betas[1]) * g**2
-            mean = self.means[name] / (1 - betas[0] ** self.num_steps)
-            square = self.squares[name] / (1 - betas[1] ** self.num_steps)
-            decayed = self.weights[name] * (1 - lr * weight_decay)
-            self.weights[name] = decayed - lr * mean / (square.sqrt() + eps)
-
-
 @pytest.mark.parametrize(
     "params",
     [
         {"lr": 3e-3},
         {"betas": (0.5, 0.95)},
-        {"betas": (0.9, 0.6)},
         {"eps": 0.3},
         {"weight_decay": 5.0},
         {"max_norm": 0.05},
     ],
 )
-def test_each_optim_param_replaces_the_configured_setting_for_one_step(assets, params):
-    engine = make_engine(assets, max_norm=math.inf)
-    by_hand = AdamWByHand(doubles(engine, lambda p: p.clone()))
+def test_step_divides_clips_and_takes_the_settings_of_this_step(assets, params):
+    engine = make_engine(assets)
+    model = plain_model(engine)
+    configured: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1}
+    reference = torch.optim.AdamW(model.parameters(), **configured, foreach=False)
     nothing: dict[str, Any] = {}
-    for given in (nothing, params, nothing):
+    for version, given in enumerate((nothing, params, nothing)):
         num_tokens = engine.forward_backward(SAMPLES).num_valid_tokens
-        gradients = doubles(engine, lambda p, n=num_tokens: p.grad / n)
-        engine.optim_step(OptimParams(**given))
-        by_hand.step(gradients, **given)
-        for name, weight in doubles(engine, lambda p: p).items():
-            torch.testing.assert_close(weight, by_hand.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+        mean = {name: gradient / num_tokens for name, gradient in gradients(engine).items()}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in mean.values()))
+        settings = configured | given
+        max_norm = settings.pop("max_norm", 0.5)
+        assert norm > max_norm  # so that the step clips
+        result = engine.optim_step(OptimParams(**given))
+        for name, parameter in model.named_parameters():
+            parameter.grad = mean[name] * (max_norm / norm)
+        reference.param_groups[0].update(settings)
+        reference.step()
+        assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+        assert (result.lr, result.policy_version) == (settings["lr"], version + 1)
+        assert_near(weights(engine), dict(model.named_parameters()), relative=1e-6)
+        assert all(p.grad is None for p in engine.policy.parameters.values())
 
 
 def factors(steps, **config):
