@@ -10,7 +10,6 @@ The machine is the controller's. GPUs are listed by their driver, without initia
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 import re
@@ -19,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rl.utils.errors import optional_write
 from rl.utils.files import atomic_write
 
 PACKAGES = (
@@ -31,8 +31,6 @@ VARIABLES = (
     "VLLM_ATTENTION_BACKEND", "RELAY_DEVICE", "SLURM_JOB_ID",
 )  # fmt: skip
 """Environment variables that are recorded; others may hold secrets."""
-
-logger = logging.getLogger(__name__)
 
 
 def describe_environment(*, proc: Path = Path("/proc")) -> dict[str, Any]:
@@ -56,11 +54,8 @@ def describe_environment(*, proc: Path = Path("/proc")) -> dict[str, Any]:
 
 def write_environment(file: Path) -> None:
     """Write environment.json atomically; a full disk is a warning."""
-    try:
-        with atomic_write(file) as temporary:
-            temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        logger.warning("%s was not written: %s", file, error.strerror or error)
+    with optional_write(file), atomic_write(file) as temporary:
+        temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
 
 
 def read_environment(file: Path) -> dict[str, Any]:

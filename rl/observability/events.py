@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.observability.metrics import to_json
+from rl.utils.errors import optional_write
 from rl.utils.files import AppendFile, json_lines
 
 EventName = Literal[
@@ -32,31 +32,23 @@ EventName = Literal[
 """started; resumed (step); lost (role, reason); recovered (role, after_s); went_back (to_step);
 checkpoint_damaged (set_aside: new name of its folder); stopped (reason); finished."""
 
-logger = logging.getLogger(__name__)
-
 
 class Events:
-    """Writer of events.jsonl. Thread-safe; a write error is logged once, and the run goes on."""
+    """Writer of events.jsonl. Thread-safe; a write error is a warning."""
 
     def __init__(self, file: Path, *, wall_clock: Callable[[], float] = time.time) -> None:
         self.file = file
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._has_failed = False
 
     def add(self, event: EventName, **fields: object) -> None:
         """Append one event."""
         line = to_json({"time": round(self._wall_clock(), 3), "event": event} | fields) + "\n"
-        with self._lock:
-            try:
-                if self.file.exists() and not self.file.read_bytes().endswith(b"\n"):
-                    line = f"\n{line}"  # a killed process may have left an unfinished line
-                with closing(AppendFile(self.file)) as file:
-                    file.append(line)
-            except OSError as error:
-                if not self._has_failed:
-                    logger.warning("%s: events are not written: %s", self.file, error)
-                self._has_failed = True
+        with self._lock, optional_write(self.file):
+            if self.file.exists() and not self.file.read_bytes().endswith(b"\n"):
+                line = f"\n{line}"  # a killed process may have left an unfinished line
+            with closing(AppendFile(self.file)) as file:
+                file.append(line)
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from rl.config.effect import only_if
 from rl.models.batch_invariant.probe import processor
 from rl.models.model_cost import ModelWork
 from rl.observability.metrics import Mean, Record, Sink, reduced
+from rl.utils.errors import optional_write
 from rl.utils.files import atomic_write
 
 MEASURE_S = 0.4
@@ -113,12 +114,10 @@ def machine_limits(
     if not is_quiet:
         logger.info("%s was busy during the measurement, which is repeated next time", limits.device)
         return limits
-    try:
+    with optional_write(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as new:
             new.write_text(json.dumps({"of": subject, "limits": dataclasses.asdict(limits)}, indent=2) + "\n")
-    except OSError as error:
-        logger.warning("%s was not written, so the machine is measured again next time: %s", file, error)
     return limits
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -35,6 +35,7 @@ from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.producer import Batch
 from rl.tasks.data import write_pass_rates
 from rl.types import Rollout, Score, Turn
+from rl.utils.errors import optional_write
 from rl.utils.files import BoundedFile, json_lines, previous_file
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,6 @@ class Recorder:
     def __init__(self, path: Path, *, config: RecorderConfig) -> None:
         self.path = path
         self.config = config
-        self._fails = False
 
     def recorded_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
         """Return the ids of the rollouts whose tokens `step` will record."""
@@ -143,8 +143,9 @@ class Recorder:
                 chosen += _first_and_odd(entries, self.config.num_eval_problems)
         self._append(chosen)
         if self.config.enable and (rates := result.pass_rates()):
-            with self._going_on(PASS_RATES):
-                write_pass_rates(self.path.with_name(PASS_RATES), rates)
+            file = self.path.with_name(PASS_RATES)
+            with optional_write(file):
+                write_pass_rates(file, rates)
 
     def _chosen(self, entries_PG: Sequence[list[Entry]]) -> Iterator[Entry]:
         return _first_and_odd(entries_PG, self.config.num_groups)
@@ -197,29 +198,13 @@ class Recorder:
         if not self.config.enable:
             return
         file = BoundedFile(self.path, max_bytes=int(self.config.max_megabytes * 1e6))
-        with self._going_on(self.path.name), closing(file):
+        with optional_write(self.path), closing(file):
             for entry in entries:
                 line = to_json(self._line(entry)) + "\n"
                 if len(line) > file.max_line:
                     logger.warning("a rollout of %d bytes is too long for %s", len(line), self.path.name)
                 elif file.append(line):
                     logger.info("%s is full: the oldest rollouts are dropped", self.path.name)
-
-    @contextmanager
-    def _going_on(self, name: str) -> Iterator[None]:
-        """Warn once about a full disk, until a write succeeds again; training goes on."""
-        try:
-            yield
-        except OSError as error:
-            if not self._fails:
-                logger.warning(
-                    "%s was not written: %s; training goes on, and later rollouts are written if they fit",
-                    self.path.with_name(name),
-                    error.strerror or error,
-                )
-            self._fails = True
-        else:
-            self._fails = False
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:

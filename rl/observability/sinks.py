@@ -35,6 +35,7 @@ from rl.observability.loggers import MetricsLogger, TensorBoardLogger, TrackioLo
 from rl.observability.metrics import Record, read_metrics, reduced
 from rl.observability.run_folder import METRICS, TENSORBOARD
 from rl.observability.spans import span
+from rl.utils.errors import optional_write
 from rl.utils.threads import run_aside
 
 INSTALL = "python tools/setup_env.py sinks, or pip install 'relay-rl[sinks]'"
@@ -376,11 +377,9 @@ def open_sinks(
 def _run_id(logs: Path) -> str:
     """Return the id of the run, which is made once; without room on the disk, for this process only."""
     file, run_id = logs / RUN_ID, uuid.uuid4().hex
-    try:
+    with optional_write(file):
         if file.exists():
             return file.read_text().strip() or run_id
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(run_id)
-    except OSError as error:
-        logger.warning("%s was not written: %s", file, error.strerror or error)
     return run_id

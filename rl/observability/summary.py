@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,8 @@ from rl.observability.bottleneck import bottleneck, typical
 from rl.observability.metrics import read_metrics
 from rl.observability.progress import format_duration
 from rl.observability.run_folder import RunFolder
+from rl.utils.errors import optional_write
 from rl.utils.files import atomic_write
-
-logger = logging.getLogger(__name__)
 
 REWARD, CORRECT, EVALUATION = "#8a94a6", "#2f6fbb", "#d1495b"
 
@@ -71,8 +69,10 @@ def _evaluations(records: Sequence[Mapping[str, float]]) -> str:
     return f"correct {start}{last['eval/correct']:.3f} of {last['eval/num_problems']:.0f} problems"
 
 
-def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
+def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
     """Draw reward and correctness over steps, and below them the logprob difference of trainer and generator.
+
+    A full disk is a warning, since the numbers are in the file.
 
     Raises:
         ValueError: the file has no step and no evaluation yet.
@@ -117,16 +117,8 @@ def write_learning_curve(metrics_path: Path, png_path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", frameon=False, fontsize=9)
-    with atomic_write(png_path) as file:
+    with optional_write(png_path), atomic_write(png_path) as file:
         figure.savefig(file, format="png")
-
-
-def draw_learning_curve(metrics_path: Path, png_path: Path) -> None:
-    """Draw the learning curve; a full disk is a warning, since the numbers are in the file."""
-    try:
-        write_learning_curve(metrics_path, png_path)
-    except OSError as error:
-        logger.warning("%s was not written: %s", png_path, error.strerror or error)
 
 
 def _points(records: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:

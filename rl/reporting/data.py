@@ -49,17 +49,6 @@ class RunData:
     problems: list[str]
     """Sentences about files that are missing or unreadable."""
 
-    @property
-    def went_back(self) -> list[dict[str, Any]]:
-        """Returns to a checkpoint because the trainer was lost, without those of a resumed process."""
-        found = []
-        resumes = False
-        for event in self.events:
-            if event["event"] == "went_back" and not resumes:
-                found.append(event)
-            resumes = event["event"] == "resumed" or (resumes and event["event"] != "went_back")
-        return found
-
     def setting(self, path: str, default: Any = None) -> Any:
         """Return a value of the config by its dotted path, such as `loop.max_off_policy_steps`."""
         return value_at(self.config.get("values", {}), path, default)

@@ -1,12 +1,18 @@
-"""Errors that end a run and are shown to the person who started it."""
+"""Errors that end a run and are shown to the person who started it, and warnings about files that it can lack."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rl.observability.spans import span
+
+_FAILING: set[Path] = set()
+"""Optional files whose latest write failed."""
+
+logger = logging.getLogger(__name__)
 
 
 class RunError(RuntimeError):
@@ -38,6 +44,19 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UnwrittenError(f"{path} was not written, its previous content is intact: {reason}") from error
+
+
+@contextmanager
+def optional_write(path: Path) -> Iterator[None]:
+    """Turn an OSError into a warning, once until a write succeeds: the run goes on without the file."""
+    try:
+        yield
+    except OSError as error:
+        if path not in _FAILING:
+            logger.warning("%s was not written: %s; the run goes on", path, error.strerror or error)
+        _FAILING.add(path)
+    else:
+        _FAILING.discard(path)
 
 
 @contextmanager

@@ -153,8 +153,8 @@ def test_advantages_skip_failed_rollouts(tmp_path):
         rollout("p", sample=2, failure="the environment raised"),
         rollout("p", sample=3),
     ]
-    # The environment of the third failed, so its score is arbitrary.
-    mixed = group("p", score(), score(0.0, failure="broken"), score(), score(0.0), rollouts=replies)
+    failed = [score(0.0, failure=why) for why in ("broken", "the environment raised")]
+    mixed = group("p", score(), *failed, score(0.0), rollouts=replies)
     written = recorded(tmp_path, [mixed], advantages=[advantages_of(1.0, -1.0)])
     assert [line.get("advantage") for line in written] == [1.0, None, None, -1.0]
     failures = [line.get("failure") for line in written]

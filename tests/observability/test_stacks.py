@@ -34,12 +34,6 @@ def test_stacks_show_threads_and_tasks(tmp_path):
     )
 
 
-def test_excerpt_shows_a_thread_that_waits_for_a_lock(tmp_path):
-    with watched_child(tmp_path, "lock"):
-        lines = excerpt(asked(tmp_path))
-    assert any(" take_twice" in line and line.startswith("thread at tests/support/") for line in lines)
-
-
 def test_native_code_that_holds_the_gil_has_thread_stacks(tmp_path):
     said = "(no stacks of tasks: the main thread does not run Python)\n"
     with watched_child(tmp_path, "native"):
@@ -49,29 +43,23 @@ def test_native_code_that_holds_the_gil_has_thread_stacks(tmp_path):
     assert "in hold_the_interpreter" in text
 
 
-def test_stopped_process_is_not_asked(tmp_path):
+def test_stopped_dead_or_deaf_process_is_not_asked(tmp_path):
     with watched_child(tmp_path, "lock") as child:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
         assert asked(tmp_path) == "no stacks: the process is stopped by a signal"
         os.kill(child.pid, signal.SIGCONT)
-        assert "take_twice" in asked(tmp_path)
-
-
-def test_dead_process_has_no_stacks(tmp_path):
-    with watched_child(tmp_path, "lock") as child:
+        lines = excerpt(asked(tmp_path))
+        assert any(" take_twice" in line and line.startswith("thread at tests/support/") for line in lines)
+        with subprocess.Popen(["sleep", "60"]) as sleeper:
+            said = asked(tmp_path, process=identify(sleeper.pid))
+            assert said == "no stacks: the process does not listen yet"
+            assert sleeper.poll() is None
+            sleeper.kill()
         child.kill()
         child.wait()
         assert asked(tmp_path) == "no stacks: the process is dead"
     assert excerpt("no stacks: the process is dead") == ["no stacks: the process is dead"]
-
-
-def test_process_without_a_handler_gets_no_signal(tmp_path):
-    with watched_child(tmp_path, "lock"), subprocess.Popen(["sleep", "60"]) as sleeper:
-        said = asked(tmp_path, process=identify(sleeper.pid))
-        assert said == "no stacks: the process does not listen yet"
-        assert sleeper.poll() is None
-        sleeper.kill()
 
 
 def test_stacks_without_our_code_are_left_out_of_an_excerpt():

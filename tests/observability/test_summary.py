@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 
 from rl.observability.run_folder import RunFolder
-from rl.observability.summary import CORRECT, EVALUATION, REWARD, summary, write_learning_curve
+from rl.observability.summary import CORRECT, EVALUATION, REWARD, draw_learning_curve, summary
 
 STEPS = [{"step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
 
@@ -55,7 +55,7 @@ def test_curve_shows_reward_correctness_and_evaluation_also_of_a_diverged_run(tm
     ]
     records += [evaluation(step, step / 60) for step in (0, 25, 50)]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_learning_curve(metrics, png)
+    draw_learning_curve(metrics, png)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
     image = matplotlib.image.imread(png)[..., :3]
     assert image.shape == (840, 1200, 3)

@@ -76,7 +76,10 @@ def test_damaged_lines_are_counted_and_skipped(folder):
     ]
 
 
-def test_numbers_that_are_not_finite_are_restored(folder):
+def test_later_record_of_a_step_counts_and_numbers_that_are_not_finite_are_restored(folder):
+    append(folder / "metrics.jsonl", {"step": 2, "reward/mean": 0.9})
+    steps = [(r["step"], r["reward/mean"]) for r in read_run(folder).steps]
+    assert steps == [(1, 0.25), (2, 0.9), (3, 0.75)]
     append(folder / "metrics.jsonl", {"step": 4, "loss/mean": "nan", "loss/grad_norm": "-inf", "note": "hm"})
     last = read_run(folder).steps[-1]
     assert last["loss/mean"] != last["loss/mean"]
@@ -94,12 +97,6 @@ def test_rollouts_without_a_reward_are_read(folder):
     assert len(run.rollouts) == 55
     assert run.rollouts[-2].keys() & {"reward", "correct"} == set()
     assert [finding.kind for finding in find(run)] == ["no_reward_variance"]
-
-
-def test_later_record_of_a_repeated_step_counts(folder):
-    append(folder / "metrics.jsonl", {"step": 2, "reward/mean": 0.9})
-    run = read_run(folder)
-    assert [(r["step"], r["reward/mean"]) for r in run.steps] == [(1, 0.25), (2, 0.9), (3, 0.75)]
 
 
 def test_large_files_keep_the_tokens_of_some_steps(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -40,6 +41,7 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
     """
     values = run.config.get("values") or {}
     last = run.steps[-1] if run.steps else {}
+    names = [event["event"] for event in run.events]
     return {
         "description": values.get("description"),
         "config": ".".join(str(run.config[key]) for key in ("module", "config") if key in run.config),
@@ -60,9 +62,10 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "trained_tokens_per_s": _median(run.steps, "perf/trained_tokens_per_s"),
         "completion_tokens": _last(run.steps, "completion/tokens_mean"),
         "logprob_diff_max": max(_finite(run.steps, "logprob_diff/max"), default=None),
-        "num_lost": sum(event.get("event") == "lost" for event in run.events),
-        "num_recovered": sum(event.get("event") == "recovered" for event in run.events),
-        "num_went_back": len(run.went_back),
+        "num_lost": names.count("lost"),
+        "num_recovered": names.count("recovered"),
+        # A resumed process goes back to its checkpoint too, without a loss.
+        "num_went_back": sum(pair[1] == "went_back" and pair[0] != "resumed" for pair in pairwise(names)),
     }
 
 

@@ -24,6 +24,10 @@ CHUNK_TOKENS = 60_000
 """Approximate tokens of a chunk, which is unpacked to show one rollout."""
 EXCERPT = 90
 """Characters of a reply in the index."""
+_COPIED = (
+    "step", "kind", "set", "problem", "answer", "sample", "reward", "correct", "end", "failure", "dropped", "unparsed",
+)  # fmt: skip
+"""Fields of a line that are columns of the index as they are."""
 _COST_OF_A_ROLLOUT = 30
 """Cost of a rollout's line in the index, in tokens."""
 _CHARACTERS_A_TOKEN = 4
@@ -120,23 +124,12 @@ def _row(line: Line) -> dict[str, Any]:
     reply = " ".join(" ".join(str(turn.get("reply") or "") for turn in turns).split())
     diffs = [abs(d) for turn in turns for d in _differences(turn) if d is not None]
     return {
-        "step": _plain(line.get("step")),
-        "kind": line.get("kind"),
-        "set": line.get("set"),
-        "problem": line.get("problem"),
-        "answer": _plain(line.get("answer")),
-        "sample": _plain(line.get("sample")),
-        "reward": _plain(line.get("reward")),
-        "correct": line.get("correct"),
+        **{name: line.get(name) for name in _COPIED},
         "advantage": _mean(line.get("advantage")),
         "tokens": sum(len(turn.get("token_ids") or ()) for turn in turns),
         "turns": len(turns),
-        "end": line.get("end"),
-        "failure": line.get("failure"),
-        "dropped": line.get("dropped"),
         "diff": max(diffs, default=None),
-        "parts": {str(name): _plain(part) for name, part in (line.get("parts") or {}).items()},
-        "unparsed": line.get("unparsed"),
+        "parts": line.get("parts") or {},
         "excerpt": reply[:EXCERPT],
     }
 
@@ -169,7 +162,7 @@ class _Chunk:
             "messages": [[m.get("role"), self._text(m.get("content"))] for m in turn.get("messages", ())],
             "reply": self._text(turn.get("reply")),
             "finish": turn.get("finish_reason"),
-            "reward": _plain(turn.get("reward")),
+            "reward": turn.get("reward"),
             "metrics": turn.get("metrics"),
         }
         if ids is not None:
@@ -220,18 +213,13 @@ def _short(value: Any) -> float | None:
 
 
 def _numbers(value: Any) -> Any:
-    return [_short(v) for v in value] if isinstance(value, list) else _plain(value)
+    return [_short(v) for v in value] if isinstance(value, list) else value
 
 
 def _mean(value: Any) -> float | None:
     """Return the mean of one number or a list of numbers."""
     numbers = [n for v in (value if isinstance(value, list) else [value]) if (n := _finite(v)) is not None]
     return _short(sum(numbers) / len(numbers)) if numbers else None
-
-
-def _plain(value: Any) -> Any:
-    """Return the value for JSON, as a string if it is not finite."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def pack(value: Any) -> str:

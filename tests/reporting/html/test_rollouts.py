@@ -1,6 +1,5 @@
 """Rollouts in a page: all or evenly chosen ones, with each number in its place."""
 
-import math
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ def test_rollouts_of_findings_are_kept(texts):
 
 
 def test_numbers_that_are_not_finite_are_unknown(texts):
-    odd = line(trainer_logprobs=["nan", -0.5], logprobs=["-inf", -0.5]) | {"reward": math.nan}
+    odd = line(trainer_logprobs=["nan", -0.5], logprobs=["-inf", -0.5]) | {"reward": "nan"}
     packed = pack_rollouts([odd], texts, max_bytes=ROOM)
     ((turn,),) = shown(packed)
     assert turn["logprobs"] == [None, -0.5]
