@@ -189,12 +189,9 @@ class DatasetTask(Configurable):
         config, found, num_rows = self.config, list[Row](), 0
         all_files = [*config.train_files, *config.eval_files.values()]
         needed = config.columns.by_setting()
-        if (
-            config.difficulty is not None
-            and config.difficulty.column is not None
-            and setting == "train_files"
-        ):
-            needed["difficulty.column"] = config.difficulty.column
+        difficulty = config.difficulty
+        if difficulty is not None and difficulty.column is not None and setting == "train_files":
+            needed["difficulty.column"] = difficulty.column
         for path in paths:
             names = [Path(other).name for other in dict.fromkeys(all_files)]
             name = Path(path).name if names.count(Path(path).name) == 1 else path

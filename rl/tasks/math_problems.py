@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.config.tree import check_bounds
-from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer, answer_part
+from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer
 from rl.tasks.data import import_for_tasks
 from rl.tasks.dataset import DatasetTask
-from rl.tasks.task import Solved
+from rl.tasks.task import Place, Solved, find_answer, required_answer
 from rl.types import Problem, Rollout
-
-Place = Literal["boxed", "hashes", "whole"]
-"""Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, or the whole text."""
 
 PLAIN_NUMBER = re.compile(r"-?\$?-?\d[\d,]*(\.\d+)?%?")
 GOLD_TIMEOUT_S = 5
@@ -41,12 +38,12 @@ class MathProblems(DatasetTask):
     @dataclass(kw_only=True, slots=True)
     class Config(DatasetTask.Config):
         template: str = BOXED
-        gold: Place = "hashes"
+        gold: Literal["boxed", "hashes", "whole"] = "hashes"
         """Position of the answer in the answer column: `hashes` for GSM8K, `boxed` for MATH's solutions, `whole`
         for a column of bare answers."""
         unparsed_gold: Literal["refuse", "skip"] = "refuse"
         """Treatment of rows whose answer cannot be read: refuse the first with an error, or skip and count."""
-        reply: Place = "boxed"
+        reply: Literal["boxed", "hashes", "whole"] = "boxed"
         """Position where the model must put its answer, after any thoughts; `whole` looks for it anywhere, as
         math-verify does."""
         format_reward: float = 0.0
@@ -103,9 +100,7 @@ class MathAnswer:
 
     def __call__(self, rollout: Rollout) -> float:
         """Grade the reply; raises UnparsedAnswer if it has no readable answer in its place."""
-        answer = reply_answer(rollout, self.place)
-        if answer is None:
-            raise UnparsedAnswer(f"no answer in its place ({self.place})", value=self.unparsed_value)
+        answer = required_answer(rollout, self.place, unparsed_value=self.unparsed_value)
         is_right = equal(rollout.prompt.problem.answer, answer, self.place)
         if is_right is None:
             raise UnparsedAnswer(f"math-verify cannot read {answer[:200]!r}", value=self.unparsed_value)
@@ -120,40 +115,7 @@ class AnswerInPlace:
 
     def __call__(self, rollout: Rollout) -> float:
         finished = rollout.completion.finish_reason == "stop"
-        return float(finished and reply_answer(rollout, self.place) is not None)
-
-
-def reply_answer(rollout: Rollout, place: Place) -> str | None:
-    """Return the answer of the last reply, outside of thoughts."""
-    return find_answer(answer_part(rollout.text), place)
-
-
-def find_answer(text: str, place: Place) -> str | None:
-    """Return the text in the answer's place; None if there is none.
-
-    >>> find_answer("so 8 * 9 = 72\\n#### 72", "hashes")
-    '72'
-    """
-    if place == "hashes":
-        _, mark, after = text.rpartition("####")
-        found = after.strip().partition("\n")[0] if mark else ""
-    elif place == "boxed":
-        found = _last_boxed(text)
-    else:
-        found = text
-    return found.strip() or None
-
-
-def _last_boxed(text: str) -> str:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return ""
-    depth = 0
-    for end in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if not depth:
-            return text[start + len("\\boxed{") : end]
-    return ""  # the brace was never closed
+        return float(finished and find_answer(rollout.text, self.place) is not None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,9 +20,9 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds
 from rl.protocols import Environment
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.rubric import Criterion, Rubric, UnparsedAnswer, answer_part
+from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.data import ProblemsByNumber, content_key, decode_settings, import_for_tasks
-from rl.tasks.task import Solved
+from rl.tasks.task import Place, Solved, required_answer
 from rl.types import Problem, Rollout
 
 BLOCK = 1000
@@ -196,34 +196,14 @@ class Grader:
     """Reward function that returns reasoning-gym's score of the answer."""
 
     source: Source
-    answer_in: str
+    answer_in: Place
     unparsed_value: float = 0.0
 
     def __call__(self, rollout: Rollout) -> float:
         """Grade the reply; raises UnparsedAnswer if it has no answer in its place."""
-        answer = find_answer(rollout.text, self.answer_in)
-        if answer is None:
-            raise UnparsedAnswer(f"no answer in its place ({self.answer_in})", value=self.unparsed_value)
+        answer = required_answer(rollout, self.answer_in, unparsed_value=self.unparsed_value)
         entry = rollout.prompt.problem.info["entry"]
         return float(self.source.block(0).score_answer(answer, entry))
-
-
-def find_answer(text: str, place: str) -> str | None:
-    """Return the answer of a reply in its place, after any thoughts; None if there is none.
-
-    >>> find_answer("<answer>3</answer> no, <answer>4</answer>", "tags")
-    '4'
-    """
-    said = answer_part(text)
-    if place == "whole":
-        found = said
-    elif place == "last_line":
-        found = said.rpartition("\n")[2]
-    else:
-        _, mark, after = said.rpartition("<answer>")
-        inner, end, _ = after.partition("</answer>")
-        found = inner if mark and end else ""
-    return found.strip() or None
 
 
 @functools.lru_cache(maxsize=8)

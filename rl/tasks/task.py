@@ -1,4 +1,4 @@
-"""The protocol of a task: problems, their split, environments and rubric.
+"""The protocol of a task (problems, their split, environments, rubric), and answers in replies.
 
 A new task usually subclasses `GeneratedTask` (problems drawn at random) or `DatasetTask` (rows of files), and
 overrides two methods. Any object with these five methods will do.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rl.protocols import Environment
-from rl.rollouts.rubric import Rubric, UnparsedAnswer
+from rl.rollouts.rubric import Rubric, UnparsedAnswer, answer_part
 from rl.types import Problem, Rollout
 
 
@@ -51,3 +51,49 @@ class Solved:
             return self.reward(rollout) >= self.at
         except UnparsedAnswer:
             return False
+
+
+Place = Literal["boxed", "hashes", "tags", "last_line", "whole"]
+"""Position of an answer in a text: in the last `\\boxed{}`, after the last `####`, in the last `<answer></answer>`, in
+the last line, or the whole text."""
+
+
+def find_answer(text: str, place: Place) -> str | None:
+    """Return the text in the answer's place, after any thoughts; None if there is none.
+
+    >>> find_answer("so 8 * 9 = 72\\n#### 72", "hashes")
+    '72'
+    """
+    text = answer_part(text)
+    if place == "hashes":
+        _, mark, after = text.rpartition("####")
+        found = after.strip().partition("\n")[0] if mark else ""
+    elif place == "boxed":
+        found = _last_boxed(text)
+    elif place == "tags":
+        _, mark, after = text.rpartition("<answer>")
+        inner, end, _ = after.partition("</answer>")
+        found = inner if mark and end else ""
+    else:
+        found = text.rpartition("\n")[2] if place == "last_line" else text
+    return found.strip() or None
+
+
+def required_answer(rollout: Rollout, place: Place, *, unparsed_value: float) -> str:
+    """Return the answer of the last reply; raise UnparsedAnswer with this value if there is none in its place."""
+    answer = find_answer(rollout.text, place)
+    if answer is None:
+        raise UnparsedAnswer(f"no answer in its place ({place})", value=unparsed_value)
+    return answer
+
+
+def _last_boxed(text: str) -> str:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return ""
+    depth = 0
+    for end in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if not depth:
+            return text[start + len("\\boxed{") : end]
+    return ""  # the brace was never closed

@@ -182,17 +182,27 @@ class Host:
 
 
 class Episode:
-    """One rollout of verifiers, driven by relay's replies. All methods run in the host's thread.
+    """Environment that plays one rollout of verifiers, driven by relay's replies.
+
+    The rollout starts at the first reply. All methods but those of `Environment` run in the host's thread.
 
     Args:
         task: a `verifiers.v1.Task`.
-        opening: the opening messages, without the announcement of tools.
+        opening: the opening messages, with the announcement of tools.
+        prompt: the opening messages as verifiers has them.
     """
 
-    def __init__(self, host: Host, task: Any, opening: Sequence[Message]) -> None:
+    runs_inline = True
+    """True, because the host has a thread of its own for code that may block."""
+
+    def __init__(
+        self, host: Host, task: Any, *, opening: Sequence[Message], prompt: Sequence[Message]
+    ) -> None:
         self._host = host
         self._task = task
-        self._messages: list[Message | None] = list(opening)
+        self._opening = opening
+        self._has_begun = False
+        self._messages: list[Message | None] = list(prompt)
         """All messages so far, with None for the model's replies."""
         self.num_replies = 0
         self._requests: asyncio.Queue[tuple[Sequence[Message], asyncio.Future[Reply]]] = asyncio.Queue()
@@ -201,12 +211,26 @@ class Episode:
         self._traces: list[Any] = []
         self._refusal: str | None = None
 
-    async def reply(self, reply: Reply) -> Observation:
+    def opening(self) -> Sequence[Message]:
+        return self._opening
+
+    async def step(self, reply: Reply) -> Observation:
         """Return the environment's answer to a reply; the last one has rewards among its metrics.
 
         Raises:
             EpisodeError: the rollout failed, or cannot be followed.
         """
+        if not self._has_begun:
+            await asyncio.to_thread(self._host.start)
+            self._has_begun = True
+        return await asyncio.wrap_future(self._host.submit(self._reply(reply)))
+
+    async def close(self) -> None:
+        """Cancel the rollout."""
+        if self._has_begun:
+            await asyncio.wrap_future(self._host.submit(self._end()))
+
+    async def _reply(self, reply: Reply) -> Observation:
         if self._run is None:
             self._run = asyncio.create_task(self._play())
             if (first := await self._next()) is None:
@@ -234,8 +258,7 @@ class Episode:
         self._refusal = why
         raise EpisodeError(why)
 
-    async def close(self) -> None:
-        """Cancel the rollout."""
+    async def _end(self) -> None:
         if self._run is not None and not self._run.done():
             self._run.cancel()
             await asyncio.wait({self._run}, timeout=CLOSE_S)

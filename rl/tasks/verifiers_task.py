@@ -7,15 +7,14 @@ relay's generator (`rl/tasks/verifiers_bridge.py`).
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from rl.config.configurable import HIDDEN, Configurable
 from rl.config.tree import check_bounds
@@ -31,7 +30,7 @@ from rl.tasks.data import (
 )
 from rl.tasks.task import Solved
 from rl.tools.tool import announce
-from rl.types import Message, Observation, Problem, Reply, Rollout
+from rl.types import Message, Problem, Rollout
 
 VERSION = "0.4."
 """Supported version of verifiers, because the bridge uses private parts of it."""
@@ -126,14 +125,10 @@ class VerifiersTask(Configurable):
         return {"held_out": self._eval}
 
     def environment(self, problem: Problem) -> Environment:
-        """Return an environment that starts verifiers' episode at the first reply."""
         task = self._tasks[problem.id]
-        messages = problem.info["opening"]
-        return VerifiersEnvironment(
-            host=self._host,
-            make_episode=functools.partial(self._episode, self._host, task, _opening(task)),
-            messages=[Message(role=role, content=content) for role, content in messages],
-        )
+        opening = [Message(role=role, content=content) for role, content in problem.info["opening"]]
+        episode: Environment = self._episode(self._host, task, opening=opening, prompt=_opening(task))
+        return episode
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give the rewards that the environment computed."""
@@ -279,36 +274,6 @@ def _opening(task: Any) -> list[Message]:
     if not opening or opening[-1].role == "assistant" or any(m.role == "assistant" for m in opening):
         raise ValueError("its prompt must end with a message to the model, and contain none of the model's")
     return [Message(role="system", content=system), *opening] if system else opening
-
-
-@dataclass(kw_only=True, slots=True)
-class VerifiersEnvironment:
-    """Environment that starts verifiers' episode at the first reply and passes replies and messages on."""
-
-    runs_inline: ClassVar[bool] = True
-    """True, because the host has a thread of its own for code that may block."""
-
-    host: Any
-    """The bridge's `Host`."""
-    make_episode: Callable[[], Any]
-    """Returns the bridge's `Episode`."""
-    messages: Sequence[Message]
-    """Opening messages."""
-    _episode: Any = field(default=None, init=False)
-
-    def opening(self) -> Sequence[Message]:
-        return self.messages
-
-    async def step(self, reply: Reply) -> Observation:
-        """Return the answer to a reply; raises EpisodeError if the rollout failed or cannot be followed."""
-        if self._episode is None:
-            await asyncio.to_thread(self.host.start)
-            self._episode = self.make_episode()
-        return await asyncio.wrap_future(self.host.submit(self._episode.reply(reply)))
-
-    async def close(self) -> None:
-        if self._episode is not None:
-            await asyncio.wrap_future(self.host.submit(self._episode.close()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ import pytest
 from rl.rollouts.producer import NothingToLearnError
 from rl.rollouts.samples import policy_sample
 from rl.tasks.sum_digits import SumDigits
-from rl.training.checkpoint_config import CheckpointConfig
 from rl.types import SamplingParams, ServeResult
 from rl.utils.errors import RunError
 from tests.support.fakes import FakePolicy, RubricRewarder, prompt_of, rollout_of
@@ -200,24 +199,3 @@ def test_a_failing_sync_stops_a_loop_that_waits_for_rollouts(phase):
     policy = Failing(reply=half_right, generate_s=lambda prompt: 100.0 if number_of(prompt) > 3 else 1.0)
     with pytest.raises(RunError, match=r"^step 3: the store is full"):
         run(policy, num_steps=6, max_off_policy_steps=1)
-
-
-def test_a_continued_loop_repeats_only_unfinished_groups():
-    def generate_s(prompt: str) -> float:
-        return 9.0 if number_of(prompt) == 1 else 1.0
-
-    whole, rest = (SimulatedPolicy(reply=some_right, generate_s=generate_s) for _ in range(2))
-    settings = {"num_steps": 6, "groups_per_batch": 2, "max_off_policy_steps": 3}
-    run(whole, checkpoint=CheckpointConfig(interval=2), **settings)
-    position = whole.saved[0][0]
-    assert position is not None
-    assert position.step == 2
-    assert 1 in position.outstanding  # the slow one was overtaken
-    rest.version = rest.served_version = 2
-    run(rest, state=position, **settings)
-
-    def trained(policy: SimulatedPolicy) -> list[int]:
-        samples = [s for step in policy.trained for s in step[::4]]
-        return [number_of(bytes(s.token_ids[~s.mask].tolist()).decode()) for s in samples]
-
-    assert sorted(trained(whole)[:4] + trained(rest)) == list(range(12))

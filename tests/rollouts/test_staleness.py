@@ -16,16 +16,6 @@ def fill(bound: StalenessBound, first: int = 0) -> list[int]:
     return started
 
 
-def test_synchronous_step_starts_only_its_own_groups():
-    bound = StalenessBound(max_off_policy_steps=0, groups_per_batch=3, num_steps=9)
-    assert fill(bound) == [0, 1, 2]
-    assert bound.take([2, 0]) is None
-    assert bound.take([2, 0, 1]) == [0, 1, 2]
-    assert not bound.may_start()  # the generators still serve the old weights
-    bound.serve(1)
-    assert fill(bound, 3) == [3, 4, 5]
-
-
 def test_later_group_overtakes_a_slow_one_while_that_stays_in_time():
     bound = StalenessBound(max_off_policy_steps=1, groups_per_batch=2, num_steps=9)
     fill(bound)  # 0 to 3, each to be taken by step 2

@@ -212,19 +212,13 @@ def test_template_that_cannot_open_a_conversation_is_refused(tmp_path, name, fie
             "assistant:",
             r"puts '\\nuser: What is said ' after a reply, which does not begin with a special token",
         ),
-        ("{% if m.role != 'assistant' %}" + CHATML + "{% endif %}", "", "puts '' after a reply"),
         (
             "{% if m.role == 'assistant' %}{{ raise_exception('no replies') }}{% endif %}" + CHATML,
             "",
             "does not render messages of roles user, assistant, user: no replies",
         ),
-        (
-            "<|im_start|>{{ m.role }}\n{{ m.content }}",
-            "<|im_start|>assistant\n",
-            r"puts '<\|im_start\|>' after a reply, which is not one of the tokens that end a reply \(\[258\]\)",
-        ),
     ],
-    ids=["numbers turns", "moves the system message", "no special token", "no replies", "raises", "no end"],
+    ids=["numbers turns", "moves the system message", "no special token", "raises"],
 )
 def test_template_that_rewrites_earlier_text_is_refused(tmp_path, turn, opens, message):
     renderer = renderer_of(written(tmp_path, turn, opens=opens), keep_replies=True)
@@ -233,19 +227,11 @@ def test_template_that_rewrites_earlier_text_is_refused(tmp_path, turn, opens, m
         renderer.check_multi_turn()
 
 
-@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
-def test_end_token_may_swallow_a_newline_after_it_but_no_space_before_it(tmp_path, side):
-    end = {"content": "<end>", "lstrip": False, "rstrip": False, "special": True, "__type": "AddedToken"}
-    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<end>\n"
-    tokenizer = written(tmp_path, turn, eos_token=end | {side: True})
-    renderer = renderer_of(tokenizer)
-    if side == "lstrip":
-        with pytest.raises(ValueError, match=r"'reply <end>' is not tokenized as 'reply ' and '<end>' are"):
-            renderer.check_multi_turn()
-        return
-    ids = conversation(renderer, [ASKED], (REPLY, [ASKED_AGAIN]))
-    assert ids.count(tokenizer.eos_token_id) == 3
-    assert all(ids[i + 1] == 257 for i, token in enumerate(ids) if token == tokenizer.eos_token_id)
+def test_end_token_that_swallows_the_space_before_it_is_refused(tmp_path):
+    end = {"content": "<end>", "lstrip": True, "rstrip": False, "special": True, "__type": "AddedToken"}
+    tokenizer = written(tmp_path, "<|im_start|>{{ m.role }}\n{{ m.content }}<end>\n", eos_token=end)
+    with pytest.raises(ValueError, match=r"'reply <end>' is not tokenized as 'reply ' and '<end>' are"):
+        renderer_of(tokenizer).check_multi_turn()
 
 
 def test_end_of_turn_comes_from_the_template(tmp_path):

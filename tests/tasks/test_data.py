@@ -59,7 +59,6 @@ def refusal(path):
     [
         ("rows.jsonl", '{"q": "a"}\n\n{"q": oops}\n', "rows.jsonl cannot be read: "),
         ("rows.jsonl", '{"q": "a"}', "has no column 'a' (columns.answer); its columns are 'q'"),
-        ("rows.jsonl", "", "rows.jsonl"),
         ("rows.txt", "text", "ends in '.txt', which is not one of .jsonl, .json, .parquet, .csv"),
         ("rows.parquet", "no parquet", "rows.parquet cannot be read"),
         ("folder", None, "folder cannot be read: "),

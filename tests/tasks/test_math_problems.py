@@ -8,8 +8,8 @@ import pytest
 from configs import gsm8k
 from examples.data import make_tiny_math
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathProblems, equal, find_answer
-from rl.tasks.task import Solved
+from rl.tasks.math_problems import AnswerInPlace, MathAnswer, MathProblems, equal
+from rl.tasks.task import Solved, find_answer
 from rl.types import Problem
 from tests.support.scored import reply
 
@@ -59,6 +59,14 @@ def test_gold_stands_in_its_place(build, rows, gold, answers):
         (r"cut off \boxed{\frac{1}{2}", "boxed", None),
         (r"\boxed{ }", "boxed", None),
         ("so 4", "whole", "so 4"),
+        ("<answer>3</answer> or <answer> 4\n</answer>", "tags", "4"),
+        ("<answer>3", "tags", None),
+        ("thinking\n 4 \n\n", "last_line", "4"),
+        (" 4", "whole", "4"),
+        ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
+        ("<think>\n4", "whole", None),
+        ("<think><answer>3</answer></think><answer>4</answer>", "tags", "4"),
+        ("<think><answer>4</answer></think>I do not know", "tags", None),
     ],
 )
 def test_answer_is_only_found_in_its_place(text, place, answer):
@@ -159,11 +167,6 @@ def test_file_of_the_tiny_config_has_right_solutions_that_fit(tmp_path, monkeypa
     rows = [json.loads(line) for line in (root / gsm8k.TINY).read_text().splitlines()]
     assert rows == make_tiny_math.problems()
     assert len({row["question"] for row in rows}) == 200
-    assert len(task.eval_sets()["held_out"]) >= 10
-    for problem in islice(task.train_problems(seed=0), 150):
-        for step in problem.demonstrations[0].partition(" ####")[0].split(", "):
-            left, _, right = step.partition("=")
-            assert sum(map(int, left.replace("-", "+-").split("+"))) == int(right)
     shown = next(task.warmup_problems(seed=0))
     room = config.generator.max_model_len - config.loop.sampling.max_tokens
     assert len(shown.question) < room

@@ -6,7 +6,7 @@ import pytest
 
 from rl.rollouts.producer import NumberedProblems
 from rl.rollouts.rubric import UnparsedAnswer
-from rl.tasks.reasoning_gym_task import Grader, ReasoningGym, Source, find_answer
+from rl.tasks.reasoning_gym_task import Grader, ReasoningGym, Source
 from rl.types import LoopPosition
 from tests.support.scored import reply
 
@@ -64,26 +64,6 @@ def test_solved_at_lets_partly_right_answers_count():
     task = build("countdown", num_eval=2)
     wrong = reply(task.eval_sets()["held_out"][0], "<answer>1 + 1</answer>")
     assert task.rubric(seed=0).score(wrong).reward == 0.05  # the dataset's own score
-
-
-@pytest.mark.parametrize(
-    ("text", "place", "answer"),
-    [
-        ("<answer>3</answer> or <answer> 4\n</answer>", "tags", "4"),
-        ("<answer>3", "tags", None),
-        ("<answer></answer>", "tags", None),
-        ("thinking\n 4 \n\n", "last_line", "4"),
-        (" 4", "whole", "4"),
-        ("", "last_line", None),
-        ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
-        ("<think>\n4", "whole", None),
-        ("<think>or\n4", "last_line", None),
-        ("<think><answer>3</answer></think><answer>4</answer>", "tags", "4"),
-        ("<think><answer>4</answer></think>I do not know", "tags", None),
-    ],
-)
-def test_answer_is_only_found_in_its_place(text, place, answer):
-    assert find_answer(text, place) == answer
 
 
 def test_reply_without_an_answer_is_unparsed():

@@ -124,12 +124,3 @@ def test_call_that_does_not_fit_a_tool_is_refused(made, message):
     assert isinstance(found, BadCall)
     assert message in found.error
     assert len(found.error) < 300
-
-
-def test_no_depth_of_nesting_gets_through_as_an_exception():
-    for depth in (10, 300, 900, 1200):
-        nested = "[" * depth + "]" * depth
-        (told,) = parse_calls(
-            f'<tool_call>{{"name": "calculator", "arguments": {{"expression": {nested}}}}}</tool_call>'
-        )
-        assert isinstance(check_call(told, TOOLS) if isinstance(told, ToolCall) else told, BadCall)

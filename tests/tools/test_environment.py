@@ -55,18 +55,6 @@ def test_every_call_is_answered_in_order_and_an_answer_ends_the_episode():
     assert last.metrics == {"tools/calls": 0, "tools/errors": 0, "tools/timeouts": 0, "tools/s": 0}
 
 
-def test_invalid_calls_are_answered_with_the_error_and_counted():
-    observation = step(
-        environment(), "<tool_call>{oops}</tool_call>", ("nothing", {}), ("calculator", {}), calculate("2+2")
-    )
-    answers = [message.content for message in observation.messages]
-    assert "is not valid JSON" in answers[0]
-    assert "there is no tool 'nothing'" in answers[1]
-    assert "'expression' is a required property" in answers[2]
-    assert answers[3] == "4"
-    assert counts(observation) == {"calls": 4, "errors": 3, "timeouts": 0}
-
-
 def test_calls_beyond_the_limit_are_not_made_and_a_reply_with_more_ends_the_episode():
     env = environment(max_calls=3)
     assert counts(step(env, calculate("1"))) == {"calls": 1, "errors": 0, "timeouts": 0}

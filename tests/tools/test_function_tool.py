@@ -124,23 +124,6 @@ def test_function_that_blocks_fails_at_its_time_limit_without_blocking_the_loop(
     release.set()
 
 
-def test_coroutine_runs_in_the_loop_and_is_cancelled_at_its_time_limit():
-    ended = []
-
-    async def wait() -> str:
-        """Waits."""
-        assert threading.current_thread() is threading.main_thread()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-        return "never"
-
-    with pytest.raises(ToolTimeoutError):
-        call(wait, time_limit_s=0.05)
-    assert ended == [True]
-
-
 def named(name, parameters=None):
     tool = FunctionTool(convert, name=name)
     tool.parameters = tool.parameters if parameters is None else parameters

