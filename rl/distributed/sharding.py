@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
@@ -134,16 +134,38 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part as a plain tensor, with gradient.
+
+    Ranks that hold the same part use it for different tokens, or for their own share of each token's result:
+    the gradient of the whole tensor is the sum of theirs.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in tensor.placements])
+
+
+def wrapped_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Wrap `local` as this rank's part of a tensor with the shape and layout of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def distributed(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """Return the parameter in another layout.
+
+    Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
+    """
+    sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor without torchao's wrapper for float8 gathering, sharing the parameter's memory."""
-    local = local_tensor(tensor)
-    inner = getattr(local, "_tensor", None)
-    if not isinstance(inner, Tensor):
-        return tensor
-    if not isinstance(tensor, DTensor):
-        return inner
-    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    return DTensor.from_local(inner, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    inner = getattr(local_tensor(tensor), "_tensor", None)
+    return wrapped_like(tensor, inner) if isinstance(inner, Tensor) else tensor
 
 
 def local_shard_of(full: Tensor, like: Tensor) -> Tensor:

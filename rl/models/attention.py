@@ -102,10 +102,10 @@ class Segments:
         return cls(**_grids(lengths, num_keys), key_rows=joined_ranges(keys))
 
     @classmethod
-    def of_single_queries(cls, keys: Sequence[tuple[int, int]]) -> Segments:
-        """Build a segment for each query that sees the keys from begin to end."""
-        num_keys = [end - begin for begin, end in keys]
-        return cls(**_grids([1] * len(keys), num_keys), key_rows=joined_ranges(keys))
+    def of_single_queries(cls, keys: Sequence[np.ndarray]) -> Segments:
+        """Build a segment for each query that sees the keys in these rows."""
+        num_keys = [len(rows) for rows in keys]
+        return cls(**_grids([1] * len(keys), num_keys), key_rows=torch.from_numpy(np.concatenate(keys)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

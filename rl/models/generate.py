@@ -133,14 +133,14 @@ def _decode(
     if is_cancelled():
         return
     device = model.embed_tokens.weight.device
-    prompts = list({id(s.prompt): s.prompt for s in sequences}.values())
-    row_of = {id(prompt): row for row, prompt in enumerate(prompts)}
-    rows_N = torch.tensor([row_of[id(s.prompt)] for s in sequences], device=device)
+    prompts = {id(s.prompt): s.prompt for s in sequences}
+    numbers = {key: number for number, key in enumerate(prompts)}
+    prompt_of = [numbers[id(s.prompt)] for s in sequences]
     longest = max(s.limit for s in sequences)
     uniforms_NC = torch.stack([uniforms(s.seed, longest) for s in sequences]).to(device)
     with cached_attention(model) as cache:
-        logits_BV = _prefill(model, cache, prompts)[rows_N]
-        cache.select(rows_N)
+        logits_BV = _prefill(model, cache, list(prompts.values()))[prompt_of]
+        cache.continue_rows(prompt_of)
         rows = list(range(len(sequences)))
         for step in range(longest):
             logprobs_BV = processed_logprobs(logits_BV, sampling)
@@ -155,8 +155,8 @@ def _decode(
             if not keep or is_cancelled():
                 return
             rows = [rows[i] for i in keep]
-            positions = np.array([len(sequences[row].prompt) + step for row in rows])
-            cache.place(np.array(rows), positions, device=device)
+            cache.continue_rows(keep)
+            cache.place_next(device)
             logits_BV = _forward(model, cache, tokens_B[keep], head=linear_head)[: len(keep)]
 
 
@@ -166,8 +166,7 @@ def _prefill(model: Decoder, cache: KVCache, prompts: Sequence[np.ndarray]) -> T
     lengths = [len(prompt) for prompt in prompts]
     layout = SequenceLayout.from_lengths(lengths, device=device)
     tokens_T = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(device)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    cache.place(np.repeat(np.arange(len(lengths)), lengths), positions, device=device, decode=False)
+    cache.place_prompts(lengths, device)
     last_P = layout.offsets[1:].long() - 1
 
     def last_logits(hidden_TE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -193,51 +192,37 @@ def _forward(
 
 
 class KVCache:
-    """State shared by the layers' caches: places of the tokens of the current forward."""
+    """Places of the tokens in the layers' caches, which grow by the tokens of each forward."""
 
     positions: Tensor
     """[tokens of this forward] int64."""
-    slots: Tensor
-    """[tokens of this forward] int64, index of each token in the flat cache of rows times `capacity`."""
     segments: Segments
-    """Keys that each token sees if it is the last of its row."""
+    """Keys that each token of this forward sees, if it continues a row."""
 
     def __init__(self, *, pads_rows: bool) -> None:
         """`pads_rows`: pad tokens to whole tiles, as a batch-invariant model needs."""
         self.pads_rows = pads_rows
-        self.layers: list[CachedAttention] = []
-        self.num_rows = 0
-        self.capacity = 0
-        """Positions of a row."""
+        self._num_cached = 0
+        self._slots: list[np.ndarray] = []
+        """Slots of the tokens of each row, in the order of their positions."""
 
-    def place(
-        self, rows: np.ndarray, positions: np.ndarray, *, device: torch.device, decode: bool = True
-    ) -> None:
-        """Prepare a forward of tokens in these places: whole prompts first, then to decode one of each row."""
-        longest = int(positions.max()) + 1
-        if longest > self.capacity:
-            # Growing by half keeps the total cost of copying low.
-            capacity = max(longest, self.capacity + self.capacity // 2)
-            for layer in self.layers if self.capacity else ():
-                more = (0, 0, 0, 0, 0, capacity - self.capacity)
-                layer.k, layer.v = (
-                    F.pad(x.unflatten(0, (self.num_rows, -1)), more).flatten(0, 1) for x in (layer.k, layer.v)
-                )
-            self.num_rows = max(self.num_rows, int(rows.max()) + 1)
-            self.capacity = capacity
-        starts = rows * self.capacity
-        self.positions = torch.from_numpy(positions).to(device)
-        self.slots = torch.from_numpy(starts + positions).to(device)
-        if decode:
-            keys = zip(starts.tolist(), (starts + positions + 1).tolist(), strict=True)
-            self.segments = on_device(Segments.of_single_queries(list(keys)), device)
+    def place_prompts(self, lengths: Sequence[int], device: torch.device) -> None:
+        """Prepare the first forward: whole prompts, one row for each."""
+        ends = np.cumsum(lengths)
+        self._num_cached = int(ends[-1])
+        self._slots = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
 
-    def select(self, rows_N: Tensor) -> None:
-        """Let row n continue the row `rows_N[n]`."""
-        for layer in self.layers:
-            rows = (x.unflatten(0, (self.num_rows, -1))[rows_N].flatten(0, 1) for x in (layer.k, layer.v))
-            layer.k, layer.v = rows
-        self.num_rows = len(rows_N)
+    def continue_rows(self, rows: Sequence[int]) -> None:
+        """Let row n be the row `rows[n]` from now on; a row may be continued several times."""
+        self._slots = [self._slots[row] for row in rows]
+
+    def place_next(self, device: torch.device) -> None:
+        """Prepare a forward of one more token of each row."""
+        self.positions = torch.tensor([len(slots) for slots in self._slots], device=device)
+        self._slots = [np.append(slots, self._num_cached + i) for i, slots in enumerate(self._slots)]
+        self._num_cached += len(self._slots)
+        self.segments = on_device(Segments.of_single_queries(self._slots), device)
 
 
 class CachedAttention(nn.Module):
@@ -247,22 +232,20 @@ class CachedAttention(nn.Module):
         super().__init__()
         self.cache = cache
         self.core = core
-        self.k = torch.empty(0)
-        self.v = torch.empty(0)
+        self.kv = torch.empty(0)
+        """Keys, then values of all tokens so far, [slots, 2K, D]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceLayout | None) -> Tensor:
         """Attend from [tokens, H, D] to the cached keys and values; return [tokens, H, D]."""
-        cache, num_tokens = self.cache, len(self.cache.slots)
+        num_tokens = len(self.cache.positions)
         num_padding = len(q) - num_tokens
         q, k, v = q[:num_tokens], k[:num_tokens], v[:num_tokens]
-        if self.k.numel() == 0:
-            size = (cache.num_rows * cache.capacity, *k.shape[1:])
-            self.k, self.v = k.new_zeros(size), v.new_zeros(size)
-        self.k[cache.slots], self.v[cache.slots] = k, v
         if sequences is not None:
+            self.kv = torch.cat((k, v), dim=1)
             out = self.core(q, k, v, sequences)
         else:
-            out = self.core(q, self.k, self.v, cache.segments)
+            self.kv = torch.cat((self.kv, torch.cat((k, v), dim=1)))
+            out = self.core(q, *self.kv.chunk(2, dim=1), self.cache.segments)
         return F.pad(out, (0, 0, 0, 0, 0, num_padding)) if num_padding else out
 
 
@@ -274,8 +257,7 @@ def cached_attention(model: Decoder) -> Iterator[KVCache]:
     cache = KVCache(pads_rows=isinstance(cores[0], InvariantAttention))
     try:
         for attention, core in zip(attentions, cores, strict=True):
-            cache.layers.append(CachedAttention(cache, core))
-            attention.core = cache.layers[-1]
+            attention.core = CachedAttention(cache, core)
         yield cache
     finally:
         for attention, core in zip(attentions, cores, strict=True):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
 from rl.models.converter import ModelConverter
-from rl.models.low_rank import LowRank, adapter_name
-from rl.models.peft import PeftSettings, read_peft_folder
+from rl.models.low_rank import SUFFIX, LowRank
+from rl.models.peft import read_peft_folder
 
 HEAD = "lm_head"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,22 +68,25 @@ class LoRA(ModelConverter):
         """Attach the adapters; raise ValueError naming an unknown target and the valid ones."""
         self._hf = self.spec.adapter(self.spec.model)
         self._adapters: dict[str, LowRank] = {}
-        """Adapters by the name of the adapted weight."""
-        self._adapted: dict[str, list[str]] = {}
-        """Hugging Face names of the weights with factors, by our weight."""
+        """Adapters by the name of our adapted weight."""
         if any(isinstance(module, LowRank) for module in model.modules()):
             raise ValueError("the model has adapters of an earlier LoRA: must be one LoRA")
         linears = self._linear_layers(model)
         targets = self._targets(linears)
         model.requires_grad_(False)
         for name, (linear, hf_names) in linears.items():
-            adapted = [n for n in hf_names if {_leaf(n), name.rpartition(".")[2]} & targets]
+            adapted = {n: i for i, n in enumerate(hf_names) if {_leaf(n), _leaf(name)} & targets}
             if adapted:
                 adapter = self._attach(model, name, linear, adapted)
                 linear.register_forward_hook(lambda _, args, out, a=adapter: a.add_to(out, args[0]))
         if self.config.unembedding:
+            if (head := getattr(model, HEAD, None)) is None:
+                raise ValueError(
+                    f"unembedding=True: {self.spec.name} {self.spec.flavor} has no output head of its own, its "
+                    "weight is the embedding's, which the adapter would change too: must be False"
+                )
             # The loss uses the head's weight without calling its layer.
-            self._attach(model, HEAD, self._head(model), self._hf.hf_names(f"{HEAD}.weight"))
+            self._attach(model, HEAD, head, {f"{HEAD}.weight": 0})
         if self.config.initial_adapter is not None:
             self._open_peft(self.config.initial_adapter)
 
@@ -101,7 +104,7 @@ class LoRA(ModelConverter):
         """Return the last name parts of the layers to adapt."""
         valid: dict[str, None] = {}
         for name, (_, hf_names) in linears.items():
-            valid |= dict.fromkeys((*map(_leaf, hf_names), name.rpartition(".")[2]))
+            valid |= dict.fromkeys(map(_leaf, (*hf_names, name)))
         targets = self.config.target_modules
         if targets is None:
             return valid.keys() & set(ALL_LINEAR)
@@ -114,37 +117,24 @@ class LoRA(ModelConverter):
                 )
         return set(targets)
 
-    def _head(self, model: nn.Module) -> nn.Linear:
-        head = getattr(model, HEAD, None)
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"unembedding=True: {self.spec.name} {self.spec.flavor} has no output head of its own, its "
-                "weight is the embedding's, which the adapter would change too: must be False"
-            )
-        return head
-
-    def _attach(self, model: nn.Module, name: str, linear: nn.Linear, adapted: list[str]) -> LowRank:
+    def _attach(self, model: nn.Module, name: str, linear: nn.Linear, adapted: dict[str, int]) -> LowRank:
         weight = f"{name}.weight"
-        numbers = [self._hf.hf_names(weight).index(hf_name) for hf_name in adapted]
+        # The number of the Hugging Face weight that each row of our weight came from.
+        rows = self._hf_rows(weight, linear.out_features).values()
+        parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
+        source_O1 = self._hf.from_hf(weight, parts)
+        assert source_O1.shape == (linear.out_features, 1), "the state-dict adapter must regroup rows alone"
         adapter = LowRank(
             linear,
-            source_O=self._sources(weight, linear),
-            adapted=numbers,
+            source_O=source_O1.squeeze(1),
+            adapted=adapted,
             rank=self.config.rank,
             scale=self.config.scale,
         )
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), adapter_name(leaf), adapter)
-        self._adapters[weight], self._adapted[weight] = adapter, adapted
+        setattr(model.get_submodule(parent), f"{leaf}{SUFFIX}", adapter)
+        self._adapters[weight] = adapter
         return adapter
-
-    def _sources(self, weight: str, linear: nn.Linear) -> Tensor:
-        """Return the number of the Hugging Face weight that each row of our weight came from."""
-        rows = self._hf_rows(weight, linear.out_features).values()
-        parts = [torch.full((num, 1), number, device="cpu") for number, num in enumerate(rows)]
-        sources = self._hf.from_hf(weight, parts)
-        assert sources.shape == (linear.out_features, 1), "the state-dict adapter must regroup rows alone"
-        return sources.squeeze(1)
 
     def _hf_rows(self, weight: str, num_rows: int) -> dict[str, int]:
         """Return the number of rows of each Hugging Face weight in ours, which has `num_rows`."""
@@ -170,21 +160,12 @@ class LoRA(ModelConverter):
         adapter = self._adapters.get(name)
         return tensor if adapter is None else adapter.merged_like(tensor)
 
-    def peft_settings(self, *, base_model: str | None) -> PeftSettings:
-        targets = dict.fromkeys(_leaf(name) for names in self._adapted.values() for name in names)
-        return PeftSettings(
-            rank=self.config.rank,
-            alpha=self.config.alpha,
-            target_modules=tuple(targets),
-            base_model=base_model,
-        )
-
     def peft_factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the Hugging Face name of each weight with its whole A and B; every rank must consume all."""
         for weight, adapter in self._adapters.items():
             a, b = (whole_tensor(p.detach()) for p in (adapter.lora_a, adapter.lora_b))
             b_of = self._hf.to_hf(weight, b)
-            for hf_name, a_RI in zip(self._adapted[weight], a.split(adapter.rank), strict=True):
+            for hf_name, a_RI in zip(adapter.adapted, a.split(adapter.rank), strict=True):
                 yield hf_name, a_RI, b_of[hf_name]
 
     @torch.no_grad()
@@ -197,20 +178,20 @@ class LoRA(ModelConverter):
         found = self._open_peft(folder)
         for weight, adapter in self._adapters.items():
             rows = self._hf_rows(weight, adapter.lora_b.size(0))
-            adapted = self._adapted[weight]
-            _fill(adapter.lora_a, torch.cat([found[name][0] for name in adapted]))
+            _fill(adapter.lora_a, torch.cat([found[name][0] for name in adapter.adapted]))
             parts = [
-                found[n][1] if n in adapted else torch.zeros(num, adapter.rank) for n, num in rows.items()
+                found[n][1] if n in adapter.adapted else torch.zeros(num, adapter.rank)
+                for n, num in rows.items()
             ]
             _fill(adapter.lora_b, self._hf.from_hf(weight, parts))
 
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings that shapes do not reveal: targets within fused weights, and alpha."""
-        peft = self.peft_settings(base_model=None)
+        targets = {_leaf(name) for adapter in self._adapters.values() for name in adapter.adapted}
         return {
-            "rank": peft.rank,
-            "alpha": peft.alpha,
-            "target_modules": sorted(name for name in peft.target_modules if name != HEAD),
+            "rank": self.config.rank,
+            "alpha": self.config.alpha,
+            "target_modules": sorted(targets - {HEAD}),
             "unembedding": self.config.unembedding,
         }
 
@@ -218,14 +199,14 @@ class LoRA(ModelConverter):
         widths = {
             hf_name: (adapter.lora_a.size(1), self._hf_rows(weight, adapter.lora_b.size(0))[hf_name])
             for weight, adapter in self._adapters.items()
-            for hf_name in self._adapted[weight]
+            for hf_name in adapter.adapted
         }
         return read_peft_folder(folder, rank=self.config.rank, alpha=self.config.alpha, widths=widths)
 
 
-def _leaf(hf_name: str) -> str:
+def _leaf(name: str) -> str:
     """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
-    return hf_name.removesuffix(".weight").rpartition(".")[2]
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _fill(parameter: nn.Parameter, whole: Tensor) -> None:

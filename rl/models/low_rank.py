@@ -9,18 +9,26 @@ Shape legend: T tokens, I input width, O output rows of the fused weight, N adap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+from rl.distributed.sharding import (
+    distributed,
+    local_shard_of,
+    local_tensor,
+    own_part,
+    whole_tensor,
+    wrapped_like,
+)
 
 ROWS = 0
 COLUMNS = 1
+SUFFIX = "_lora"
+"""Ending of an adapter's name, after that of the layer next to it."""
 
 
 class LowRank(nn.Module):
@@ -35,21 +43,22 @@ class LowRank(nn.Module):
     """Assignment of this rank's rows of B to the A's."""
 
     def __init__(
-        self, linear: nn.Linear, *, source_O: Tensor, adapted: Sequence[int], rank: int, scale: float
+        self, linear: nn.Linear, *, source_O: Tensor, adapted: Mapping[str, int], rank: int, scale: float
     ) -> None:
         """Allocate the factors of a linear layer.
 
         Args:
             source_O: number of the Hugging Face weight that each row of our weight came from.
-            adapted: numbers of the weights that get factors.
+            adapted: Hugging Face names of the weights that get factors, with their numbers.
             scale: s.
         """
         super().__init__()
+        self.adapted = tuple(adapted)
         self.rank = rank
         self.scale = scale
         self.lora_a = nn.Parameter(linear.weight.new_empty(len(adapted) * rank, linear.in_features))
         self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
-        self._whole_rows_ON = torch.stack([source_O == number for number in adapted], dim=1)
+        self._whole_rows_ON = torch.stack([source_O == number for number in adapted.values()], dim=1)
         self._everywhere = bool(self._whole_rows_ON.all())
         self._rows_split, self._rows_index = 1, 0
         self.register_buffer("rows_ON", self._local_rows(linear.weight.device), persistent=False)
@@ -62,7 +71,7 @@ class LowRank(nn.Module):
         self.rows_ON = self._local_rows(self.rows_ON.device)
 
     def extra_repr(self) -> str:
-        return f"rank={self.rank}, scale={self.scale:g}, adapted={self._whole_rows_ON.size(1)}"
+        return f"rank={self.rank}, scale={self.scale:g}, adapted={len(self.adapted)}"
 
     def follow(self, weight: Tensor) -> None:
         """Shard the factors like the layer's weight over the tensor-parallel mesh; no-op for a plain weight."""
@@ -71,23 +80,25 @@ class LowRank(nn.Module):
         mesh = weight.device_mesh
         assert mesh.ndim == 1, "adapters follow the tensor-parallel layout, before data parallelism"
         (placement,) = weight.placements
-        self.lora_a = _laid_out(self.lora_a, mesh, placement if placement.is_shard(COLUMNS) else Replicate())
-        self.lora_b = _laid_out(self.lora_b, mesh, placement if placement.is_shard(ROWS) else Replicate())
+        self.lora_a = distributed(
+            self.lora_a, mesh, [placement if placement.is_shard(COLUMNS) else Replicate()]
+        )
+        self.lora_b = distributed(self.lora_b, mesh, [placement if placement.is_shard(ROWS) else Replicate()])
         if placement.is_shard(ROWS):
             self._rows_split, self._rows_index = mesh.size(), mesh.get_local_rank()
             self.rows_ON = self._local_rows(self.rows_ON.device)
 
     def add_to(self, output: Tensor, x: Tensor) -> Tensor:
         """Return the layer's output for `x` plus the product, both inside the tensor-parallel hooks."""
-        low = F.linear(_own_part(x), _own_part(self.lora_a))
-        added = F.linear(low, self._by_source(_own_part(self.lora_b), self.rows_ON)) * self.scale
-        return output + _like(output, added)
+        low = F.linear(own_part(x), own_part(self.lora_a))
+        added = F.linear(low, self._by_source(own_part(self.lora_b), self.rows_ON)) * self.scale
+        return output + wrapped_like(output, added)
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return W + s B A with gradients to both factors, for a plain or row-split weight used without its
         layer."""
-        product = self._by_source(_own_part(self.lora_b), self.rows_ON) @ _own_part(self.lora_a)
-        return weight + _like(weight, product * self.scale)
+        product = self._by_source(own_part(self.lora_b), self.rows_ON) @ own_part(self.lora_a)
+        return weight + wrapped_like(weight, product * self.scale)
 
     @torch.no_grad()
     def merged_like(self, weight: Tensor) -> Tensor:
@@ -99,7 +110,7 @@ class LowRank(nn.Module):
             b_ONR = self._by_source(b, self._whole_rows_ON.to(b.device))
             product = b_ONR[rows] @ a[:, columns]
             local = (local.float() + self.scale * product).to(weight.dtype)
-        return _like(weight, local)
+        return wrapped_like(weight, local)
 
     def _by_source(self, b_OR: Tensor, rows_ON: Tensor) -> Tensor:
         """Return each row of B in the columns of its own A, with zeros elsewhere, [O, N * R]."""
@@ -113,7 +124,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, LowRank]]:
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, LowRank):
-                base = module.get_submodule(base_name(name))
+                base = module.get_submodule(name.removesuffix(SUFFIX))
                 assert isinstance(base, nn.Linear)
                 yield base, child
 
@@ -122,38 +133,6 @@ def follow_base_layers(model: nn.Module) -> None:
     """Shard all adapters like their layers; call it after tensor parallelism and before data parallelism."""
     for base, adapter in adapted_layers(model):
         adapter.follow(base.weight)
-
-
-_SUFFIX = "_lora"
-
-
-def adapter_name(base: str) -> str:
-    """Return the attribute name of the adapter next to the child `base`."""
-    return f"{base}{_SUFFIX}"
-
-
-def base_name(adapter: str) -> str:
-    return adapter.removesuffix(_SUFFIX)
-
-
-def _laid_out(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None))
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part; the gradient of a replicated tensor is then a partial sum."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    grads = [Partial() if p.is_replicate() else p for p in tensor.placements]
-    return tensor.to_local(grad_placements=grads)
-
-
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap `local` as this rank's part of a tensor with the shape and layout of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return local
-    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _local_indices(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Placement
 
 from rl.config.configurable import Configurable
 from rl.distributed.expert_parallel import ExpertExchange, inverse_permutation, select_rows
+from rl.distributed.sharding import own_part
 
 _ALIGNMENT = 16
 """Bytes; rows of the grouped kernel have to start at a multiple."""
@@ -59,9 +59,12 @@ class Router(nn.Module):
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [T, K] in the dtype of `x_TE` and the chosen experts [T, K] int64."""
-        scores_TN = F.linear(x_TE, local_part(self.weight)).softmax(-1, dtype=torch.float32)
+        scores_TN = F.linear(x_TE, own_part(self.weight)).softmax(-1, dtype=torch.float32)
         if self.force_balance:
-            chosen_TK = self._in_turn(scores_TN)
+            turns_TK = torch.arange(scores_TN.size(0) * self.num_chosen, device=x_TE.device).view(
+                -1, self.num_chosen
+            )
+            chosen_TK = turns_TK % scores_TN.size(1)
         else:
             chosen_TK = (scores_TN.detach() + self.load_balance_bias).topk(self.num_chosen).indices
         weights_TK = scores_TN.gather(1, chosen_TK)
@@ -70,11 +73,6 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             self.last_chosen_TK = chosen_TK
         return weights_TK.to(x_TE.dtype), chosen_TK
-
-    def _in_turn(self, scores_TN: Tensor) -> Tensor:
-        num_tokens, num_experts = scores_TN.shape
-        turns = torch.arange(num_tokens * self.num_chosen, device=scores_TN.device)
-        return (turns % num_experts).view(num_tokens, self.num_chosen)
 
 
 class GroupedExperts(nn.Module):
@@ -107,10 +105,10 @@ class GroupedExperts(nn.Module):
 
     def compute(self, rows_SE: Tensor, ends_N: Tensor) -> Tensor:
         """Return each row's result from its expert, [S, E]; rows of expert n end at `ends_N[n]`."""
-        gate_up = grouped_linear(rows_SE, local_part(self.gate_up_proj), ends_N)
+        gate_up = grouped_linear(rows_SE, own_part(self.gate_up_proj), ends_N)
         # Under tensor parallelism this rank holds some of the groups: -1 counts them.
         gate, up = gate_up.unflatten(-1, (-1, 2, self.group_width)).unbind(dim=2)
-        return grouped_linear((F.silu(gate) * up).flatten(1), local_part(self.down_proj), ends_N)
+        return grouped_linear((F.silu(gate) * up).flatten(1), own_part(self.down_proj), ends_N)
 
 
 class MoE(Configurable, nn.Module):
@@ -141,18 +139,6 @@ class MoE(Configurable, nn.Module):
         weights_TK, chosen_TK = self.router(x_TE)
         out_TE: Tensor = self.experts(x_TE, weights_TK, chosen_TK)
         return out_TE
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """Return this rank's part as a plain tensor, with gradient.
-
-    Ranks that hold the same part use it for different tokens, or for their own share of each token's result:
-    the gradient of the whole parameter is the sum of theirs.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    placements: list[Placement] = [Partial() if p.is_replicate() else p for p in parameter.placements]
-    return parameter.to_local(grad_placements=placements)
 
 
 def grouped_linear(x_SE: Tensor, weight_NFE: Tensor, ends_N: Tensor) -> Tensor:

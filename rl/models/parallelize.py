@@ -20,11 +20,12 @@ Experts of a mixture can be split in three ways, alone or together:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -35,10 +36,10 @@ from torch.distributed.tensor.parallel import (
 
 from rl.distributed.expert_parallel import ExpertExchange
 from rl.distributed.mesh import DP_REPLICATE, EXPERT, EXPERT_SHARD, TP, ParallelismConfig
-from rl.distributed.sharding import ShardingOptions, prepare_blocks, shard_data_parallel
+from rl.distributed.sharding import ShardingOptions, distributed, prepare_blocks, shard_data_parallel
 from rl.models.decoder import Decoder, FeedForward, TransformerBlock
 from rl.models.low_rank import follow_base_layers
-from rl.models.moe import GroupedExperts, MoE
+from rl.models.moe import MoE
 
 TOKENS = 0
 HEADS = 1
@@ -69,7 +70,10 @@ def parallelize_decoder(model: Decoder, *, mesh: DeviceMesh | None, config: Shar
             _place_experts(layer, mesh=mesh, config=config)
     prepare_blocks(model.layers, mesh=mesh, options=config)
     if mesh is not None:
-        apart = [] if config.expert_mesh is None else _own_meshes(mixtures, config.expert_mesh)
+        apart = []
+        if (expert_mesh := config.expert_mesh) is not None:
+            axes = (DP_REPLICATE, EXPERT_SHARD) if expert_mesh[DP_REPLICATE].size() > 1 else (EXPERT_SHARD,)
+            apart = [(layer.experts, expert_mesh[axes]) for layer in mixtures]
         shard_data_parallel(model, blocks=model.layers, mesh=mesh, options=config, apart=apart)
     return model
 
@@ -139,59 +143,35 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _own_meshes(layers: list[MoE], expert_mesh: DeviceMesh) -> list[tuple[nn.Module, DeviceMesh]]:
-    axes = (EXPERT_SHARD,) if expert_mesh[DP_REPLICATE].size() == 1 else (DP_REPLICATE, EXPERT_SHARD)
-    return [(layer.experts, expert_mesh[axes]) for layer in layers]
-
-
 def _place_experts(layer: MoE, *, mesh: DeviceMesh, config: ShardingOptions) -> None:
     """Make router and experts DTensors on the axes over which their gradients are summed or kept apart."""
-    tp, expert_mesh = mesh[TP], config.expert_mesh
+    tp, expert_mesh, experts = mesh[TP], config.expert_mesh, layer.experts
     split = config.expert_tensor_parallel and tp.size() > 1
     if tp.size() > 1:
-        layer.router.weight = _distributed(layer.router.weight, tp, [Replicate()])
+        layer.router.weight = distributed(layer.router.weight, tp, [Replicate()])
     if split:
-        layer.register_forward_pre_hook(_GatherTokens(tp))
-        layer.register_forward_hook(_ScatterSums(tp))
+        layer.register_forward_pre_hook(partial(_gather_tokens, tp))
+        layer.register_forward_hook(partial(_scatter_sums, tp))
     rows, columns = (Shard(ROWS_OF_EXPERT), Shard(COLUMNS_OF_EXPERT)) if split else (Replicate(), Replicate())
     if expert_mesh is not None:
-        layer.experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
-        axes = expert_mesh[EXPERT] if tp.size() == 1 else expert_mesh[EXPERT, TP]
-        _distribute_experts(layer.experts, axes, [Shard(EXPERTS), rows], [Shard(EXPERTS), columns])
-    elif tp.size() > 1:
-        _distribute_experts(layer.experts, tp, [rows], [columns])
+        experts.exchange = ExpertExchange(expert_mesh[EXPERT].get_group())
+    elif tp.size() == 1:
+        return
+    for name, split_by in (("gate_up_proj", rows), ("down_proj", columns)):
+        axes, placements = tp, [split_by]
+        if expert_mesh is not None:
+            axes = expert_mesh[EXPERT, TP] if tp.size() > 1 else expert_mesh[EXPERT]
+            placements = [Shard(EXPERTS), split_by][: axes.ndim]
+        setattr(experts, name, distributed(getattr(experts, name), axes, placements))
 
 
-def _distribute_experts(
-    experts: GroupedExperts, mesh: DeviceMesh, gate_up: list[Placement], down: list[Placement]
-) -> None:
-    experts.gate_up_proj = _distributed(experts.gate_up_proj, mesh, gate_up[: mesh.ndim])
-    experts.down_proj = _distributed(experts.down_proj, mesh, down[: mesh.ndim])
+def _gather_tokens(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+    """Gather all T tokens from T / tp of each rank; gradients of the ranks' partial results are summed."""
+    split = DTensor.from_local(args[0], mesh, [Shard(TOKENS)], run_check=False)
+    return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
 
 
-def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
-    # Every rank holds the same weights or loads its own part: nothing is sent from rank 0.
-    sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-
-
-class _GatherTokens:
-    """Forward pre-hook from T / tp tokens to all T; gradients of the ranks' partial results are summed."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        split = DTensor.from_local(args[0], self.mesh, [Shard(TOKENS)], run_check=False)
-        return (split.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),)
-
-
-class _ScatterSums:
-    """Forward hook from partial results for all T tokens to the summed result for this rank's T / tp."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
-        parts = DTensor.from_local(out_TE, self.mesh, [Partial()], run_check=False)
-        return parts.redistribute(placements=[Shard(TOKENS)]).to_local()
+def _scatter_sums(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
+    """Sum partial results for all T tokens, and return those of this rank's T / tp."""
+    parts = DTensor.from_local(out_TE, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Shard(TOKENS)]).to_local()

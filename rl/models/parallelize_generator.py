@@ -12,6 +12,7 @@ arithmetic. There is no backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from rl.distributed.sharding import local_tensor
+from rl.distributed.sharding import distributed, local_tensor
 from rl.models.decoder import Decoder, linear_head
 from rl.models.moe import MoE
 from rl.models.parallelize import COLUMNS_OF_EXPERT, ROWS_OF_EXPERT, check_tensor_parallel
@@ -54,6 +55,7 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
     if mesh.size() == 1:
         return model
     check_tensor_parallel(model.config, mesh.size())
+    model.requires_grad_(False)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if name in _DIMS and isinstance(layer, nn.Linear):
@@ -62,9 +64,9 @@ def parallelize_decoder_generator(model: Decoder, mesh: DeviceMesh) -> Decoder:
                 setattr(parent, name, VocabShardedEmbedding(layer, mesh))
             elif isinstance(layer, MoE):
                 experts = layer.experts
-                experts.gate_up_proj = sharded(experts.gate_up_proj, mesh, dim=ROWS_OF_EXPERT)
-                experts.down_proj = sharded(experts.down_proj, mesh, dim=COLUMNS_OF_EXPERT)
-                layer.register_forward_hook(_SumOverRanks(mesh.get_group()))
+                experts.gate_up_proj = distributed(experts.gate_up_proj, mesh, [Shard(ROWS_OF_EXPERT)])
+                experts.down_proj = distributed(experts.down_proj, mesh, [Shard(COLUMNS_OF_EXPERT)])
+                layer.register_forward_hook(partial(_sum_over_ranks, mesh.get_group()))
     return model
 
 
@@ -85,11 +87,10 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh, *, dim: int) -> None:
         super().__init__()
-        self.weight = sharded(layer.weight, mesh, dim=dim)
-        self.bias = None
-        if layer.bias is not None:
-            whole = nn.Parameter(layer.bias.detach(), requires_grad=False)
-            self.bias = sharded(layer.bias, mesh, dim=ROWS) if dim == ROWS else whole
+        self.weight = distributed(layer.weight, mesh, [Shard(dim)])
+        self.bias = layer.bias
+        if layer.bias is not None and dim == ROWS:
+            self.bias = distributed(layer.bias, mesh, [Shard(ROWS)])
         self.group = mesh.get_group() if dim == COLUMNS else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class VocabShardedEmbedding(nn.Module):
 
     def __init__(self, layer: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight = sharded(layer.weight, mesh, dim=ROWS)
+        self.weight = distributed(layer.weight, mesh, [Shard(ROWS)])
         self.group = mesh.get_group()
         self.num_rows = layer.num_embeddings // mesh.size()
         self.first_row = mesh.get_local_rank() * self.num_rows
@@ -120,18 +121,9 @@ class VocabShardedEmbedding(nn.Module):
         return out_TE
 
 
-class _SumOverRanks:
-    """Forward hook that sums the ranks' outputs in place."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor) -> Tensor:
-        dist.all_reduce(out_TE, group=self.group)
-        return out_TE
-
-
-def sharded(weight: Tensor, mesh: DeviceMesh, *, dim: int) -> nn.Parameter:
-    """Return the weight split over the ranks of the mesh, without a gradient."""
-    shard = distribute_tensor(weight.detach(), mesh, [Shard(dim)], src_data_rank=None)
-    return nn.Parameter(shard, requires_grad=False)
+def _sum_over_ranks(
+    group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...], out_TE: Tensor
+) -> Tensor:
+    """Sum the ranks' outputs in place."""
+    dist.all_reduce(out_TE, group=group)
+    return out_TE

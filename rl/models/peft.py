@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """Settings of PEFT that change the meaning of its tensors, with the values that we support."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeftSettings:
-    """Contents of adapter_config.json."""
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    base_model: str | None
-    """Folder of the base model's weights."""
-
-
 def peft_name(hf_name: str, factor: str) -> str:
     """Return the tensor name of factor `a` or `b` of a Hugging Face weight."""
     return f"{_PREFIX}{hf_name.removesuffix('.weight')}{_ENDINGS[factor]}"
@@ -62,30 +50,37 @@ def is_peft_folder(folder: str | Path) -> bool:
 
 
 def write_peft_folder(
-    folder: str | Path, factors: Iterable[tuple[str, Tensor, Tensor]], settings: PeftSettings
+    folder: str | Path,
+    factors: Iterable[tuple[str, Tensor, Tensor]],
+    *,
+    rank: int,
+    alpha: float,
+    base_model: str | None,
 ) -> None:
     """Write a folder that PEFT can open, atomically.
 
     Args:
         factors: Hugging Face name of a weight, A and B.
+        base_model: folder of the base model's weights.
 
     Raises:
         FileExistsError: if the folder exists and is not empty.
     """
     with atomic_folder(folder) as temporary:
         tensors: dict[str, Tensor] = {}
+        targets: dict[str, None] = {}
         for name, a_RI, b_OR in factors:
+            targets[name.removesuffix(".weight").rpartition(".")[2]] = None
             for factor, tensor in (("a", a_RI), ("b", b_OR)):
                 tensors[peft_name(name, factor)] = tensor.cpu().contiguous()
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        alpha = int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha
         content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": settings.base_model,
-            "r": settings.rank,
-            "lora_alpha": alpha,
-            "target_modules": list(settings.target_modules),
+            "base_model_name_or_path": base_model,
+            "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "target_modules": list(targets),
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,

@@ -75,8 +75,8 @@ def save_adapter(policy: Policy, folder: str | Path) -> None:
     factors = policy.lora.peft_factors()
     with _gathering(policy, factors) as writes:
         if writes:
-            settings = policy.lora.peft_settings(base_model=policy.base_model)
-            write_peft_folder(folder, factors, settings)
+            lora = policy.lora.config
+            write_peft_folder(folder, factors, rank=lora.rank, alpha=lora.alpha, base_model=policy.base_model)
             if policy.base_model is None:
                 logger.warning(
                     "adapter %s: the Hugging Face folder of its base weights is unknown, so the adapter names "

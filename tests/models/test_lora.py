@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.lora import ALL_LINEAR, LoRA
-from rl.models.peft import PeftSettings, write_peft_folder
+from rl.models.peft import write_peft_folder
 from tests.training.parts import engine_config, make_engine, make_samples, small_spec, write_assets
 
 SAMPLES = make_samples()
@@ -67,8 +67,8 @@ def random_factors(spec, *, modules):
 
 
 def write_adapter(folder, factors):
-    settings = PeftSettings(rank=RANK, alpha=SCALE * RANK, target_modules=(), base_model=None)
-    write_peft_folder(folder, ((name, a, b) for name, (a, b) in factors.items()), settings)
+    triples = ((name, a, b) for name, (a, b) in factors.items())
+    write_peft_folder(folder, triples, rank=RANK, alpha=SCALE * RANK, base_model=None)
     return str(folder)
 
 

@@ -4,16 +4,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.models.peft import CONFIG_FILE, WEIGHTS_FILE, PeftSettings, read_peft_folder, write_peft_folder
+from rl.models.peft import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder, write_peft_folder
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 A, B = torch.arange(6.0).reshape(2, 3), torch.arange(8.0).reshape(4, 2)
-SETTINGS = PeftSettings(rank=2, alpha=4.0, target_modules=("q_proj",), base_model="some/base")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    write_peft_folder(tmp_path / "adapter", [(NAME, A, B)], SETTINGS)
+    write_peft_folder(tmp_path / "adapter", [(NAME, A, B)], rank=2, alpha=4.0, base_model="some/base")
     return tmp_path / "adapter"
 
 

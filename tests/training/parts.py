@@ -15,7 +15,7 @@ from rl.models import qwen3_moe
 from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
 from rl.models.hf import write_hf_folder
 from rl.models.moe import MoE
-from rl.models.peft import PeftSettings, write_peft_folder
+from rl.models.peft import write_peft_folder
 from rl.models.qwen3 import model_registry
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import build_byte_tokenizer
@@ -102,8 +102,7 @@ def write_adapter(folder: Path, spec: ModelSpec, *, scale: float) -> str:
         for name, weight in adapter.to_hf(ours, parameter).items()
         if "proj" in name or "lm_head" in name
     ]
-    settings = PeftSettings(rank=RANK, alpha=2.0 * RANK, target_modules=(), base_model=None)
-    write_peft_folder(folder, factors, settings)
+    write_peft_folder(folder, factors, rank=RANK, alpha=2.0 * RANK, base_model=None)
     return str(folder)
 
 

@@ -5,7 +5,7 @@ Shape legend: as in `kernels.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
@@ -162,8 +162,3 @@ def _blocks(cache: Tensor) -> np.ndarray:
     """Return [blocks, K, numbers of a block]; the tensor's memory can still be freed."""
     array = memory_of(cache, dtype=_NUMPY_DTYPES[cache.dtype])
     return array.reshape(cache.size(0), cache.size(1), -1)
-
-
-def offsets(lengths: Sequence[int]) -> np.ndarray:
-    """Return the offsets of runs of these lengths, [S+1] int64."""
-    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

@@ -166,11 +166,6 @@ def swiglu_backward(dout: Any, x: Any, dx: Any, begin: int, end: int) -> None:
             dx[group, 1, j] = d * gate * sigmoid
 
 
-@njit(inline="always")
-def _whole_lanes(count: int) -> int:
-    return (count + LANES - 1) // LANES * LANES
-
-
 @_compiled
 def _whole(count: int, tile: int) -> int:
     return (count + tile - 1) // tile * tile

@@ -3,6 +3,7 @@
 Marked medium because numba compiles the kernels at their first use on a machine.
 """
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from rl.models.attention import PackedAttention, SequenceLayout
 from rl.models.batch_invariant.functions import (
     attend,
     attend_to_cache,
-    offsets,
     store_in_cache,
     swiglu,
 )
@@ -23,6 +23,10 @@ SHAPES = [(8, 4, 32), (6, 2, 16), (4, 4, 64), (3, 1, 8)]
 """Query heads, key-value heads, head size."""
 LENGTHS = [46, 1, 3, 77, 64, 130]
 BLOCK = 32
+
+
+def offsets(lengths):
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 
 def random_qkv(num_tokens, shape, dtype=torch.float32, seed=0):
