@@ -24,9 +24,8 @@ from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
 from rl.observability.spans import span
-from rl.types import Completion, PullResult, SamplingParams
+from rl.types import BoxSum, Completion, PullResult, SamplingParams
 from rl.weights.store import WeightStore
-from rl.weights.types import Transfer
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ class VLLMGenerator(Measured, Actor, Configurable):
         self.model_spec = model_spec
         self.store = store
         self.engine: GeneratorEngine | None = None
-        self._pulling: set[asyncio.Task[Transfer]] = set()
+        self._pulling: set[asyncio.Task[tuple[BoxSum, ...]]] = set()
 
     @property
     def policy_version(self) -> int | None:
@@ -113,8 +112,8 @@ class VLLMGenerator(Measured, Actor, Configurable):
         started = time.perf_counter()
         pull = partial(self._pull, version)
         with span("pull", version=version):
-            received = await self._running().update_weights(pull, version=version)
-        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=received.sums)
+            sums = await self._running().update_weights(pull, version=version)
+        return PullResult(policy_version=version, time_s=time.perf_counter() - started, sums=sums)
 
     @concurrent_endpoint
     @span("use_store")
@@ -150,7 +149,7 @@ class VLLMGenerator(Measured, Actor, Configurable):
         if (own := states.get(current_rank().rank)) is not None:
             self._running().restore_random_states(own)
 
-    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> Transfer:
+    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
         pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
         self._pulling.add(pulling)
         try:

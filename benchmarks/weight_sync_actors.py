@@ -109,7 +109,7 @@ class SyncRank(Actor):
 
     @endpoint
     async def pull(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
-        return (await store.pull(version=version, state_dict=self._tensors)).sums
+        return await store.pull(version=version, state_dict=self._tensors)
 
     @endpoint
     async def put_by_torchstore(self, store_name: str, version: int) -> None:

@@ -114,24 +114,24 @@ class VLLMCore:
 
     def step(self) -> Drawn:
         """Make one engine step, in which some requests may get no token."""
-        drawn = Drawn(request_ids=[], token_ids=[], logprobs=[], finished={})
+        drawn = Drawn()
         outputs = self._client.get_output().outputs
         logprobs = self._sampler.drawn_logprobs() if outputs else {}
         for output in outputs:
             request_id = int(output.request_id)
             if output.new_prompt_logprobs_tensors is not None:
-                drawn.prompt_logprobs[request_id] = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+                scored = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+                drawn.prompt_logprobs[request_id] = scored
+                if np.isnan(scored).any():
+                    drawn.diverged.add(request_id)
             if output.finish_reason is not None:
                 drawn.finished[request_id] = _FINISH_REASONS[str(output.finish_reason)]
                 self._end(request_id)
             if output.new_token_ids:
-                drawn.request_ids.append(request_id)
-                drawn.token_ids.append(output.new_token_ids[0])
-                drawn.logprobs.append(logprobs[output.request_id])
-        own = zip(drawn.request_ids, drawn.logprobs, strict=True)
-        drawn.diverged.update(request_id for request_id, logprob in own if math.isnan(logprob))
-        scored = drawn.prompt_logprobs.items()
-        drawn.diverged.update(request_id for request_id, logprobs in scored if np.isnan(logprobs).any())
+                logprob = logprobs[output.request_id]
+                drawn.tokens.append((request_id, output.new_token_ids[0], logprob))
+                if math.isnan(logprob):
+                    drawn.diverged.add(request_id)
         self._cache_is_tainted |= bool(drawn.diverged)
         return drawn
 
@@ -187,7 +187,7 @@ class VLLMCore:
             waiting = self._scheduler.waiting
             waiting.prepend_request(waiting.pop())
 
-    def rest(self, *, asleep: bool) -> None:
+    def rest(self, asleep: bool) -> None:
         """Give back the memory of weights and cache, or take it again, while nothing is running."""
         if asleep == self.asleep:
             return

@@ -1,15 +1,15 @@
 """The loop that steps one rank's engine, and the protocol that keeps tensor-parallel ranks in step.
 
 With tensor parallelism each rank has its own engine, scheduler, cache and sampler in its own process. They
-stay equal because rank 0 alone decides what is admitted, aborted and pulled: before each engine step it
+stay equal because rank 0 alone decides what is admitted, aborted and paused for: before each engine step it
 broadcasts a `Turn`, and every rank does exactly what the turn says, in order. Each turn carries a digest of
 the tokens that rank 0 drew in the step before; a rank that drew other tokens stops at once, instead of
 producing logprobs of the wrong tokens. While nothing runs, rank 0 sends an empty turn from time to time. A
 rank that hears nothing for longer than the deadline gives up; the connection to a dead rank closes at once.
 
-`Driver.run` takes submitted requests, aborts and weight updates, and produces finished samples. It waits
-for work (unblocked by `submit`, `abort`, `update`, `rest`, `close`), for the engine's thread, and during an
-update for the caller that writes the weights.
+`Driver.run` takes submitted requests, aborts and pauses, and produces finished samples. It waits for work
+(unblocked by `submit`, `abort`, `pause`, `close`), for the engine's thread, and during a pause for the caller
+that writes the weights.
 """
 
 from __future__ import annotations
@@ -54,6 +54,21 @@ class SilentRankError(ConnectionError, TimeoutError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """A time between two steps in which every rank writes weights, or gives memory back or takes it again."""
+
+    version: int | None = None
+    """Policy version of the weights that are written; None to sleep or wake."""
+    asleep: bool = False
+    """True to sleep; running requests finish first."""
+
+    def __str__(self) -> str:
+        if self.version is not None:
+            return f"the update of the weights to version {self.version}"
+        return "sleep" if self.asleep else "wake"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """Rank 0's decision on what every rank does next, in the order of the fields."""
 
@@ -62,10 +77,7 @@ class Turn:
     """Ids of requests to end as they are."""
     step: bool = False
     """True to make an engine step."""
-    update: int | None = None
-    """Policy version whose weights every rank takes now."""
-    asleep: bool | None = None
-    """True to give memory back, False to take it again; only when no request is running."""
+    pause: Pause | None = None
     stop: bool = False
     """True in the last turn."""
 
@@ -110,8 +122,8 @@ class Lockstep:
     def record(self, drawn: Drawn) -> None:
         """Add a step's tokens to the digest that is compared at the next turn."""
         if self._group is not None:
-            columns = np.array([drawn.request_ids, drawn.token_ids], dtype=np.int64)
-            self._digest = zlib.crc32(columns.tobytes(), self._digest)
+            tokens = np.array([(request_id, token) for request_id, token, _ in drawn.tokens], dtype=np.int64)
+            self._digest = zlib.crc32(tokens.tobytes(), self._digest)
 
     def all_agree(self, ok: bool) -> bool:
         """Return whether `ok` is true on all ranks; raise ConnectionError if a rank is gone or silent."""
@@ -138,15 +150,15 @@ def _future() -> asyncio.Future[bool]:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Update:
-    """A requested weight update, and the three moments of its progress."""
+class _Wanted:
+    """A requested pause, and the three moments of its progress."""
 
-    version: int
-    turn: asyncio.Future[bool] = field(default_factory=_future)
-    """No step is running: the caller may write."""
-    written: asyncio.Future[bool] = field(default_factory=_future)
+    pause: Pause
+    begun: asyncio.Future[bool] = field(default_factory=_future)
+    """No step is running: the caller may change the engine."""
+    changed: asyncio.Future[bool] = field(default_factory=_future)
     """The caller is done; True if it succeeded."""
-    finished: asyncio.Future[bool] = field(default_factory=_future)
+    ended: asyncio.Future[bool] = field(default_factory=_future)
     """All ranks are done; True if all succeeded."""
 
 
@@ -166,8 +178,7 @@ class Driver:
         self._aborted: list[int] = []
         self._samples: dict[int, Sample] = {}
         """Samples that have not ended, by request id."""
-        self._updates: list[_Update] = []
-        self._rests: list[tuple[bool, asyncio.Future[bool]]] = []
+        self._wanted: list[_Wanted] = []
         self._closing = False
         self._failure: GeneratorError | None = None
 
@@ -180,7 +191,7 @@ class Driver:
         """Raise GeneratorError if there are no weights and no update is waiting."""
         if self._core.asleep:
             raise GeneratorError("the generator sleeps: wake must be called, and a version pulled, first")
-        if self.policy_version is None and not self._updates:
+        if self.policy_version is None and all(w.pause.version is None for w in self._wanted):
             raise GeneratorError("the generator has no weights: a version must be pulled first")
 
     def submit(self, samples: Sequence[Sample]) -> None:
@@ -212,38 +223,38 @@ class Driver:
         self._wake.set()
 
     @asynccontextmanager
-    async def update(self, version: int) -> AsyncIterator[None]:
-        """Hold all ranks between two steps, while the body writes the weights of `version`.
+    async def pause(self, pause: Pause) -> AsyncIterator[None]:
+        """Hold all ranks between two steps, while the body changes this rank's engine.
 
         Raises:
-            GeneratorError: another rank failed to write, the engine has failed, or it sleeps.
+            GeneratorError: another rank failed, the engine has failed, or weights come while it sleeps.
         """
-        if self._core.asleep:
+        self.check_serving()
+        if pause.version is not None and self._core.asleep:
             raise GeneratorError(
-                f"the generator sleeps: wake must be called before version {version} is taken"
+                f"the generator sleeps: wake must be called before version {pause.version} is taken"
             )
-        update = _Update(version=version)
-        self._updates.append(update)
+        wanted = _Wanted(pause=pause)
+        self._wanted.append(wanted)
         self._wake.set()
-        with span("waits for a turn", version=version):
-            await update.turn
-        written = False
+        with span("waits for a turn", version=pause.version):
+            await wanted.begun
+        changed = False
         try:
             yield
-            written = True
+            changed = True
         finally:
-            if not update.written.done():
-                update.written.set_result(written)
-        if not await update.finished:
-            raise GeneratorError(f"version {version} was not written on every rank of the generator")
+            if not wanted.changed.done():
+                wanted.changed.set_result(changed)
+        if not await wanted.ended:
+            raise GeneratorError(f"{pause} failed on another rank of the generator")
 
     async def rest(self, *, asleep: bool) -> None:
         """Sleep as soon as nothing runs, or wake; waiting requests fail."""
         self.check_serving()
         if self._core.asleep != asleep:
-            self._rests.append((asleep, _future()))
-            self._wake.set()
-            await self._rests[-1][1]
+            async with self.pause(Pause(asleep=asleep)):
+                await self._thread.run(self._core.rest, asleep)
 
     def close(self) -> None:
         """Let `run` return. On ranks other than 0 it returns after rank 0's."""
@@ -257,10 +268,8 @@ class Driver:
                 turn, drawn = await self._thread.run(self._take, await self._decide())
                 if drawn is not None:
                     self._deliver(drawn)
-                if turn.update is not None:
-                    await self._update(turn.update)
-                if turn.asleep is not None:
-                    self._rested(turn.asleep)
+                if turn.pause is not None:
+                    await self._hold(turn.pause)
                 if turn.stop:
                     break
             self._fail(GeneratorError("the generator was closed"))
@@ -282,14 +291,14 @@ class Driver:
             return None
         while not self._closing:
             self._wake.clear()
-            self._updates = [u for u in self._updates if not u.turn.cancelled()]
+            self._wanted = [wanted for wanted in self._wanted if not wanted.begun.cancelled()]
             aborted, self._aborted = tuple(self._aborted), []
-            if self._updates or self._rests:
-                if self._core.has_requests and (self._drains or not self._updates):
+            if self._wanted:
+                # Weights come first: they cannot be written once the engine sleeps.
+                pause = min((w.pause for w in self._wanted), key=lambda pause: pause.version is None)
+                if self._core.has_requests and (self._drains or pause.version is None):
                     return Turn(abort=aborted, step=True)
-                if self._updates:
-                    return Turn(abort=aborted, update=self._updates[0].version)
-                return Turn(abort=aborted, asleep=self._rests[0][0])
+                return Turn(abort=aborted, pause=pause)
             admitted, self._waiting = tuple(self._waiting), []
             if admitted or aborted or self._core.has_requests:
                 return Turn(admit=admitted, abort=aborted, step=True)
@@ -307,8 +316,6 @@ class Driver:
         for request in turn.admit:
             self._core.add(request)
         self._core.abort(turn.abort)
-        if turn.asleep is not None:
-            self._core.rest(asleep=turn.asleep)
         if not turn.step:
             return turn, None
         drawn = self._core.step()
@@ -324,9 +331,7 @@ class Driver:
             samples[request_id].fail(
                 DivergedError("the model's logprobs are NaN: weights or activations are not finite")
             )
-        for request_id, token_id, logprob in zip(
-            drawn.request_ids, drawn.token_ids, drawn.logprobs, strict=True
-        ):
+        for request_id, token_id, logprob in drawn.tokens:
             if (sample := samples.get(request_id)) is not None:
                 sample.add(token_id, logprob, version)
                 if sample.has_ended:
@@ -341,65 +346,60 @@ class Driver:
         if unwanted := unwanted & samples.keys():
             self._drop(unwanted)
 
-    def _rested(self, asleep: bool) -> None:
-        self.policy_version = None
-        self._fail_samples(GeneratorError("the generator went to sleep"))
-        for wish, done in self._rests:
-            if wish == asleep and not done.done():
-                done.set_result(True)
-        self._rests = [(wish, done) for wish, done in self._rests if not done.done()]
-
-    async def _update(self, version: int) -> None:
-        update = await self._update_of(version)
+    async def _hold(self, pause: Pause) -> None:
+        """Let the caller change the engine, and agree with all ranks that it is changed."""
+        wanted = await self._caller_of(pause)
         # It stays in the list until it is over, so that a failure reaches its caller.
-        written = False
-        if not update.turn.cancelled():
-            update.turn.set_result(True)
-            # The weights belong to no version while they are being written.
-            self.policy_version = None
-            written = await update.written
-        everywhere = await self._thread.run(self._settle, written)
-        if everywhere:
-            self.policy_version = version
+        # The weights belong to no version while they are being written.
+        self.policy_version, changed = None, False
+        if not wanted.begun.cancelled():
+            wanted.begun.set_result(True)
+            changed = await wanted.changed
+        everywhere = await self._thread.run(self._settle, pause, changed)
+        if not everywhere:
+            self._fail_samples(GeneratorError(f"{pause} failed"))
+        elif pause.version is None:
+            self._fail_samples(GeneratorError("the generator went to sleep"))
         else:
-            self._fail_samples(GeneratorError(f"the update of the weights to version {version} failed"))
-        self._updates.remove(update)
-        if not update.finished.done():
-            update.finished.set_result(everywhere)
+            self.policy_version = pause.version
+        self._wanted.remove(wanted)
+        if not wanted.ended.done():
+            wanted.ended.set_result(everywhere)
 
-    def _settle(self, written: bool) -> bool:
-        """Return whether the update succeeded on all ranks, and prepare the engine for the next step."""
-        everywhere = self._lockstep.all_agree(written)
+    def _settle(self, pause: Pause, changed: bool) -> bool:
+        """Return whether all ranks succeeded, and prepare the engine for the next step."""
+        everywhere = self._lockstep.all_agree(changed)
         if not everywhere:
             self._core.abort_all()
-        self._core.weights_changed()
+        if pause.version is not None:
+            self._core.weights_changed()
         return everywhere
 
-    async def _update_of(self, version: int) -> _Update:
-        """Return this rank's request for the update that rank 0 decided on; wait until it has come."""
+    async def _caller_of(self, pause: Pause) -> _Wanted:
+        """Return this rank's request for the pause that rank 0 decided on; wait until it has come."""
         timeout_s = self._lockstep.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     self._wake.clear()
-                    for update in self._updates:
-                        if update.version == version:
-                            return update
+                    for wanted in self._wanted:
+                        if wanted.pause == pause:
+                            return wanted
                     await self._wake.wait()
         except TimeoutError as error:
             raise TimeoutError(
-                f"rank {self._lockstep.rank}: rank 0 updates to version {version}, but this rank was not "
-                f"asked to within {timeout_s:g} s"
+                f"rank {self._lockstep.rank}: rank 0 begins {pause}, but this rank was not asked for it "
+                f"within {timeout_s:g} s"
             ) from error
 
     def _fail(self, failure: GeneratorError) -> None:
         self._failure = failure
         self._fail_samples(failure)
-        awaited = [u.finished if u.turn.done() else u.turn for u in self._updates]
-        for future in awaited + [done for _, done in self._rests]:
+        for wanted in self._wanted:
+            future = wanted.ended if wanted.begun.done() else wanted.begun
             if not future.done():
                 future.set_exception(failure)
-        self._updates, self._rests = [], []
+        self._wanted = []
 
     def _fail_samples(self, failure: GeneratorError) -> None:
         """Fail every request, running or waiting."""

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.vllm.driver import Driver, Lockstep
+from actors.vllm.driver import Driver, Lockstep, Pause
 from actors.vllm.requests import (
     Begun,
     Request,
@@ -336,8 +336,7 @@ class GeneratorEngine(Configurable):
             GeneratorError: another rank failed to write, or the engine was closed or has failed.
             Exception: the error of `write`.
         """
-        self._driver.check_serving()
-        async with self._driver.update(version):
+        async with self._driver.pause(Pause(version=version)):
             return await write(self.model_state_dict())
 
     async def sleep(self) -> None:

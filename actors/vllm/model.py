@@ -56,14 +56,14 @@ class Policy(nn.Module):
         self.pads_rows = self.spec.batch_invariant and device.type == "cpu"
 
         def core_attention(layer: int) -> nn.Module:
+            kind = InvariantPagedAttention if self.pads_rows else PagedAttention
             with device:
-                paged = PagedAttention(
+                return kind(
                     config.block.attention,
                     tp_size=tp_size,
                     cache_config=vllm_config.cache_config,
                     prefix=f"{prefix}layers.{layer}.attention.core",
                 )
-            return InvariantPagedAttention(paged) if self.pads_rows else paged
 
         # Sharded before memory is allocated, so that a rank never holds more than its share.
         with torch.device("meta"):
@@ -137,15 +137,11 @@ class PagedAttention(nn.Module):
         return out_THP[..., : self.head_dim]
 
 
-class InvariantPagedAttention(nn.Module):
-    """Core attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on a CPU.
+class InvariantPagedAttention(PagedAttention):
+    """Paged attention with the trainer's kernel over vLLM's cache, for the batch-invariant mode on a CPU.
 
     vLLM allocates the cache and assigns its blocks; this class defines the content of a block.
     """
-
-    def __init__(self, paged: PagedAttention) -> None:
-        super().__init__()
-        self.attention = paged.attention
 
     def forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, sequences: SequenceLayout | None = None

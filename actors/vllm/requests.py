@@ -61,13 +61,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Drawn:
-    """The tokens of one engine step, in three lists of equal length."""
+    """The tokens of one engine step."""
 
-    request_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    """Nats."""
-    finished: dict[int, FinishReason]
+    tokens: list[tuple[int, int, float]] = field(default_factory=list)
+    """Request id, token id and logprob in nats."""
+    finished: dict[int, FinishReason] = field(default_factory=dict)
     """Requests that end with this token."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     """[T - 1] float32 nats of the prompt's tokens but the first, of scored requests that end here."""

@@ -26,7 +26,6 @@ from torchstore.transport import TensorSlice
 
 from rl.types import BoxSum
 from rl.utils.tensor_memory import memory_of
-from rl.weights.plan import parts_of
 from rl.weights.types import WeightParityError
 
 _SLAB_ELEMENTS = 2**24
@@ -133,19 +132,6 @@ def box_sum(name: str, box: TensorSlice, *, dtype: torch.dtype, value: int) -> B
         offsets=tuple(box.offsets),
         shape=tuple(box.local_shape),
         value=value,
-    )
-
-
-def sums_of(state_dict: Mapping[str, Tensor]) -> tuple[BoxSum, ...]:
-    """Return the checksums of this rank's tensors, DTensors or plain."""
-    return tuple(
-        box_sum(
-            part.name,
-            part.box,
-            dtype=part.local.dtype,
-            value=checksum(part.local, global_shape=part.box.global_shape, offsets=part.box.offsets),
-        )
-        for part in parts_of(state_dict)
     )
 
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -38,8 +38,6 @@ class Part:
     """The rank's own memory, of the box's shape."""
     dtype: torch.dtype
     """The dtype to send the box in."""
-    is_first: bool = True
-    """True on the rank that sends the box, of all ranks that hold it."""
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +84,18 @@ class Read:
     box: TensorSlice
     destination: Tensor
 
+    @property
+    def name(self) -> str:
+        return self.stored.part.name
+
+    @property
+    def num_bytes(self) -> int:
+        return num_elements(self.box) * self.stored.part.dtype.itemsize
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """Return the view of the stored box `tensor` at the place of this box."""
+        return within_box(tensor, self.stored.part.box, self.box)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
@@ -107,11 +117,14 @@ class Message:
         return [part.view(flat) for part in self.parts]
 
 
+B = TypeVar("B", Part, Read)
+
+
 def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
     """Return this rank's box of every tensor, in the state dict's order.
 
-    A tensor that is no DTensor counts as replicated over all ranks. A tensor whose mesh does not contain
-    this rank has no box here.
+    A tensor that is no DTensor counts as equal on all ranks. A tensor whose mesh does not contain this rank
+    has no box here.
 
     Raises:
         ValueError: an entry is no tensor, is partial, or its shard is not one box; names the entry.
@@ -123,10 +136,7 @@ def parts_of(state_dict: Mapping[str, Tensor]) -> list[Part]:
         if not isinstance(value, DTensor):
             shape = tuple(value.shape)
             whole = TensorSlice((0,) * len(shape), (), shape, shape, ())
-            is_first = not dist.is_initialized() or dist.get_rank() == 0
-            parts.append(
-                Part(name=name, box=whole, local=value.detach(), dtype=value.dtype, is_first=is_first)
-            )
+            parts.append(Part(name=name, box=whole, local=value.detach(), dtype=value.dtype))
         elif value.device_mesh.get_coordinate() is not None:
             parts.append(_shard_of(name, value))
     return parts
@@ -138,7 +148,7 @@ def _shard_of(name: str, value: DTensor) -> Part:
     request = Request.from_dtensor(value)
     box, coordinate, local = request.tensor_slice, mesh.get_coordinate(), request.tensor_val
     assert coordinate is not None
-    axes = list(zip(coordinate, mesh.shape, value.placements, strict=True))
+    axes = zip(coordinate, mesh.shape, value.placements, strict=True)
     sharded = [(place, size) for place, size, placement in axes if not isinstance(placement, Replicate)]
     box = TensorSlice(
         offsets=tuple(box.offsets),
@@ -147,8 +157,7 @@ def _shard_of(name: str, value: DTensor) -> Part:
         local_shape=tuple(box.local_shape),
         mesh_shape=tuple(size for _, size in sharded),
     )
-    is_first = all(place == 0 for place, _, placement in axes if isinstance(placement, Replicate))
-    return Part(name=name, box=box, local=local.detach(), dtype=value.dtype, is_first=is_first)
+    return Part(name=name, box=box, local=local.detach(), dtype=value.dtype)
 
 
 def outgoing_parts(
@@ -177,16 +186,16 @@ def lay_out(parts: Sequence[Part]) -> tuple[list[PackedPart], int]:
     return packed, end
 
 
-def batches(parts: Sequence[Part], *, max_bytes: int) -> Iterator[list[Part]]:
-    """Yield the parts in order, in batches below `max_bytes`; one large part is a batch by itself."""
-    batch: list[Part] = []
+def batches(boxes: Sequence[B], *, max_bytes: int) -> Iterator[list[B]]:
+    """Yield the boxes in order, in batches below `max_bytes`; one large box is a batch by itself."""
+    batch: list[B] = []
     num_bytes = 0
-    for part in parts:
-        if batch and num_bytes + part.num_bytes > max_bytes:
+    for box in boxes:
+        if batch and num_bytes + box.num_bytes > max_bytes:
             yield batch
             batch, num_bytes = [], 0
-        batch.append(part)
-        num_bytes += part.num_bytes
+        batch.append(box)
+        num_bytes += box.num_bytes
     if batch:
         yield batch
 

@@ -30,7 +30,7 @@ import asyncio
 import itertools
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,16 +41,15 @@ import torch.distributed as dist
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, ProcMesh
 from torch import Tensor
-from torchstore.transport import TensorSlice
 
 from rl.config.configurable import Configurable
 from rl.config.effect import only_if, unless
 from rl.observability.spans import span
+from rl.types import BoxSum
 from rl.utils.errors import RunError
 from rl.utils.files import LOCK, is_unlocked, locked_folder
 from rl.utils.threads import run_aside
-from rl.weights.checksum import box_sum
-from rl.weights.plan import lay_out, num_elements, outgoing_parts, parts_of, plan_reads
+from rl.weights.plan import lay_out, outgoing_parts, parts_of, plan_reads
 from rl.weights.shared_memory import SegmentRef, this_host
 from rl.weights.transport import Transport, gather_all, has_rdma
 from rl.weights.types import Transfer, WeightStoreError, WeightTimeoutError
@@ -189,7 +188,7 @@ class WeightStore(Configurable):
         """Send this rank's part of the weights; every rank of the trainer calls it with its own part.
 
         Floating-point tensors are cast to `dtype`, except the buffers in `buffer_names`. A box that several
-        ranks hold is sent once, by the first of them. A tensor that is no DTensor counts as equal on all
+        ranks hold is sent once, by the first that asks. A tensor that is no DTensor counts as equal on all
         ranks. The tensors must not change before the call returns.
 
         Raises:
@@ -201,7 +200,7 @@ class WeightStore(Configurable):
         index, rank = self._started(), current_torch_rank()
         async with self._operation("push", version=version, num_tensors=len(state_dict)) as progress:
             parts = outgoing_parts(state_dict, dtype=getattr(torch, self.dtype), buffer_names=buffer_names)
-            boxes = [(part.name, part.box, part.is_first) for part in parts]
+            boxes = [(part.name, part.box) for part in parts]
             mine = await index.claim.call_one(version, rank, boxes)
             outgoing = list(itertools.compress(parts, mine))
             number, here = rank % len(self._hosts), self._here()
@@ -221,7 +220,7 @@ class WeightStore(Configurable):
                 sums = await here.send_by_messages(volume, version, outgoing)
             progress.waiting_for = "the index"
             await index.register.call_one(version, number, lay_out(outgoing)[0], place)
-        return _transfer([(part.name, part.box, part.dtype) for part in outgoing], sums)
+        return Transfer(num_bytes=sum(part.num_bytes for part in outgoing), sums=tuple(sums))
 
     async def announce(self, version: int) -> int:
         """Make a version readable, after every rank has pushed; return its number of tensors.
@@ -241,8 +240,8 @@ class WeightStore(Configurable):
         async with self._operation("versions"):
             return await index.versions.call_one()
 
-    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> Transfer:
-        """Fill this rank's tensors, DTensors or plain, in place.
+    async def pull(self, *, version: int, state_dict: Mapping[str, Tensor]) -> tuple[BoxSum, ...]:
+        """Fill this rank's tensors, DTensors or plain, in place; return the checksums of what is then there.
 
         Names and shapes are checked before anything is written. If the transfer fails, some tensors are
         already new: do not use them, pull again.
@@ -264,11 +263,7 @@ class WeightStore(Configurable):
                 here.fetch(self._volume(number), version, some, is_near=is_near, rdma=rdma)
                 for number, some in reads.items()
             )
-        done = itertools.chain.from_iterable(reads.values())
-        return _transfer(
-            [(read.stored.part.name, read.box, read.destination.dtype) for read in done],
-            list(itertools.chain.from_iterable(sums)),
-        )
+        return tuple(itertools.chain.from_iterable(sums))
 
     async def delete(self, version: int) -> None:
         """Delete a version, announced or half pushed, and free its memory.
@@ -346,17 +341,6 @@ class WeightStore(Configurable):
 def current_torch_rank() -> int:
     """Return this process's rank, 0 where there is no process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _transfer(boxes: Sequence[tuple[str, TensorSlice, torch.dtype]], sums: Sequence[int]) -> Transfer:
-    """Return the transfer of each (name, box, dtype) with its checksum."""
-    return Transfer(
-        num_bytes=sum(num_elements(box) * dtype.itemsize for _, box, dtype in boxes),
-        sums=tuple(
-            box_sum(name, box, dtype=dtype, value=value)
-            for (name, box, dtype), value in zip(boxes, sums, strict=True)
-        ),
-    )
 
 
 def check_unused(config: WeightStore.Config) -> None:

@@ -32,9 +32,10 @@ from torchstore.transport.buffers import rdma_available
 from torchstore.transport.pipe import Pipe
 
 from rl.distributed.runtime import use_threads
+from rl.types import BoxSum
 from rl.utils.threads import WorkerThread, run_aside
-from rl.weights.checksum import checksum
-from rl.weights.plan import Message, Part, Read, batches, lay_out, within_box
+from rl.weights.checksum import box_sum, checksum
+from rl.weights.plan import Message, Part, Read, batches, lay_out
 from rl.weights.shared_memory import SegmentMaps, SegmentRef, this_host
 from rl.weights.types import StaleSegmentError, VersionNotFoundError, WeightStoreError
 from rl.weights.volume import key_of
@@ -52,8 +53,9 @@ Sums = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """One box to copy; both tensors have the shape of the box."""
+    """One box of a tensor to copy; source and destination have the shape of the box."""
 
+    name: str
     box: TensorSlice
     source: Tensor
     destination: Tensor
@@ -78,7 +80,7 @@ class Transport:
 
     async def send_by_memory(
         self, volume: Any, version: int, outgoing: Sequence[Part], *, num_versions: int
-    ) -> tuple[SegmentRef | None, list[int]]:
+    ) -> tuple[SegmentRef | None, list[BoxSum]]:
         """Have the volume reserve shared memory, with room for `num_versions` in all, and fill it."""
         if not outgoing:
             return None, []
@@ -86,21 +88,21 @@ class Transport:
         parts, num_bytes = lay_out(outgoing)
         ref: SegmentRef = await volume.reserve.call_one(version, parts, num_bytes, num_versions)
         with self._maps.holding(ref, pinned=outgoing[0].local.is_cuda) as data:
-            return ref, await self._fill(outgoing, [part.view(data) for part in parts])
+            return ref, await self._send(outgoing, [part.view(data) for part in parts])
 
-    async def send_by_messages(self, volume: Any, version: int, outgoing: Sequence[Part]) -> list[int]:
+    async def send_by_messages(self, volume: Any, version: int, outgoing: Sequence[Part]) -> list[BoxSum]:
         """Put the boxes into the volume, in as few messages as possible."""
-        sums: list[int] = []
+        sums: list[BoxSum] = []
         for batch in batches(outgoing, max_bytes=MAX_MESSAGE_BYTES):
             message = Message.empty(batch)
-            sums += await self._fill(batch, message.tensors())
+            sums += await self._send(batch, message.tensors())
             await volume.put_batch.call_one(version, message)
         return sums
 
-    async def send_by_file(self, file: Path, outgoing: Sequence[Part]) -> list[int]:
+    async def send_by_file(self, file: Path, outgoing: Sequence[Part]) -> list[BoxSum]:
         """Write the boxes to one file; raise WeightStoreError if that fails."""
         message = Message.empty(outgoing)
-        sums = await self._fill(outgoing, message.tensors())
+        sums = await self._send(outgoing, message.tensors())
 
         def write() -> None:
             file.parent.mkdir(exist_ok=True)
@@ -112,17 +114,9 @@ class Transport:
             raise WeightStoreError(f"weights were not written to {file}: {error}") from error
         return sums
 
-    async def _fill(self, outgoing: Sequence[Part], destinations: Sequence[Tensor]) -> list[int]:
-        return await self._copier.run(
-            [
-                Copy(box=part.box, source=part.local, destination=destination)
-                for part, destination in zip(outgoing, destinations, strict=True)
-            ]
-        )
-
     async def fetch(
         self, volume: Any, version: int, reads: Sequence[Read], *, is_near: bool, rdma: bool
-    ) -> list[int]:
+    ) -> list[BoxSum]:
         """Fill the destinations from one volume's boxes; use its shared memory only if `is_near`.
 
         Raises:
@@ -137,7 +131,7 @@ class Transport:
             return await self.fetch_by_rdma(volume, version, reads)
         return await self.fetch_by_messages(volume, version, reads)
 
-    async def fetch_by_memory(self, reads: Sequence[Read]) -> list[int]:
+    async def fetch_by_memory(self, reads: Sequence[Read]) -> list[BoxSum]:
         """Fill the destinations from shared memory."""
         self._maps.begin_operation()
         data: dict[Any, Tensor] = {}
@@ -151,11 +145,12 @@ class Transport:
                         data[ref] = held.enter_context(holding)
             except StaleSegmentError as error:
                 raise VersionNotFoundError(
-                    f"{read.stored.part.name!r} was deleted while it was being pulled: {error}"
+                    f"{read.name!r} was deleted while it was being pulled: {error}"
                 ) from error
-            return await self._copy(reads, [r.stored.part.view(data[r.stored.place]) for r in reads])
+            stored = [read.stored.part.view(data[read.stored.place]) for read in reads]
+            return await self._receive(reads, map(Read.within, reads, stored))
 
-    async def fetch_by_file(self, reads: Sequence[Read]) -> list[int]:
+    async def fetch_by_file(self, reads: Sequence[Read]) -> list[BoxSum]:
         """Fill the destinations from the ranks' files."""
 
         def load(read: Read) -> Tensor:
@@ -165,54 +160,46 @@ class Transport:
             return torch.from_numpy(data).view(part.dtype).view(part.box.local_shape)
 
         try:
-            sources = await run_aside(lambda: [load(read) for read in reads], name="weight-file")
+            stored = await run_aside(lambda: [load(read) for read in reads], name="weight-file")
         except (OSError, RuntimeError) as error:
             raise WeightStoreError(f"the files of a version cannot be read: {error}") from error
-        return await self._copy(reads, sources)
+        return await self._receive(reads, map(Read.within, reads, stored))
 
-    async def _copy(self, reads: Sequence[Read], stored: Sequence[Tensor]) -> list[int]:
-        """Copy the wanted parts of the stored boxes."""
-        return await self._copier.run(
-            [
-                Copy(
-                    box=read.box,
-                    source=within_box(tensor, read.stored.part.box, read.box),
-                    destination=read.destination,
-                )
-                for read, tensor in zip(reads, stored, strict=True)
-            ]
-        )
-
-    async def fetch_by_messages(self, volume: Any, version: int, reads: Sequence[Read]) -> list[int]:
+    async def fetch_by_messages(self, volume: Any, version: int, reads: Sequence[Read]) -> list[BoxSum]:
         """Fill the destinations from the volume's messages."""
-        sums: list[int] = []
-        wanted = [
-            Part(
-                name=read.stored.part.name, box=read.box, local=read.destination, dtype=read.stored.part.dtype
-            )
-            for read in reads
-        ]
-        for batch in batches(wanted, max_bytes=MAX_MESSAGE_BYTES):
-            message = await volume.get_batch.call_one(version, [(part.name, part.box) for part in batch])
-            copies = [
-                Copy(box=part.box, source=source, destination=part.local)
-                for source, part in zip(message.tensors(), batch, strict=True)
-            ]
-            sums += await self._copier.run(copies)
+        sums: list[BoxSum] = []
+        for batch in batches(reads, max_bytes=MAX_MESSAGE_BYTES):
+            message = await volume.get_batch.call_one(version, [(read.name, read.box) for read in batch])
+            sums += await self._receive(batch, message.tensors())
         return sums
 
-    async def fetch_by_rdma(self, volume: Any, version: int, reads: Sequence[Read]) -> list[int]:
+    async def fetch_by_rdma(self, volume: Any, version: int, reads: Sequence[Read]) -> list[BoxSum]:
         """Fill the destinations by torchstore's own transport, box by box."""
         pipe = Pipe(volume)
 
-        async def get(read: Read) -> Copy:
+        async def get(read: Read) -> Tensor:
             # torchstore writes into contiguous memory of the stored dtype.
             received = torch.empty(read.box.local_shape, dtype=read.stored.part.dtype)
             request = Request(tensor_val=received, tensor_slice=read.box)
-            source = await pipe.get_from_storage_volume(key_of(version, read.stored.part.name), request)
-            return Copy(box=read.box, source=source, destination=read.destination)
+            return await pipe.get_from_storage_volume(key_of(version, read.name), request)
 
-        return await self._copier.run(await gather_all(get(read) for read in reads))
+        return await self._receive(reads, await gather_all(get(read) for read in reads))
+
+    async def _send(self, outgoing: Sequence[Part], destinations: Iterable[Tensor]) -> list[BoxSum]:
+        return await self._copier.run(
+            [
+                Copy(name=part.name, box=part.box, source=part.local, destination=destination)
+                for part, destination in zip(outgoing, destinations, strict=True)
+            ]
+        )
+
+    async def _receive(self, reads: Sequence[Read], sources: Iterable[Tensor]) -> list[BoxSum]:
+        return await self._copier.run(
+            [
+                Copy(name=read.name, box=read.box, source=source, destination=read.destination)
+                for read, source in zip(reads, sources, strict=True)
+            ]
+        )
 
     def close(self) -> None:
         self._copier.close()
@@ -241,7 +228,7 @@ class Copier:
         self._num_threads = num_threads
         self._threads: list[WorkerThread] = []
 
-    async def run(self, copies: Sequence[Copy]) -> list[int]:
+    async def run(self, copies: Sequence[Copy]) -> list[BoxSum]:
         """Copy everything and return the checksum of each destination.
 
         After a cancellation, all threads have stopped writing before the error is raised.
@@ -274,7 +261,10 @@ class Copier:
         sums = [0] * len(copies)
         for i, value in itertools.chain.from_iterable(results):
             sums[i] = (sums[i] + value) % 2**64
-        return sums
+        return [
+            box_sum(copy.name, copy.box, dtype=copy.destination.dtype, value=value)
+            for copy, value in zip(copies, sums, strict=True)
+        ]
 
     def close(self) -> None:
         """End the idle threads."""

@@ -46,7 +46,7 @@ class WeightParityError(WeightStoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """Bytes and checksums that one rank sent or received."""
+    """Bytes and checksums that one rank sent."""
 
     num_bytes: int
     sums: tuple[BoxSum, ...]

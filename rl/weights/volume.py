@@ -135,12 +135,8 @@ class VersionIndex(Actor):
         self._versions: dict[int, _Version] = {}
 
     @endpoint
-    async def claim(
-        self, version: int, rank: int, boxes: Sequence[tuple[str, TensorSlice, bool]]
-    ) -> list[bool]:
-        """Return for each of the rank's (name, box, is_first) whether the rank has to send the box.
-
-        A box that another rank already sends, or is the first to hold, need not be sent.
+    async def claim(self, version: int, rank: int, boxes: Sequence[tuple[str, TensorSlice]]) -> list[bool]:
+        """Return for each of the rank's (name, box) whether it has to send the box: no other rank does.
 
         Raises:
             VersionExistsError: the version is announced, this rank has pushed the version before, or
@@ -153,15 +149,14 @@ class VersionIndex(Actor):
                 f"version {version} is already {what}: push a new one, or delete this one first"
             )
         mine = []
-        for name, box, is_first in boxes:
+        for name, box in boxes:
             first = state.boxes.setdefault(name, box)
             if (first.mesh_shape, first.global_shape) != (box.mesh_shape, box.global_shape):
                 raise VersionExistsError(
                     f"{name!r} was pushed as {first.global_shape} from a mesh of {first.mesh_shape}, and by "
                     f"rank {rank} as {box.global_shape} from {box.mesh_shape}: delete the version first"
                 )
-            is_mine = is_first and state.claims.setdefault((name, box.coordinates), rank) == rank
-            mine.append(is_mine)
+            mine.append(state.claims.setdefault((name, box.coordinates), rank) == rank)
         state.ranks.add(rank)
         return mine
 

@@ -20,7 +20,6 @@ from tests.support.policies import (
     config_folder,
     prompts_of,
     random_model,
-    sequence_logprobs,
     tokens_of,
 )
 from tests.support.policy_actors import OpenGenerator, PolicyPusher
@@ -112,27 +111,6 @@ def test_aborted_call_continues_under_the_next_weights(served):
     for (old,), (new,) in zip(begun, made, strict=True):
         num_old = len(old.token_ids)
         assert new.policy_versions.tolist() == [8] * num_old + [9] * (200 - num_old)
-
-
-def test_sequences_are_scored(served):
-    served.publish(10, seed=17)
-    answers = served.run(served.generator.compute_logprobs.call(PROMPTS))
-    first, second = (answer for _, answer in answers.items())
-    assert second == []
-    for tokens, logprobs in zip(PROMPTS, first, strict=True):
-        expected = sequence_logprobs(random_model(SPEC, seed=17), tokens)
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
-
-
-def test_generator_sleeps_and_serves_after_the_next_pull(served):
-    served.run(served.generator.sleep.call())
-    with pytest.raises(ActorError, match="the generator sleeps"):
-        served.run(served.generate(PROMPTS, max_tokens=3))
-    served.run(served.generator.wake.call())
-    served.publish(11, seed=18)
-    settings: dict[str, Any] = {"max_tokens": 10, "seed": 3}
-    expected = generate(random_model(SPEC, seed=18), PROMPTS, sampling=SamplingParams(**settings))
-    assert tokens_of(served.run(served.generate(PROMPTS, **settings))) == tokens_of(expected)
 
 
 def test_missing_version_is_an_error_and_the_next_pull_recovers(served):

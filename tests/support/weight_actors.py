@@ -22,7 +22,8 @@ from rl.models.decoder import persistent_buffers
 from rl.models.parallelize import parallelize_decoder
 from rl.models.parallelize_generator import parallelize_decoder_generator
 from rl.types import BoxSum
-from rl.weights.checksum import sums_of
+from rl.weights.checksum import box_sum, checksum
+from rl.weights.plan import parts_of
 from rl.weights.store import WeightStore
 from rl.weights.types import Transfer
 
@@ -154,13 +155,21 @@ class WeightActor(Actor):
         return await store.push(version=version, state_dict=self._state_dict, buffer_names=buffers)
 
     @endpoint
-    async def pull(self, store: WeightStore, version: int) -> Transfer:
+    async def pull(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
         return await store.pull(version=version, state_dict=self._state_dict)
 
     @endpoint
     async def sums(self) -> tuple[BoxSum, ...]:
         """Return the sums of the current tensors."""
-        return sums_of(self._state_dict)
+        return tuple(
+            box_sum(
+                part.name,
+                part.box,
+                dtype=part.local.dtype,
+                value=checksum(part.local, global_shape=part.box.global_shape, offsets=part.box.offsets),
+            )
+            for part in parts_of(self._state_dict)
+        )
 
     @endpoint
     async def keep_old(self, name: str, seed: int) -> None:
@@ -177,7 +186,7 @@ class WeightActor(Actor):
         }
 
     @endpoint
-    async def pull_wrong_shape(self, store: WeightStore, version: int) -> Transfer:
+    async def pull_wrong_shape(self, store: WeightStore, version: int) -> tuple[BoxSum, ...]:
         """Pull into an embedding of 12 rows."""
         state_dict = dict(self._state_dict)
         pair = _pair()

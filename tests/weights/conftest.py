@@ -68,7 +68,7 @@ class Cluster:
         self.meshes.run(self.generator.build.call(layout, 999, dtype))
         ranks = self.generator if layout == "tp" else self.generator.slice(procs=0)
         received = self.meshes.run(ranks.pull.call(store, version))
-        pulled = [box for _, transfer in received.items() for box in transfer.sums]
+        pulled = [box for _, sums in received.items() for box in sums]
         check_sums(version=version, pushed=self.pushed[version], pulled={"generator": pulled})
         answers = self.meshes.run(ranks.full.call())
         return [answer for _, answer in answers.items()]

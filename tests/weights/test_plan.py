@@ -72,22 +72,20 @@ def sharded(local, mesh, placements, shape):
     )
 
 
-def test_first_replica_sends_a_box():
+def test_replicas_hold_equal_boxes():
     def parts():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         tensor = DTensor.from_local(torch.zeros(3, 5), mesh, [Replicate(), Shard(0)], run_check=False)
-        return only_part(tensor), only_part(torch.zeros(2))
+        return only_part(tensor).box, only_part(torch.zeros(2)).box
 
     found = []
     for rank in range(WORLD_SIZE):
         with rank_of_four(rank):
             found.append(parts())
     # Coordinates are those on the axes that shard.
-    boxes = [sharded_part.box for sharded_part, _ in found]
+    boxes = [sharded_box for sharded_box, _ in found]
     assert [(box.coordinates, box.mesh_shape) for box in boxes] == [((0,), (2,)), ((1,), (2,))] * 2
-    assert [tuple(part.is_first for part in parts) for parts in found] == [
-        (True, True), (True, False), (False, False), (False, False)
-    ]  # fmt: skip
+    assert all(plain == found[0][1] for _, plain in found)
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)])

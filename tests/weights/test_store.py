@@ -32,11 +32,6 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
 
 
 ALL = pytest.mark.parametrize("cluster", ["auto", "torchstore", "files"], indirect=True)
-SLOW_ON_OTHERS = pytest.mark.parametrize(
-    "cluster",
-    ["auto", *(pytest.param(other, marks=pytest.mark.slow) for other in ("torchstore", "files"))],
-    indirect=True,
-)
 EVERY_LAYOUT = [
     ("auto", source, target)
     for source in ("fsdp_tp", "hsdp", "fsdp", "ddp", "ddp_dtensor", "single")
@@ -186,7 +181,6 @@ def test_mismatches_name_the_tensor_and_both_shapes(cluster):
     run(store.delete(version))
 
 
-@SLOW_ON_OTHERS
 def test_dead_rank_leaves_an_incomplete_version_that_can_be_deleted(cluster):
     run, store = cluster.meshes.run, cluster.fp32
     version = cluster.next_version()
@@ -234,7 +228,7 @@ def stored_boxes(store, run, version, name):
 def pulled_sums(cluster, store, version, dtype=torch.bfloat16):
     cluster.meshes.run(cluster.generator.build.call("tp", 999, dtype))
     answers = cluster.meshes.run(cluster.generator.pull.call(store, version))
-    return [box for _, transfer in answers.items() for box in transfer.sums]
+    return [box for _, sums in answers.items() for box in sums]
 
 
 def check(cluster, version, pulled):
@@ -281,46 +275,3 @@ def test_pushed_version_reaches_hosts_that_share_no_memory(cluster):
         run(store._here().fetch_by_rdma(store._volume(number), version, reads))
     assert_same_bits(received, wanted)
     run(store.delete(version))
-
-
-def shared_memory_of(pid):
-    """Return the addresses of the segments that the process has mapped."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split()[0] for line in lines if "/memfd:relay-weights" in line}
-
-
-def test_memory_of_a_store_is_reused_from_version_to_version_and_has_no_name(cluster, tmp_path):
-    run, store = cluster.meshes.run, cluster.start(cluster.volume_mesh, tmp_path)
-    other = cluster.start(cluster.volume_mesh, tmp_path)
-    run(other.push(version=1, state_dict={"w": torch.zeros(5000)}))
-    run(other.announce(1))
-    (pid,) = cluster.meshes.pids(cluster.volume_mesh)
-    names, before = set(os.listdir("/dev/shm")), shared_memory_of(pid)
-    used, received = set(), {"w": torch.zeros(5000)}
-    for version in range(8):
-        run(store.push(version=version, state_dict={"w": torch.ones(5000)}))
-        run(store.announce(version))
-        used |= {stored.place.id for stored in stored_boxes(store, run, version, "w")}
-        run(store.pull(version=version, state_dict=received))
-        run(store.prune())
-    assert received["w"].unique().tolist() == [1]
-    assert len(used) == 3
-    assert len(shared_memory_of(pid) - before) == 3
-    assert set(os.listdir("/dev/shm")) <= names
-    run(store.stop())
-    assert shared_memory_of(pid) <= before
-    run(other.pull(version=1, state_dict=received))
-    assert received["w"].unique().tolist() == [0]
-    run(other.stop())
-
-
-@pytest.mark.slow
-def test_hundred_versions_from_two_ranks_to_two_do_not_hang(cluster):
-    run, store = cluster.meshes.run, cluster.bf16
-    run(cluster.generator.build.call("tp", 999, torch.bfloat16))
-    for _ in range(100):
-        version, _ = cluster.push(store, "fsdp")
-        received = run(cluster.generator.pull.call(store, version))
-        check(cluster, version, [box for _, transfer in received.items() for box in transfer.sums])
-        run(store.prune())
-    assert len(run(store.versions())) == 2

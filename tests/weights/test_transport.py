@@ -15,7 +15,7 @@ SHAPES = [(), (3,), (0, 5), (PIECE_BYTES + 3,), (700, 3000), (3, 900, 1000), (5,
 
 def copy_of(source, destination):
     (part,) = parts_of({"w": source})
-    return Copy(box=part.box, source=source, destination=destination)
+    return Copy(name="w", box=part.box, source=source, destination=destination)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -35,9 +35,9 @@ def test_tensors_are_cast_and_their_sums_are_those_of_the_destinations():
     destinations.append(torch.zeros(900, 1000)[100:700, 50:850])
     before, copier = set(threading.enumerate()), Copier(num_threads=2)
     sums = asyncio.run(copier.run([copy_of(s, d) for s, d in zip(sources, destinations, strict=True)]))
-    for source, destination, value in zip(sources, destinations, sums, strict=True):
+    for source, destination, box in zip(sources, destinations, sums, strict=True):
         assert torch.equal(destination, source.to(destination.dtype))
-        assert value == checksum(destination, global_shape=source.shape, offsets=(0,) * source.dim())
+        assert box.value == checksum(destination, global_shape=source.shape, offsets=(0,) * source.dim())
     with pytest.raises(RuntimeError, match="must match"):
         asyncio.run(
             copier.run([copy_of(torch.ones(3), torch.zeros(3)), copy_of(torch.ones(3), torch.zeros(4))])
@@ -80,4 +80,4 @@ def test_copies_from_and_to_a_gpu():
     (pulled,) = asyncio.run(copier.run([copy_of(sent, received)]))
     copier.close()
     assert torch.equal(received, source.bfloat16())
-    assert pushed == pulled == checksum(sent, global_shape=(300, 500), offsets=(0, 0))
+    assert pushed.value == pulled.value == checksum(sent, global_shape=(300, 500), offsets=(0, 0))
