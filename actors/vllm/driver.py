@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE = "nothing to do: an empty turn tells the other ranks that this rank lives"
 IDLE_TURNS_PER_TIMEOUT = 4
 
 
@@ -306,8 +305,7 @@ class Driver:
                 async with asyncio.timeout(self._lockstep.idle_turn_s):
                     await self._wake.wait()
             except TimeoutError:
-                logger.debug(IDLE)
-                return Turn()
+                return Turn()  # tells the other ranks that this rank lives
         return Turn(stop=True)
 
     def _take(self, decided: Turn | None) -> tuple[Turn, Drawn | None]:

@@ -5,13 +5,12 @@ A family is a subclass of `DecoderAdapter` that names what differs.
 Our fused weights order their rows by key-value head (`rl.models.decoder`), so each consists of several Hugging
 Face weights, regrouped; all other parameters are renamed.
 
-Shape legend: E model width, K key-value heads, G query heads of one key-value head, D head size, W = F / K
-feed-forward rows of one key-value head.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -60,7 +59,6 @@ class DecoderAdapter:
         attention = config.block.attention
         self.num_kv_heads = attention.num_kv_heads
         self.group_size = attention.num_heads // attention.num_kv_heads
-        self.head_dim = attention.head_dim
 
     @classmethod
     def sized(
@@ -160,26 +158,23 @@ class DecoderAdapter:
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         """Return the parameter made of the tensors of `hf_names(name)`."""
-        _, module, _ = split_name(name)
-        if module == _QKV:
-            q_KGDE, k_K1DE, v_K1DE = (x.unflatten(0, (self.num_kv_heads, -1, self.head_dim)) for x in tensors)
-            return torch.cat((q_KGDE, k_K1DE, v_K1DE), dim=1).flatten(0, 2)
-        if module == _GATE_UP:
-            gate_KWE, up_KWE = (x.unflatten(0, (self.num_kv_heads, -1)) for x in tensors)
-            return torch.cat((gate_KWE, up_KWE), dim=1).flatten(0, 1)
-        (tensor,) = tensors
-        return tensor
+        return tensors[0] if len(tensors) == 1 else self.fused(tensors)
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the Hugging Face tensors of the parameter."""
         _, module, _ = split_name(name)
-        parts = [tensor]
-        if module == _QKV:
-            heads = tensor.unflatten(0, (self.num_kv_heads, self.group_size + 2, self.head_dim))
-            parts = [x.flatten(0, 2) for x in heads.split((self.group_size, 1, 1), dim=1)]
-        elif module == _GATE_UP:
-            parts = [x.flatten(0, 1) for x in tensor.unflatten(0, (self.num_kv_heads, 2, -1)).unbind(1)]
+        shares = {_QKV: (self.group_size, 1, 1), _GATE_UP: (1, 1)}.get(module)
+        parts = [tensor] if shares is None else self.parted(tensor, shares)
         return dict(zip(self.hf_names(name), parts, strict=True))
+
+    def fused(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all tensors ordered by key-value head."""
+        return torch.cat([x.unflatten(0, (self.num_kv_heads, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+    def parted(self, tensor: Tensor, shares: Sequence[int]) -> list[Tensor]:
+        """Return the tensors that `fused` joined, given the ratios of their numbers of rows."""
+        groups = tensor.unflatten(0, (self.num_kv_heads, sum(shares), -1))
+        return [part.flatten(0, 2) for part in groups.split(list(shares), dim=1)]
 
     def hf_config(self) -> dict[str, Any]:
         """Return the fields of `config.json` that all families share; a family adds its own.

@@ -4,7 +4,7 @@ Hugging Face's files hold three matrices per expert; ours, two stacks of all exp
 load-balance bias has no place in their model; it is written beside the router's weight, and other readers
 ignore it.
 
-Shape legend: E model width, N experts, F width of one expert, K key-value heads, W = F / K.
+Shape legend: E model width, N experts, F rows of the gate and up projection of one expert.
 """
 
 from __future__ import annotations
@@ -72,13 +72,12 @@ class Qwen3MoeAdapter(DecoderAdapter):
             return super().from_hf(name, tensors)
         if leaf == "down_proj":
             return torch.stack(tensors)
-        grouped_KWE = [x.unflatten(0, (self.num_kv_heads, -1)) for x in tensors]
-        num_groups, width, dim = grouped_KWE[0].shape
+        width, dim = tensors[0].shape
         # Filled in place: a layer's experts are the largest of all parameters.
-        stack_NK2WE = tensors[0].new_empty(self.num_experts, num_groups, 2, width, dim)
-        for i, x_KWE in enumerate(grouped_KWE):
-            stack_NK2WE[i // 2, :, i % 2] = x_KWE
-        return stack_NK2WE.flatten(1, 3)
+        stack_NFE = tensors[0].new_empty(self.num_experts, 2 * width, dim)
+        for n in range(self.num_experts):
+            stack_NFE[n] = self.fused(tensors[2 * n : 2 * n + 2])
+        return stack_NFE
 
     def to_hf(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         _, module, leaf = split_name(name)
@@ -86,8 +85,7 @@ class Qwen3MoeAdapter(DecoderAdapter):
             return super().to_hf(name, tensor)
         parts = list(tensor)
         if leaf == "gate_up_proj":
-            x_N2KWE = tensor.unflatten(1, (self.num_kv_heads, 2, -1)).transpose(1, 2)
-            parts = [x.flatten(0, 1) for pair in x_N2KWE for x in pair]
+            parts = [part for expert in tensor for part in self.parted(expert, (1, 1))]
         return dict(zip(self.hf_names(name), parts, strict=True))
 
     def hf_config(self) -> dict[str, Any]:

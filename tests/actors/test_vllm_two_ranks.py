@@ -1,16 +1,158 @@
 """A generator of two tensor-parallel ranks gives the results of one rank."""
 
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from actors.vllm.engine import GeneratorEngine
+from rl.distributed.process_group import World
 from rl.models.generate import generate
-from tests.actors.generator_ranks import LONG, PROMPTS, SAMPLING, SEQUENCES, SPEC, live
+from rl.types import Completion, SamplingParams
 from tests.support.distributed import run_ranks
-from tests.support.policies import random_model, recomputed_logprobs, sequence_logprobs, tokens_of
+from tests.support.policies import (
+    config_folder,
+    prompts_of,
+    random_model,
+    recomputed_logprobs,
+    sequence_logprobs,
+    small_spec,
+    tokens_of,
+    writer,
+)
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
+SPEC = small_spec(tie=False, head_dim=32)
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
+PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
+SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)
+LONG = replace(SAMPLING, max_tokens=60)
+SEQUENCES = prompts_of([2, 150, 256], seed=9)
+
+Completions = list[list[Completion]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lived:
+    """Results of one rank; rank 1 has no completions."""
+
+    sharded: list[str]
+    """Names of the parameters that are DTensors."""
+    first: Completions
+    """Completions under version 1."""
+    concurrent: list[Completions]
+    """Completions of three concurrent calls, with an update to version 2 requested meanwhile."""
+    waiting: Completions
+    """Completions requested after the update to version 2."""
+    one_rank_failed: str
+    """Error of an update that fails on rank 1."""
+    no_weights: str
+    """Error of a call after the failed update."""
+    healed: Completions
+    """Completions after an update to version 4."""
+    across: Completions
+    """Completions that begin under version 4 and end under version 5, in mode "recompute"."""
+    scored: list[np.ndarray]
+    """Logprobs under version 5, computed while completions run."""
+    aborted: Completions
+    num_aborted: int
+    continued: Completions
+    """The aborted completions, continued under version 5."""
+    threads_left: int
+
+
+def live(folder: str) -> Lived:
+    return asyncio.run(_live(folder))
+
+
+async def _live(folder: str) -> Lived:
+    world = World.from_env()
+    config = GeneratorEngine.Config(
+        tensor_parallel_degree=2,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=12,
+        max_num_batched_tokens=65,
+        cpu_kv_cache_gib=0.05,
+        rank_timeout_s=30.0,
+        can_sleep=True,
+    )
+    assets = config_folder(Path(folder) / str(world.rank), SPEC)
+    engine = GeneratorEngine(config=config, model_spec=SPEC, hf_assets_path=assets, world=world)
+    await engine.start()
+    await engine.update_weights(writer(OLD), version=1)
+    first = await engine.generate(PROMPTS, sampling=SAMPLING)
+
+    if world.rank == 0:
+        lockstep = engine._driver._lockstep
+        lockstep.timeout_s = 0.1  # rank 0 then sends empty turns in a hurry
+        await asyncio.sleep(0.5)
+        lockstep.timeout_s = config.rank_timeout_s
+
+    calls = [asyncio.create_task(engine.generate(PROMPTS[i::3], sampling=SAMPLING)) for i in range(3)]
+    await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1))
+    update = asyncio.create_task(engine.update_weights(writer(NEW), version=2))
+    await asyncio.sleep(0)
+    waiting = await engine.generate(PROMPTS[:2], sampling=SAMPLING)
+    concurrent = await asyncio.gather(*calls)
+    await update
+
+    async def fail_on_rank_1(state_dict: dict[str, Tensor]) -> None:
+        if world.rank == 1:
+            raise KeyError("version 3")
+
+    failed = await _error_of(engine.update_weights(fail_on_rank_1, version=3))
+    no_weights = await _error_of(engine.generate(PROMPTS, sampling=SAMPLING)) if world.rank == 0 else ""
+    await engine.update_weights(writer(OLD), version=4)
+    healed = await engine.generate(PROMPTS[:1], sampling=SAMPLING)
+    await engine.sleep()
+    await engine.wake()
+    # Starting a second engine would take 12 s.
+    engine._core._on_update, engine._driver._drains = "recompute", False
+    await engine.update_weights(writer(OLD), version=4)
+    call = asyncio.create_task(engine.generate(PROMPTS, sampling=LONG))
+    await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20))
+    await engine.update_weights(writer(NEW), version=5)
+    scored = await engine.compute_logprobs(SEQUENCES)
+    across = await call
+    call = asyncio.create_task(engine.generate(PROMPTS, sampling=LONG, call_id="a"))
+    await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20))
+    num_aborted = await engine.abort(["a"])
+    aborted = await call
+    continued = await engine.generate(PROMPTS, sampling=LONG, begun=aborted or None)
+    sharded = [name for name, p in engine.model_state_dict().items() if isinstance(p, DTensor)]
+    await asyncio.wait_for(engine.close(), 60)
+    return Lived(
+        sharded=sharded,
+        first=first,
+        concurrent=concurrent,
+        waiting=waiting,
+        one_rank_failed=failed,
+        no_weights=no_weights,
+        healed=healed,
+        across=across,
+        scored=scored,
+        aborted=aborted,
+        num_aborted=num_aborted,
+        continued=continued,
+        threads_left=sum(thread.name == "vllm-engine" for thread in threading.enumerate()),
+    )
+
+
+async def _error_of(awaitable: object) -> str:
+    try:
+        await awaitable  # type: ignore[misc]
+    except Exception as error:  # noqa: BLE001  (returned to the test)
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 @pytest.fixture(scope="module")

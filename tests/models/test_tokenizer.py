@@ -10,8 +10,8 @@ from rl.models.tokenizer import (
     WORD_TOKENS,
     build_byte_tokenizer,
     load_tokenizer,
+    open_tokenizer,
     read_tokenizer_fingerprint,
-    stop_token_ids,
     tokenizer_fingerprint,
 )
 
@@ -85,13 +85,13 @@ def test_chat_template_writes_chatml(tokenizer):
     )
 
 
-def test_stop_tokens_are_the_end_of_turn_and_those_of_generation_config(folder, tokenizer):
+def test_stop_tokens_are_the_end_of_turn_and_those_of_generation_config(folder):
     file = folder / "generation_config.json"
     for content in ('{"eos_token_id": [256, 258]}', '{"eos_token_id": 256}'):
         file.write_text(content)
-        assert stop_token_ids(folder, tokenizer=tokenizer) == (256, 258)
+        assert open_tokenizer(folder)[1] == (256, 258)
     file.unlink()
-    assert stop_token_ids(folder, tokenizer=tokenizer) == (258,)
+    assert open_tokenizer(folder)[1] == (258,)
 
 
 def without_added_tokens(folder):
@@ -138,3 +138,45 @@ def test_fingerprint_survives_json(folder):
     noted = tokenizer_fingerprint(folder)
     assert read_tokenizer_fingerprint(json.loads(json.dumps(dataclasses.asdict(noted)))) == noted
     assert read_tokenizer_fingerprint(None) is None
+
+
+def change(file, **values):
+    """Set keys of a JSON file, or remove them by None."""
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("tokenizer_config.json", {"padding_side": "up"}, "Padding side should be selected"),
+        (
+            "tokenizer_config.json",
+            {"model_max_length": "long"},
+            "not supported",
+        ),  # raised only while encoding
+        ("tokenizer_config.json", {"eos_token": None}, "no eos_token"),
+        ("generation_config.json", {"eos_token_id": [256, -1]}, "is not a list of token ids"),
+    ],
+)
+def test_invalid_value_names_the_folder(folder, name, values, message):
+    change(folder / name, **values)
+    with pytest.raises(ValueError, match=f"the tokenizer of {folder} cannot be used: .*{message}"):
+        open_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_malformed_file_is_an_error_that_names_the_folder(folder, name):
+    (folder / name).write_text('{"eos_token": ')
+    with pytest.raises(ValueError, match=str(folder)):
+        open_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("vocab_size", "end_id"), [(261, 258), (320, 320)])
+def test_token_ids_beyond_the_vocabulary_are_refused(folder, vocab_size, end_id):
+    change(folder / "generation_config.json", eos_token_id=end_id)
+    open_tokenizer(folder, vocab_size=vocab_size + 1)
+    with pytest.raises(
+        ValueError, match=f"vocab_size={vocab_size}, so ids must be from 0 to {vocab_size - 1}"
+    ):
+        open_tokenizer(folder, vocab_size=vocab_size)
