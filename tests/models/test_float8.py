@@ -38,33 +38,23 @@ def rounded(x, dtype, *, dim=None):
     return (x * scale).to(dtype).float() / scale
 
 
-def layer_and_input(recipe):
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_product_and_gradients_use_rounded_factors(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
     converter(Float8.Config(recipe=recipe, emulate=True)).convert(model)
-    x, seed = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
-    y = model(x)
-    y.backward(seed)
-    return model[0].weight, x, y, seed
-
-
-def test_tensorwise_product_and_gradients_use_rounded_factors():
-    weight, x, y, dy = layer_and_input("tensorwise")
-    x8, w8, dy8 = rounded(x.detach(), E4M3), rounded(weight.detach(), E4M3), rounded(dy, E5M2)
-    torch.testing.assert_close(y, x8 @ w8.T)
-    torch.testing.assert_close(x.grad, dy8 @ w8)
-    torch.testing.assert_close(weight.grad, dy8.T @ x8)
-    # The rounding is there: float8 has 3 bits of mantissa.
-    error = (y - x @ weight.T).norm() / y.norm()
-    assert 0.01 < error < 0.06
-
-
-def test_rowwise_product_and_gradients_use_rounded_factors():
-    weight, x, y, dy = layer_and_input("rowwise")
+    x, dy = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+    y, weight = model(x), model[0].weight
+    y.backward(dy)
+    rows, columns, gradient = (None, None, E5M2) if recipe == "tensorwise" else (1, 0, E4M3)
     x_, w_ = x.detach(), weight.detach()
-    torch.testing.assert_close(y, rounded(x_, E4M3, dim=1) @ rounded(w_, E4M3, dim=1).T)
-    torch.testing.assert_close(x.grad, rounded(dy, E4M3, dim=1) @ rounded(w_, E4M3, dim=0))
-    torch.testing.assert_close(weight.grad, rounded(dy, E4M3, dim=0).T @ rounded(x_, E4M3, dim=0))
+    torch.testing.assert_close(y, rounded(x_, E4M3, dim=rows) @ rounded(w_, E4M3, dim=rows).T)
+    torch.testing.assert_close(x.grad, rounded(dy, gradient, dim=rows) @ rounded(w_, E4M3, dim=columns))
+    torch.testing.assert_close(
+        weight.grad, rounded(dy, gradient, dim=columns).T @ rounded(x_, E4M3, dim=columns)
+    )
+    # The rounding is there: float8 has 3 bits of mantissa.
+    assert 0.01 < (y - x @ weight.T).norm() / y.norm() < 0.06
 
 
 def test_head_and_filtered_layers_are_not_converted():

@@ -57,15 +57,11 @@ def test_dense_flavor_has_the_published_parameters_and_the_tensors_of_transforme
 
 @pytest.mark.parametrize("flavor", MOE_NUM_PARAMETERS)
 def test_moe_flavor_has_the_published_parameters(flavor):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     spec = qwen3_moe.model_registry(flavor)
-    config = spec.adapter(spec.model).hf_config()
     with torch.device("meta"):
-        models = spec.model.build(), Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
-    for model in models:
-        assert sum(p.numel() for p in model.parameters()) == MOE_NUM_PARAMETERS[flavor]
-    assert spec.adapter.config_from_hf(config) == spec.model
+        model = spec.model.build()
+    assert sum(p.numel() for p in model.parameters()) == MOE_NUM_PARAMETERS[flavor]
+    assert spec.adapter.config_from_hf(spec.adapter(spec.model).hf_config()) == spec.model
 
 
 def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
