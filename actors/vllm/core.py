@@ -169,12 +169,22 @@ class VLLMCore:
         return str(self._num_updates)
 
     def _enqueue(self, request: Request, *, first: bool) -> None:
+        sampling = request.sampling
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=list(sampling.stop_token_ids),
+            prompt_logprobs=None if request.scored is None else 0,
+            detokenize=False,
+        )
         self._client.add_request(
             EngineCoreRequest(
                 request_id=str(request.id),
                 prompt_token_ids=request.prompt.tolist(),
                 mm_features=None,
-                sampling_params=_sampling_params(request),
+                sampling_params=params,
                 pooling_params=None,
                 # Used for vLLM's statistics only; it must be equal on all ranks.
                 arrival_time=0.0,
@@ -247,16 +257,4 @@ def engine_args(config: GeneratorEngine.Config, *, architecture: str, hf_assets_
         async_scheduling=False,
         disable_log_stats=True,
         **platform,
-    )
-
-
-def _sampling_params(request: Request) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop_token_ids=list(request.stop_token_ids),
-        prompt_logprobs=None if request.scored is None else 0,
-        detokenize=False,
     )

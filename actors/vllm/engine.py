@@ -288,7 +288,7 @@ class GeneratorEngine(Configurable):
             return []
         end = await self._end_of(sampling.stop_texts)
         self._driver.check_weights()
-        answers = completion_samples(
+        samples = completion_samples(
             prompts,
             sampling,
             seed=self._rng.getrandbits(62) if sampling.seed is None else sampling.seed,
@@ -297,7 +297,7 @@ class GeneratorEngine(Configurable):
             begun=begun,
             end=end,
         )
-        made = await self._answers(answers)
+        made = await self._answers(samples)
         return [made[i : i + sampling.num_samples] for i in range(0, len(made), sampling.num_samples)]
 
     async def abort(self, call_ids: Sequence[str] | None = None) -> int:
@@ -385,17 +385,16 @@ class GeneratorEngine(Configurable):
         if not await asyncio.to_thread(thread.stop, timeout_s=CLOSE_TIMEOUT_S):
             logger.warning("the engine's thread was still busy %g s after the close", CLOSE_TIMEOUT_S)
 
-    async def _answers(self, answers: Sequence[Sample | T]) -> list[T]:
-        """Return the answers, those of samples once they are there."""
-        self._next_id += len(answers)
-        samples = [answer for answer in answers if isinstance(answer, Sample)]
-        self._driver.submit(samples)
+    async def _answers(self, samples: Sequence[Sample]) -> list[Any]:
+        """Return the answers of the samples once they are there."""
+        self._next_id += len(samples)
+        waiting = [sample for sample in samples if not sample.answer.done()]
+        self._driver.submit(waiting)
         try:
-            made = iter(await asyncio.gather(*(sample.answer for sample in samples)))
+            return await asyncio.gather(*(sample.answer for sample in samples))
         except BaseException:
-            self._driver.withdraw(samples)
+            self._driver.withdraw(waiting)
             raise
-        return [next(made) if isinstance(answer, Sample) else answer for answer in answers]
 
     async def _end_of(self, texts: Sequence[str]) -> End | None:
         """Return the check for completions that spell a stop text; open the tokenizer at first use."""

@@ -47,10 +47,8 @@ class Request:
     """[T] int32, including the tokens that a continued completion already has."""
     max_tokens: int
     """Most tokens after `prompt`."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=1))
+    """Temperature, top-p, top-k and stop tokens."""
     seed: int = 0
     num_begun: int = 0
     """Number of tokens at the end of `prompt` that belong to the completion."""
@@ -130,35 +128,35 @@ def completion_samples(
     call_id: str,
     begun: Begun | None,
     end: End | None = None,
-) -> list[Sample | Completion]:
-    """Return finished completions of `begun` as they are, and a sample for each other one, in order."""
-    answers: list[Sample | Completion] = []
+) -> list[Sample]:
+    """Return a sample for each completion, in order; finished completions of `begun` are their answers already."""
+    samples: list[Sample] = []
     seeds = request_seeds(prompts, seed=seed, num_samples=sampling.num_samples)
     for i, prompt in enumerate(prompts):
         for j, request_seed in enumerate(seeds[i]):
             old = _NOTHING if begun is None else begun[i][j]
             if old.finish_reason == "abort" and len(old.token_ids) == sampling.max_tokens:
                 old = replace(old, finish_reason="length")
-            if old.finish_reason != "abort":
-                answers.append(old)
-                continue
             request = Request(
-                id=first_id + len(answers),
+                id=first_id + len(samples),
                 prompt=np.concatenate([prompt, old.token_ids]).astype(np.int32),
                 max_tokens=sampling.max_tokens - len(old.token_ids),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                stop_token_ids=tuple(sampling.stop_token_ids),
+                sampling=sampling,
                 seed=request_seed,
                 num_begun=len(old.token_ids),
             )
-            sample = Sample(request=request, call_id=call_id, end=end)
-            sample.token_ids = old.token_ids.tolist()
-            sample.logprobs = old.logprobs.tolist()
-            sample.policy_versions = old.policy_versions.tolist()
-            answers.append(sample)
-    return answers
+            sample = Sample(
+                request=request,
+                call_id=call_id,
+                end=end,
+                token_ids=old.token_ids.tolist(),
+                logprobs=old.logprobs.tolist(),
+                policy_versions=old.policy_versions.tolist(),
+            )
+            if old.finish_reason != "abort":
+                sample.answer.set_result(old)
+            samples.append(sample)
+    return samples
 
 
 _NOTHING = Completion(
@@ -169,17 +167,16 @@ _NOTHING = Completion(
 )
 
 
-def scoring_samples(sequences: Sequence[np.ndarray], *, first_id: int) -> list[Sample | np.ndarray]:
-    """Return a sample for each sequence of more than one token, and the logprobs of the others."""
-    answers: list[Sample | np.ndarray] = []
+def scoring_samples(sequences: Sequence[np.ndarray], *, first_id: int) -> list[Sample]:
+    """Return a sample for each sequence; those of one token have their answer already."""
+    samples = []
     for i, sequence in enumerate(sequences):
-        if len(sequence) == 1:
-            answers.append(np.zeros(1, dtype=np.float32))
-            continue
         tokens = np.asarray(sequence, dtype=np.int32)
         request = Request(id=first_id + i, prompt=tokens[:-1], max_tokens=1, scored=int(tokens[-1]))
-        answers.append(Sample(request=request))
-    return answers
+        samples.append(Sample(request=request))
+        if len(tokens) == 1:
+            samples[-1].answer.set_result(np.zeros(1, dtype=np.float32))
+    return samples
 
 
 def check_call(

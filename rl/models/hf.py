@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rl.models.adapter import DecoderAdapter
 from rl.models.decoder import persistent_buffers
 from rl.models.spec import ModelSpec
-from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files
+from rl.models.tokenizer import TOKENIZER_FILES, build_byte_tokenizer, check_tokenizer_files, write_json
 from rl.utils.files import atomic_folder
 
 SINGLE_FILE = "model.safetensors"
@@ -184,13 +184,22 @@ def write_hf_folder(
     Raises:
         FileExistsError: if `path` exists and is not an empty folder.
     """
+    tensors = (
+        (hf_name, tensor.to(device="cpu", dtype=dtype).contiguous())
+        for name, parameter in params
+        for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items()
+    )
     with atomic_folder(path) as temporary:
         config = adapter.hf_config() | {"dtype": str(dtype).removeprefix("torch.")}
         if tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), temporary)
-            config |= _token_ids(Path(tokenizer_from))
-        _write_json(temporary / "config.json", config)
-        _write_shards(temporary, _hf_tensors(params, adapter, dtype), max_shard_bytes=max_shard_bytes)
+            source = Path(tokenizer_from)
+            check_tokenizer_files(source)
+            for file in (source / name for name in TOKENIZER_FILES):
+                if file.exists():
+                    shutil.copyfile(file, temporary / file.name)
+            config |= _token_ids(source)
+        write_json(temporary / "config.json", config)
+        _write_shards(temporary, tensors, max_shard_bytes=max_shard_bytes)
 
 
 def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Path:
@@ -214,14 +223,6 @@ def write_random_model(folder: str | Path, *, spec: ModelSpec, seed: int) -> Pat
         model = spec.model.build()
     HFFolder(folder, tokenizer=True).check(model, adapter)
     return folder
-
-
-def _hf_tensors(
-    params: Iterable[tuple[str, Tensor]], adapter: DecoderAdapter, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in params:
-        for hf_name, tensor in adapter.to_hf(name, parameter.detach()).items():
-            yield hf_name, tensor.to(device="cpu", dtype=dtype).contiguous()
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_shard_bytes: int) -> None:
@@ -250,14 +251,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_sh
         (folder / f"{i}.part").rename(folder / file_name)
         weight_map |= dict.fromkeys(sizes, file_name)
     total_size = sum(sum(sizes.values()) for sizes in shards)
-    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    check_tokenizer_files(source)
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _token_ids(folder: Path) -> dict[str, Any]:
@@ -285,7 +279,3 @@ def _read_weight_map(file: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"file {file} has no weight_map, an object of file names by tensor")
     return weight_map
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,6 @@ Shape legend: R rank, I input width and O output rows of one Hugging Face weight
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl.models.hf import read_json_object
+from rl.models.tokenizer import write_json
 from rl.utils.files import atomic_folder
 
 CONFIG_FILE = "adapter_config.json"
@@ -88,7 +88,7 @@ def write_peft_folder(
             "use_rslora": False,
             "inference_mode": True,
         }
-        (temporary / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(temporary / CONFIG_FILE, content)
 
 
 def read_peft_folder(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from actors.vllm.driver import Lockstep, Pause, Turn
 from actors.vllm.requests import Drawn, Request
+from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.medium
@@ -20,10 +21,7 @@ REQUEST = Request(
     id=7,
     prompt=np.array([3, 1, 4], dtype=np.int32),
     max_tokens=5,
-    temperature=0.7,
-    top_p=0.9,
-    top_k=3,
-    stop_token_ids=(2,),
+    sampling=SamplingParams(max_tokens=5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(2,)),
     seed=2**62,
 )
 TURNS = [
@@ -85,7 +83,7 @@ def test_turns_arrive_as_they_were_sent(ranks):
     assert (first.abort, first.step, first.pause, first.stop) == ((1, 2), True, None, False)
     (request,) = first.admit
     assert np.array_equal(request.prompt, REQUEST.prompt)
-    others = ("id", "max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
+    others = ("id", "max_tokens", "sampling", "seed")
     assert [getattr(request, n) for n in others] == [getattr(REQUEST, n) for n in others]
 
 

@@ -193,12 +193,8 @@ def _rows(x: Any) -> Any:
 @_compiled
 def _add_product(a: Any, b: Any, count: int, out: Any) -> None:
     """Add a[:, :count] b[:count] to `out` in whole tiles; the rows of b and `out` are contiguous."""
-    a_row, a_step, b_step, out_row = (
-        a.strides[0] // 4,
-        a.strides[1] // 4,
-        b.strides[0] // 4,
-        out.strides[0] // 4,
-    )
+    a_row, a_step = a.strides[0] // 4, a.strides[1] // 4
+    b_step, out_row = b.strides[0] // 4, out.strides[0] // 4
     for row in range(0, out.shape[0], ROWS):
         for column in range(0, out.shape[1], COLUMNS):
             _add_tile(
