@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch.distributed.tensor import DTensor
 
 from actors.vllm.engine import GeneratorEngine
 from rl.distributed.process_group import World
@@ -35,8 +34,6 @@ SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)
 class Lived:
     """Results of one rank; rank 1 has no completions."""
 
-    placements: dict[str, str]
-    """Placements in the first layer's mixture."""
     first: list[list[Completion]]
     """Completions under the weights of the folder."""
     second: list[list[Completion]]
@@ -64,13 +61,8 @@ async def _live(folder: str) -> Lived:
     first = await engine.generate(PROMPTS, sampling=SAMPLING)
     await engine.update_weights(writer(NEW), version=2)
     second = await engine.generate(PROMPTS, sampling=SAMPLING)
-    placements = {
-        name.removeprefix("layers.0.feed_forward."): str(tensor.placements[0])
-        for name, tensor in engine.model_state_dict().items()
-        if isinstance(tensor, DTensor) and name.startswith("layers.0.feed_forward.")
-    }
     await asyncio.wait_for(engine.close(), 60)
-    return Lived(placements=placements, first=first, second=second)
+    return Lived(first=first, second=second)
 
 
 @pytest.mark.medium
@@ -88,6 +80,4 @@ def test_tokens_and_logprobs_equal_those_of_the_trainers_model(tmp_path):
         )
         assert differences.shape == (len(PROMPTS) * 3 * 31,)
         assert np.abs(differences).mean() <= 1e-5
-    for rank in ranks:
-        assert rank.placements == {"experts.gate_up_proj": "S(1)", "experts.down_proj": "S(2)"}
     assert ranks[1].first == []

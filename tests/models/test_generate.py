@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.models import generate as generate_module
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head
 from rl.models.generate import generate, prompt_logprobs
@@ -92,25 +93,19 @@ def test_cancelled_completions_end_as_abort(model):
     assert [len(c.token_ids) for c in chain(*unread)] == [0] * 6
 
 
-def test_max_sequences_bounds_the_batch_without_changing_tokens(model):
-    max_sequences = 7
-    decoded = []
-
-    def count(module, args, kwargs):
-        if kwargs["sequences"] is None:  # one token of each, after the prompts
-            decoded.append(len(args[0]))
-
+def test_max_sequences_bounds_the_batch_without_changing_tokens(model, monkeypatch):
     sampling = SamplingParams(max_tokens=4, num_samples=5, seed=3)
     whole = generate(model, PROMPTS, sampling=sampling)
-    hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        parts = generate(model, PROMPTS, sampling=sampling, max_sequences=max_sequences)
-    finally:
-        hook.remove()
-    assert max(decoded) == max_sequences
+    batches, decode = [], generate_module._decode
+    monkeypatch.setattr(
+        generate_module,
+        "_decode",
+        lambda model, part, *rest: (batches.append(len(part)), decode(model, part, *rest)),
+    )
+    parts = generate(model, PROMPTS, sampling=sampling, max_sequences=7)
+    assert batches == [7, 7, 1]
     assert [len(completions) for completions in parts] == [5, 5, 5]
-    for one, other in zip(whole, parts, strict=True):
-        assert same(one, other)
+    assert all(same(one, other) for one, other in zip(whole, parts, strict=True))
 
 
 def test_end_condition_ends_a_completion_as_stop(model):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -154,18 +153,3 @@ def test_too_little_memory_raises_instead_of_killing(monkeypatch):
         SharedMemoryError, match=r"need 12 GB .* and 11 GB are free: lower weights\.keep_vers"
     ):
         take(SegmentPool(), 4 * 10**9)
-
-
-def test_closed_segment_frees_its_memory_with_the_last_view():
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    size = 64 * 2**20
-    segment = Segment(size)
-    view = segment.data[:10]
-    with_it = resident()
-    segment.close()
-    del segment
-    assert with_it - resident() < size // 2
-    del view
-    assert with_it - resident() > size // 2
