@@ -347,8 +347,8 @@ class Driver:
     async def _hold(self, pause: Pause) -> None:
         """Let the caller change the engine, and agree with all ranks that it is changed."""
         wanted = await self._caller_of(pause)
-        # It stays in the list until it is over, so that a failure reaches its caller.
-        # The weights belong to no version while they are being written.
+        # The request stays in the list until it is over, so that a failure reaches its caller; until then the
+        # weights belong to no version.
         self.policy_version, changed = None, False
         if not wanted.begun.cancelled():
             wanted.begun.set_result(True)
