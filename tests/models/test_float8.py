@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def rounded(x, dtype, *, dim=None):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_product_and_gradients_use_rounded_factors(recipe):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    model: Any = nn.Sequential(nn.Linear(32, 48, bias=False))
     converter(Float8.Config(recipe=recipe, emulate=True)).convert(model)
     x, dy = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
     y, weight = model(x), model[0].weight

@@ -97,11 +97,12 @@ def test_max_sequences_bounds_the_batch_without_changing_tokens(model, monkeypat
     sampling = SamplingParams(max_tokens=4, num_samples=5, seed=3)
     whole = generate(model, PROMPTS, sampling=sampling)
     batches, decode = [], generate_module._decode
-    monkeypatch.setattr(
-        generate_module,
-        "_decode",
-        lambda model, part, *rest: (batches.append(len(part)), decode(model, part, *rest)),
-    )
+
+    def count(model, part, *rest):
+        batches.append(len(part))
+        decode(model, part, *rest)
+
+    monkeypatch.setattr(generate_module, "_decode", count)
     parts = generate(model, PROMPTS, sampling=sampling, max_sequences=7)
     assert batches == [7, 7, 1]
     assert [len(completions) for completions in parts] == [5, 5, 5]

@@ -109,7 +109,12 @@ def saved_bytes(num_tokens, **settings):
     weight = torch.randn(2000, 4, requires_grad=True)
     targets, temperatures = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
     saved = []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes), lambda _: None):
+
+    def pack(tensor):
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         token_logprobs(hidden, weight, targets_T=targets, temperatures_T=temperatures, **settings)
     return sum(saved)
 
