@@ -16,15 +16,7 @@ from torch import Tensor
 from rl.distributed.sharding import local_shard_of, local_tensor
 from rl.models import qwen3, qwen3_moe
 from rl.models.attention import SequenceLayout
-from rl.models.decoder import (
-    Attention,
-    Decoder,
-    FeedForward,
-    RoPE,
-    TransformerBlock,
-    linear_head,
-    persistent_buffers,
-)
+from rl.models.decoder import Decoder, FeedForward, linear_head, persistent_buffers
 from rl.models.hf import hf_buffers, write_hf_folder
 from rl.models.moe import MoE
 from rl.models.qwen3 import Qwen3Adapter
@@ -40,17 +32,11 @@ def small_spec(*, tie: bool = True, head_dim: int = 8, experts: bool = False) ->
     none."""
     spec = (qwen3_moe if experts else qwen3).model_registry("tiny")
     mixture = MoE.Config(num_experts=6, num_experts_per_token=2, hidden_dim=24)
-    spec_model = Decoder.Config(
-        vocab_size=VOCAB_SIZE,
-        dim=32,
-        num_layers=2,
-        tie_embeddings=tie,
-        block=TransformerBlock.Config(
-            attention=Attention.Config(num_heads=4, num_kv_heads=2, head_dim=head_dim),
-            feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48),
-        ),
-        rope=RoPE.Config(theta=1e4, max_positions=256),
-    )
+    spec_model = spec.adapter.sized(
+        vocab_size=VOCAB_SIZE, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
+        feed_forward=mixture if experts else FeedForward.Config(hidden_dim=48), tie_embeddings=tie, theta=1e4,
+        max_positions=256,
+    )  # fmt: skip
     return replace(spec, flavor="small", model=spec_model)
 
 
