@@ -27,10 +27,8 @@ from rl.config.configurable import Configurable
 from rl.config.tree import check_bounds, check_fields
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
-from rl.distributed.mesh import DataRank, Degrees, ParallelismConfig
+from rl.distributed.mesh import Degrees, ParallelismConfig
 from rl.distributed.process_group import CommConfig, RankInfo, World, awaiting, barrier
-from rl.distributed.runtime import seed_everything
-from rl.distributed.sharding import ShardingOptions
 from rl.models.batch_invariant.probe import check_machine
 from rl.models.converter import ModelConverter, ModelConverters
 from rl.models.decoder import persistent_buffers
@@ -46,7 +44,7 @@ from rl.training.failures import unwritten
 from rl.training.gradients import GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
 from rl.training.optimizer import LRSchedule, Optimizer
-from rl.training.policy import Policy, ReferencePolicy
+from rl.training.policy import Policy, ReferencePolicy, build_policy
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -157,7 +155,7 @@ class TrainingEngine(Configurable):
             record_in=failure_folder,
         )
         self.mesh = self._rank.mesh
-        make_policy = partial(_make_policy, config, spec=model_spec, rank=self._rank, device=self.device)
+        make_policy = partial(build_policy, config, spec=model_spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
         self.experts = config.experts.build(model=self.policy.model, mesh=self.mesh, device=self.device)
         _set_weights(self.policy, folder)
@@ -406,39 +404,3 @@ def _set_weights(policy: Policy, folder: HFFolder | None) -> None:
         policy.init_weights()
     else:
         load_hf(policy, folder)
-
-
-def _make_policy(
-    config: TrainingEngine.Config,
-    training: TrainingConfig,
-    *,
-    spec: ModelSpec,
-    rank: RankInfo,
-    device: torch.device,
-) -> Policy:
-    """Return a policy without weights; `training` replaces the engine's."""
-    parallelism = config.parallelism
-    degrees = parallelism.degrees(1 if rank.mesh is None else rank.mesh.size())
-    seed_everything(training.seed, offset=DataRank.of(rank.mesh).index, deterministic=training.deterministic)
-    policy = Policy(
-        spec=spec,
-        mesh=rank.mesh,
-        device=device,
-        training=training,
-        options=ShardingOptions(
-            param_dtype=getattr(torch, training.param_dtype),
-            reduce_dtype=getattr(torch, training.reduce_dtype),
-            reshard_after_forward=parallelism.reshard_after_forward,
-            loss_parallel=parallelism.loss_parallel,
-            async_tensor_parallel=parallelism.async_tensor_parallel,
-            cpu_offload=training.cpu_offload,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            expert_mesh=rank.expert_mesh,
-            expert_tensor_parallel=parallelism.expert_tensor_parallel_degree > 1,
-        ),
-        converters=ModelConverters(config.converters, spec=spec, degrees=degrees, device=device),
-    )
-    if config.print_after_conversion and policy.is_first_rank:
-        logger.info("the model after its converters:\n%s", policy.model)
-    return policy

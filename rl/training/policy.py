@@ -6,10 +6,12 @@ token where there are several.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
 from rl.distributed.mesh import CP, TP, DataRank
+from rl.distributed.process_group import RankInfo
+from rl.distributed.runtime import seed_everything
 from rl.distributed.sharding import ShardingOptions, call_in_dtype, local_tensor, materialize, reshard
 from rl.models.attention import Segments, SequenceLayout, SequenceShare
 from rl.models.batch_invariant.model import make_batch_invariant, row_multiple
@@ -34,6 +38,11 @@ from rl.observability.spans import span
 from rl.rollouts.packing import PackedBatch, pack
 from rl.training.config import TrainingConfig
 from rl.types import TrainingSample
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
+
+logger = logging.getLogger(__name__)
 
 TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of hidden states and the head's weight that returns logprobs and entropies."""
@@ -218,6 +227,42 @@ class Policy:
         return call_in_dtype(
             self.model, self._param_dtype, input_ids, positions=positions, sequences=sequences, head=head
         )
+
+
+def build_policy(
+    config: TrainingEngine.Config,
+    training: TrainingConfig,
+    *,
+    spec: ModelSpec,
+    rank: RankInfo,
+    device: torch.device,
+) -> Policy:
+    """Return a policy without weights for one rank of an engine; `training` replaces the engine's."""
+    parallelism = config.parallelism
+    degrees = parallelism.degrees(1 if rank.mesh is None else rank.mesh.size())
+    seed_everything(training.seed, offset=DataRank.of(rank.mesh).index, deterministic=training.deterministic)
+    policy = Policy(
+        spec=spec,
+        mesh=rank.mesh,
+        device=device,
+        training=training,
+        options=ShardingOptions(
+            param_dtype=getattr(torch, training.param_dtype),
+            reduce_dtype=getattr(torch, training.reduce_dtype),
+            reshard_after_forward=parallelism.reshard_after_forward,
+            loss_parallel=parallelism.loss_parallel,
+            async_tensor_parallel=parallelism.async_tensor_parallel,
+            cpu_offload=training.cpu_offload,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            expert_mesh=rank.expert_mesh,
+            expert_tensor_parallel=parallelism.expert_tensor_parallel_degree > 1,
+        ),
+        converters=ModelConverters(config.converters, spec=spec, degrees=degrees, device=device),
+    )
+    if config.print_after_conversion and policy.is_first_rank:
+        logger.info("the model after its converters:\n%s", policy.model)
+    return policy
 
 
 class TokenValues:

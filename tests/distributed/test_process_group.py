@@ -3,7 +3,6 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,36 +93,6 @@ def test_latest_collectives_are_written_when_one_fails(size, tmp_path):
 def test_every_gloo_group_has_one_worker_and_the_requested_devices(interfaces, num_devices):
     counted = run_ranks(count_threads, 4, interfaces, timeout_s=60)
     assert counted == [[(1, num_devices), (4, 4 * num_devices)]] * 4
-
-
-@pytest.mark.medium
-def test_concurrent_gloo_collectives_do_not_corrupt_the_heap():
-    # With two workers a group, every second run crashes within some hundred rounds (rl.distributed.compat).
-    num_rounds = 1000
-    (sums,) = run_ranks(gather_and_add, 1, num_rounds, timeout_s=60)
-    assert sums.shape == (num_rounds, AT_A_TIME)
-    assert (sums == 4).all()
-
-
-AT_A_TIME = 32
-"""Number of collectives in flight at once."""
-
-
-def gather_and_add(num_rounds: int) -> np.ndarray:
-    """Run all-gathers and all-reduces in turn on one rank; return the sums of their results, [rounds, 32]."""
-    join()
-    ops, group = torch.ops._c10d_functional, dist.distributed_c10d._get_default_group().group_name
-    mine = torch.ones(4)
-    sums = torch.empty(num_rounds, AT_A_TIME)
-    for of_round in sums:
-        started = [
-            ops.all_reduce(mine, "sum", group) if number % 2 else ops.all_gather_into_tensor(mine, 1, group)
-            for number in range(AT_A_TIME)
-        ]
-        arrived = [ops.wait_tensor(result) for result in started]
-        of_round.copy_(torch.stack(arrived).sum(1))
-    disconnect()
-    return sums.numpy()
 
 
 def count_threads(interfaces: str) -> list[tuple[int, int]]:

@@ -1,7 +1,5 @@
 import json
 import random
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ from rl.training.checkpoint_files import (
     check_sizes,
     check_small_files,
     newest_usable,
-    put_aside,
     read_state,
     saved_steps,
     step_folder,
@@ -22,7 +19,6 @@ from rl.training.checkpoint_files import (
     write_description,
 )
 from rl.types import LoopPosition
-from tests.support.disks import run_unprivileged
 
 TENSORS = "__0_0.distcp"
 SAVED = SavedState(
@@ -146,20 +142,3 @@ def test_steps_are_sorted_by_number(tmp_path):
     (tmp_path / "step-12").write_text("a file")
     assert list(saved_steps(tmp_path).items()) == [(n, step_folder(tmp_path, n)) for n in (0, 9, 10)]
     assert saved_steps(tmp_path / "nowhere") == {}
-
-
-def test_failure_to_set_aside_is_reported_with_the_damage():
-    def set_aside():
-        try:
-            put_aside(path, DamagedCheckpointError("checkpoint file x is corrupted"))
-        except DamagedCheckpointError as error:
-            return str(error)
-        return "no error"
-
-    with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
-        path = Path(folder) / "step-2"
-        path.mkdir()
-        Path(folder).chmod(0o555)
-        assert run_unprivileged(set_aside) == (
-            "checkpoint file x is corrupted; it could not be set aside: Permission denied"
-        )

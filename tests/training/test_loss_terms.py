@@ -5,7 +5,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import DrGRPOLoss, GRPOLoss, RLOOLoss
@@ -32,29 +31,6 @@ def of_loss(engine, loss, *, parts=((0, 13),)):
         scale * sum(r.loss_sum for r in results),
         {name: scale * g for name, g in gradients(engine).items()},
     )
-
-
-def test_entropy_bonus_adds_the_gradient_of_the_mean_entropy(assets):
-    """A finite difference of the entropy that the engine reports confirms the gradient."""
-    with_bonus, without = make_engine(assets), make_engine(assets)
-    value, bonus = of_loss(with_bonus, BONUS)
-    plain_value, plain = of_loss(without, GRPOLoss())
-    # One token of a sample was not drawn: its entropy is reported, but does not count among the valid tokens.
-    drawn = [dataclasses.replace(s, mask=s.mask & np.isfinite(s.generator_logprobs)) for s in SAMPLES]
-    engine = make_engine(assets)
-    entropy = engine.forward_backward(drawn).entropy_mean
-    assert value == pytest.approx(plain_value - 0.7 * entropy, rel=1e-5)
-    direction = {name: (plain[name] - bonus[name]) / 0.7 for name in plain}
-    slope = float(sum((d.double() ** 2).sum() for d in direction.values()))
-    step = 0.01 / np.sqrt(slope)
-    ends = []
-    for sign in (1, -1):
-        moved = make_engine(assets)
-        with torch.no_grad():
-            for name, parameter in moved.policy.parameters.items():
-                parameter.add_(direction[name], alpha=sign * step)
-        ends.append(moved.forward_backward(drawn).entropy_mean)
-    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-2)
 
 
 @pytest.mark.parametrize("change", ["chunks", pytest.param("compiled", marks=pytest.mark.medium)])
@@ -85,9 +61,6 @@ def test_loss_gets_the_entropy_with_its_gradient_only_on_request(assets):
     seen.clear()
     engine.forward_backward(SAMPLES, loss=Watching(entropy_coef=0.1))
     assert all(entropy.requires_grad for entropy in seen)
-
-
-"""Loss with the entropy, ratios of sequences, and the number of sequences as denominator."""
 
 
 NORMALIZED = {
