@@ -174,9 +174,9 @@ class TinkerBackend(Configurable):
         """Folder of a base model that is drawn from a seed."""
 
     def __init__(self, *, config: Config) -> None:
-        self._base_config = config.base
         self._workers: Workers | None = None
-        self._base: BaseModel | None = None
+        self.base_models: Sequence[BaseModel] = ()
+        """The model on offer, once started."""
         self._spec: ModelSpec
         self._turns: Turns
         self._order = asyncio.Lock()
@@ -192,11 +192,6 @@ class TinkerBackend(Configurable):
     @abstractmethod
     async def _start_workers(self, base: Base) -> Workers: ...
 
-    @property
-    def base_models(self) -> Sequence[BaseModel]:
-        """The model on offer; empty until `start`."""
-        return [] if self._base is None else [self._base]
-
     async def start(self) -> None:
         """Load everything that the first call needs.
 
@@ -206,7 +201,7 @@ class TinkerBackend(Configurable):
         base = await asyncio.to_thread(self._open_base)
         self._workers = await self._start_workers(base)
         self._turns = Turns(self._workers.serve)
-        self._base, self._spec = base.model, base.spec
+        self.base_models, self._spec = (base.model,), base.spec
 
     async def close(self) -> None:
         """End everything; calls in progress fail. Idempotent."""
@@ -310,8 +305,8 @@ class TinkerBackend(Configurable):
     # Within the trainer's turns
 
     async def _push(self, workers: Workers, model_id: str) -> int:
-        assert self._base is not None
-        tokens = np.arange(min(PROBED_TOKENS, self._base.max_context_length), dtype=np.int32)
+        (base,) = self.base_models
+        tokens = np.arange(min(PROBED_TOKENS, base.max_context_length), dtype=np.int32)
         probe = demonstration_sample(tokens[:1], tokens[1:])
         (logprobs,) = await workers.compute_logprobs([probe], model_id=model_id)
         if not np.isfinite(logprobs).all():

@@ -57,6 +57,8 @@ UNSUPPORTED = (
 class Sampler:
     """Weights that the backend holds to sample from."""
 
+    key: str
+    """Base model, folder or snapshot id."""
     sampler_id: str
     owner: str | None
     """Owner, or None for base models, which all owners share."""
@@ -80,15 +82,16 @@ class Samplers:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._open: dict[str, Sampler] = {}
-        """Samplers by base model, folder or snapshot id, least recently used first."""
+        """Samplers by key, least recently used first."""
         self._numbers = itertools.count(1)
 
-    async def publish(self, model_id: str, sampler_id: str, owner: str) -> Sampler:
+    async def publish(self, model_id: str, owner: str) -> Sampler:
         """Snapshot a model's weights.
 
         Raises:
             LimitReachedError: the backend has no room, and all of the owner's samplers are in use.
         """
+        sampler_id = f"sampler-{next(self._numbers)}"
         while True:
             try:
                 await self._parts.backend.publish(model_id, sampler_id)
@@ -98,28 +101,29 @@ class Samplers:
                 if closed is None or closed.closing is None:
                     raise
                 await asyncio.wait([closed.closing])
-        sampler = self._open[sampler_id] = Sampler(sampler_id=sampler_id, owner=owner)
+        sampler = self._open[sampler_id] = Sampler(key=sampler_id, sampler_id=sampler_id, owner=owner)
         self._make_room(owner)
         return sampler
 
     def opened(self, base_model: str, stored: Stored | None, owner: str) -> Sampler:
         """Return the sampler of saved weights, or with None of a base model; it may still be opening."""
         key = f"base {base_model}" if stored is None else str(stored.folder)
-        found = self._open.pop(key, None)
+        found = self._open.get(key)
         if found is None or found.could_not_open:
             settings, folder = ModelSettings(base_model=base_model, lora=None), None
             if stored is not None:
                 settings, folder = stored.record.settings, stored.data
             sampler_id = f"sampler-{next(self._numbers)}"
-            found = Sampler(sampler_id=sampler_id, owner=None if stored is None else owner)
+            found = Sampler(key=key, sampler_id=sampler_id, owner=None if stored is None else owner)
             opening = self._parts.backend.open_sampler(sampler_id, settings, folder)
             found.opening = self._parts.background.start(opening, f"opening of {key}")
-        self._open[key] = found
+            self._open[key] = found
         return found
 
     def acquire(self, sampler: Sampler) -> None:
-        """Keep the weights until `release`."""
+        """Keep the weights until `release`, and note that they are the most recently used."""
         sampler.num_samples += 1
+        self._open[sampler.key] = self._open.pop(sampler.key)
         self._make_room(sampler.owner)
 
     def release(self, sampler: Sampler) -> None:
@@ -128,10 +132,6 @@ class Samplers:
             self._forget(sampler)
         else:
             self._make_room(sampler.owner)
-
-    def use(self, sampler: Sampler) -> None:
-        """Note that a snapshot is in use, which makes it the most recently used."""
-        self._open[sampler.sampler_id] = self._open.pop(sampler.sampler_id)
 
     def close(self, key: str, why: str) -> None:
         """Close a sampler once its samples have ended, if it is open."""
@@ -231,26 +231,22 @@ class SamplingSessions:
         self, model_id: str, sampling_session_id: str, session: Session, base: BaseModel
     ) -> None:
         """Open a sampling session of a model's weights as they are now."""
-        self._check_new(sampling_session_id)
-        sampler = await self._samplers.publish(model_id, sampling_session_id, session.owner)
+        sampler = await self._samplers.publish(model_id, session.owner)
         try:
             if not self._parts.sessions.is_live(session):
                 raise GoneError(f"session {session.session_id} has ended")
             self._add(session, sampling_session_id, base, sampler)
         except TinkerError as error:
-            self._samplers.close(sampler.sampler_id, str(error))
+            self._samplers.close(sampler.key, str(error))
             raise
-
-    def _check_new(self, sampling_session_id: str) -> None:
-        if sampling_session_id in self._sampling:
-            raise InvalidRequestError(
-                f"sampling_session_seq_id: there is a sampling session {sampling_session_id} already"
-            )
 
     def _add(
         self, session: Session, sampling_session_id: str, base: BaseModel, source: Sampler | Stored | None
     ) -> None:
-        self._check_new(sampling_session_id)
+        if sampling_session_id in self._sampling:
+            raise InvalidRequestError(
+                f"sampling_session_seq_id: there is a sampling session {sampling_session_id} already"
+            )
         self._sampling[sampling_session_id] = SamplingSession(
             sampling_session_id=sampling_session_id, session=session, base=base, source=source
         )
@@ -300,7 +296,6 @@ class SamplingSessions:
             return self._samplers.opened(one.base.name, one.source, one.session.owner)
         if (why := one.source.closed) is not None:
             raise GoneError(f"the weights of {one.sampling_session_id} are no longer in memory: {why}")
-        self._samplers.use(one.source)
         return one.source
 
     def _end_session(self, session: Session, why: str) -> None:
@@ -309,7 +304,7 @@ class SamplingSessions:
         still_used = {one.source.folder for one in self._sampling.values() if isinstance(one.source, Stored)}
         for one in ended:
             if isinstance(one.source, Sampler):
-                self._samplers.close(one.source.sampler_id, why)
+                self._samplers.close(one.source.key, why)
             elif isinstance(one.source, Stored) and one.source.folder not in still_used:
                 self._samplers.close(str(one.source.folder), why)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import tinker
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 30.0
 RESULT_TIMEOUT_S = 60.0
 """Time limit for one result."""
