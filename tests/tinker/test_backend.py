@@ -146,20 +146,6 @@ async def test_settings_choose_the_adapted_layers(backend, tmp_path, trains, lay
 
 
 @with_backend
-async def test_chunks_of_a_batch_give_the_gradient_of_the_whole(backend, tmp_path):
-    data = random_data(6, seed=4, policy=True)
-    norms = []
-    for model_id, chunks in (("whole", [data]), ("parts", [data[i : i + 2] for i in (0, 2, 4)])):
-        await backend.create_model(model_id, settings())
-        for chunk in chunks:
-            await add_gradient(backend, model_id, chunk, PPO)
-        await add_gradient(backend, model_id, data, PPO, backward=False)  # adds nothing
-        norms.append(await step(backend, model_id))
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert norms[0] > 0.1
-
-
-@with_backend
 async def test_smallest_eps_leaves_parameters_without_a_gradient(backend, tmp_path):
     await backend.create_model("m", settings())
     await add_gradient(backend, "m", DATA)

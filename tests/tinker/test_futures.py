@@ -6,9 +6,9 @@ import pytest
 from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.futures import SMALL_BYTES
-from rl.tinker.types import BusyError, GoneError, InvalidRequestError, NotFoundError
-from tests.support.fake_tinker import ME, YOU, running_service, service_test
-from tests.support.virtual_time import now_s, run_in_virtual_time
+from rl.tinker.types import BusyError, GoneError, InvalidRequestError
+from tests.support.fake_tinker import ME, YOU, service_test
+from tests.support.virtual_time import now_s
 
 
 @service_test()
@@ -81,30 +81,6 @@ async def test_waiting_requests_are_counted_in_bytes(client):
     client.add(model, 1, *range(8))
     with pytest.raises(BusyError, match="limit waiting_bytes: this request"):
         client.add(model, 2, *range(8))
-
-
-@service_test()
-async def test_request_belongs_to_its_owner_alone(client):
-    request = client.add(client.model(), 1, 5)
-    await client.result(request)
-    for unknown in (request, f"{request}1", "nonsense", ""):
-        with pytest.raises(NotFoundError):
-            await client.service.retrieve(unknown, owner=YOU, wait_s=0)
-        with pytest.raises(NotFoundError):
-            client.service.cancel(unknown, owner=YOU)
-
-
-def test_request_of_an_earlier_process_is_gone(tmp_path):
-    async def main():
-        async with running_service(tmp_path) as client:
-            request = client.add(client.model(), 1, 5)
-        async with running_service(tmp_path) as client:
-            with pytest.raises(GoneError, match="ended with the server process"):
-                await client.service.retrieve(request, owner=ME, wait_s=0)
-            with pytest.raises(GoneError, match="ended with the server process"):
-                client.service.sessions.live(request.partition(":")[0], ME)
-
-    run_in_virtual_time(main())
 
 
 @service_test()

@@ -144,9 +144,6 @@ async def test_forward_backward_of_another_content_type_is_refused(server):
     assert "must be application/x-protobuf" in answer.json()["detail"]
 
 
-# Sampling
-
-
 # Results
 
 

@@ -12,7 +12,6 @@ from rl.tinker.types import (
     LimitReachedError,
     Limits,
     NotFoundError,
-    parse_path,
 )
 from tests.support.fake_tinker import ME, YOU, service_test
 from tests.support.virtual_time import now_s
@@ -80,6 +79,7 @@ async def test_session_belongs_to_its_owner_alone(client):
     model = client.model(session=mine)
     for call in (
         lambda: service.sessions.live(mine, YOU),
+        lambda: service.cancel(f"{mine}:train:0:1", owner=YOU),
         lambda: service.sessions.finish(mine, owner=YOU),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
@@ -152,12 +152,6 @@ async def test_ids_of_an_earlier_process_are_gone_and_others_unknown(client):
             client.service.sessions.live(unknown, ME)
     with pytest.raises(GoneError, match="its checkpoints are still there"):
         client.service.sessions.live("0" * 8 + session[8:], ME)
-
-
-def test_path_round_trips():
-    path = f"tinker://01234567-{'89' * 8}:train:7/sampler_weights/step-1"
-    parsed = parse_path(path)
-    assert (parsed.kind, parsed.name, str(parsed)) == ("sampler", "step-1", path)
 
 
 @pytest.mark.parametrize(

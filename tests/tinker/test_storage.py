@@ -253,13 +253,13 @@ def test_runs_are_listed_newest_first_with_their_last_checkpoints(tmp_path):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["", "weights/a", "tinker://", "tinker://run/weights", "tinker://run/other/a", "tinker://run/weights/a/b",
-     "http://run/weights/a", "tinker:///weights/a", "tinker://run/weights/"],
-)  # fmt: skip
-def test_invalid_path_is_refused_with_the_valid_form(path):
-    with pytest.raises(
-        InvalidRequestError, match="must have the form tinker://<training run>/weights/<name>"
-    ):
-        parse_path(path)
+def test_paths_have_one_form():
+    path = f"tinker://01234567-{'89' * 8}:train:7/sampler_weights/step-1"
+    parsed = parse_path(path)
+    assert (parsed.kind, parsed.name, str(parsed)) == ("sampler", "step-1", path)
+    for wrong in ("", "weights/a", "tinker://run/weights", "tinker://run/other/a", "tinker://run/weights/a/b",
+                  "http://run/weights/a", "tinker:///weights/a", "tinker://run/weights/"):  # fmt: skip
+        with pytest.raises(
+            InvalidRequestError, match="must have the form tinker://<training run>/weights/<name>"
+        ):
+            parse_path(wrong)
