@@ -163,7 +163,10 @@ def test_mutated_protobuf_never_fails_the_server(server, http, ids):
     assert set(counts) <= {200, 400, 404, 410}, counts
     assert counts[200] >= NUM_BODIES // 20
     assert counts[400] > NUM_BODIES // 4
-    result = http.post("retrieve_future", json={"request_id": first})
+    for _ in range(3):  # a fresh server on a busy machine compiles its kernels for longer than one poll
+        result = http.post("retrieve_future", json={"request_id": first})
+        if result.status_code != 408:
+            break
     assert "loss:sum" in deserialize_forward_backward_output(result.content).metrics
     assert server.process.poll() is None
     assert "Traceback" not in server.log
