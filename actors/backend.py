@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from actors.calls import ActorCallError, ActorGroup, ActorLostError, Group, all_or_cancel
-from actors.parity import ParityCheck, give_up
-from actors.recovery import GeneratorPool, Role
+from actors.recovery import Role
 from losses.types import Loss
 from rl.models.lora import LoRA
 from rl.training.checkpoint_files import DamagedCheckpointError
@@ -28,12 +27,9 @@ from rl.types import (
     Rollout,
     SamplingParams,
     Score,
-    ServeResult,
     TrainingSample,
 )
 from rl.utils.errors import RunError
-from rl.weights.store import WeightStore
-from rl.weights.types import VersionNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -52,31 +48,31 @@ class TrainerClient:
         return_logprobs: bool | Sequence[int] = False,
         model_id: str = RUN,
     ) -> ForwardBackwardResult:
-        return await self._train("forward_backward", samples, loss, return_logprobs, **_model(model_id))
+        return await self._call("forward_backward", samples, loss, return_logprobs, **_model(model_id))
 
     async def forward(
         self, samples: Sequence[TrainingSample], *, loss: Loss | None = None, model_id: str = RUN
     ) -> ForwardBackwardResult:
         """Return what `forward_backward` with logprobs would; the gradient stays as it is."""
-        return await self._train("forward", samples, loss, **_model(model_id))
+        return await self._call("forward", samples, loss, **_model(model_id))
 
     async def drop_gradient(self, *, model_id: str = RUN) -> None:
         """Discard the gradient accumulated since the last step."""
-        await self._train("drop_gradient", **_model(model_id))
+        await self._call("drop_gradient", **_model(model_id))
 
     async def optim_step(
         self, params: OptimParams | None = None, *, allow_empty: bool = False, model_id: str = RUN
     ) -> OptimStepResult:
         """See `Trainer.optim_step`; with `allow_empty` the gradient is zero if nothing was accumulated."""
-        return await self._train("optim_step", params, allow_empty, **_model(model_id))
+        return await self._call("optim_step", params, allow_empty, **_model(model_id))
 
     async def compute_logprobs(
         self, samples: Sequence[TrainingSample], *, model_id: str = RUN
     ) -> list[np.ndarray]:
-        return await self._train("compute_logprobs", samples, **_model(model_id))
+        return await self._call("compute_logprobs", samples, **_model(model_id))
 
     async def compute_reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return await self._train("compute_reference_logprobs", samples)
+        return await self._call("compute_reference_logprobs", samples)
 
     async def save_checkpoint(
         self,
@@ -87,11 +83,11 @@ class TrainerClient:
         wait: bool = True,
         attachments: Mapping[str, bytes] | None = None,
     ) -> None:
-        await self._checkpoint("save_checkpoint", folder, position, model_only, wait, attachments)
+        await self._call("save_checkpoint", folder, position, model_only, wait, attachments)
 
     async def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background."""
-        await self._checkpoint("finish_saving")
+        await self._call("finish_saving")
 
     async def load_checkpoint(
         self, folder: str, *, model_only: bool = False, exclude: Sequence[str] | None = None
@@ -102,7 +98,7 @@ class TrainerClient:
             DamagedCheckpointError: names the file; the trainer is as it was.
         """
         try:
-            version: int = await self._checkpoint("load_checkpoint", folder, model_only, exclude)
+            version: int = await self._call("load_checkpoint", folder, model_only, exclude)
         except ActorCallError as error:
             remote = getattr(error.__cause__, "exception", None)
             if isinstance(remote, DamagedCheckpointError):
@@ -112,32 +108,28 @@ class TrainerClient:
 
     async def export_hf(self, folder: str, *, dtype: Dtype | None = None) -> None:
         """Write the weights as a Hugging Face folder; `dtype` None takes `checkpoint.export_dtype`."""
-        await self._checkpoint("export_hf", folder, dtype)
+        await self._call("export_hf", folder, dtype)
 
     async def save_adapter(self, folder: str) -> None:
         """Write LoRA's adapters as a folder that PEFT opens."""
-        await self._checkpoint("save_adapter", folder)
+        await self._call("save_adapter", folder)
 
     # Models by id
 
     async def create_model(self, model_id: str, lora: LoRA.Config | None) -> None:
-        await self.trainer.call("create_model", model_id, lora, limit_s=self.trainer.timeouts.setup_s)
+        await self.trainer.call("create_model", model_id, lora)
 
     async def delete_model(self, model_id: str) -> None:
-        await self._train("delete_model", model_id)
+        await self._call("delete_model", model_id)
 
     async def save_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        await self._checkpoint("save_model", model_id, folder, optimizer)
+        await self._call("save_model", model_id, folder, optimizer)
 
     async def load_model(self, model_id: str, folder: str, *, optimizer: bool) -> None:
-        await self._checkpoint("load_model", model_id, folder, optimizer)
+        await self._call("load_model", model_id, folder, optimizer)
 
-    async def _train(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-        limit_s = self.trainer.timeouts.train_s
-        return (await self.trainer.call(endpoint, *args, limit_s=limit_s, **kwargs))[0]
-
-    async def _checkpoint(self, endpoint: str, *args: Any) -> Any:
-        return (await self.trainer.call(endpoint, *args, limit_s=self.trainer.timeouts.checkpoint_s))[0]
+    async def _call(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        return (await self.trainer.call(endpoint, *args, **kwargs))[0]
 
 
 def _model(model_id: str) -> dict[str, str]:
@@ -165,10 +157,7 @@ class GeneratorClient:
         call_id = uuid.uuid4().hex
         self._running.add(call_id)
         try:
-            limit_s = self.generator.timeouts.generate_s
-            answers = await self.generator.call(
-                "generate", list(prompts), sampling, call_id, begun, limit_s=limit_s
-            )
+            answers = await self.generator.call("generate", list(prompts), sampling, call_id, begun)
         except asyncio.CancelledError:
             # In the background: requests that cannot be aborted run to their end unobserved.
             ending = asyncio.create_task(self._end(call_id))
@@ -181,88 +170,16 @@ class GeneratorClient:
 
     async def abort(self) -> int:
         """See `ResumableGenerator.abort`; a call that still waits for a shared device is not aborted."""
-        return await self._abort(sorted(self._running)) if self._running else 0
+        if not self._running:
+            return 0
+        num_ended, *_ = await self.generator.call("abort", sorted(self._running))
+        return int(num_ended)
 
     async def _end(self, call_id: str) -> None:
         try:
-            await self._abort([call_id])
+            await self.generator.call("abort", [call_id])
         except RunError as error:
             logger.debug("a cancelled call to %s was not ended: %s", self.generator.name, error)
-
-    async def _abort(self, call_ids: Sequence[str]) -> int:
-        limit_s = self.generator.timeouts.close_s
-        return (await self.generator.call("abort", call_ids, limit_s=limit_s))[0]
-
-
-class ActorPublisher:
-    """A `Publisher`: trainer ranks push, every generator pulls and is checked."""
-
-    def __init__(
-        self,
-        *,
-        trainer: Group,
-        generators: Sequence[Group],
-        store: WeightStore,
-        check: ParityCheck,
-        pool: GeneratorPool | None = None,
-        keeps: bool = False,
-    ) -> None:
-        """
-        Args:
-            pool: holds the generators if lost ones are replaced; None: a lost generator is an error.
-            keeps: keep every version until `forget`; False: `serve` drops older ones.
-        """
-        self.trainer = trainer
-        self.generators = generators
-        self.store = store
-        self.check = check
-        self.pool = pool
-        self._keeps = keeps
-
-    async def push(self, *, model_id: str = RUN, version: int | None = None) -> int:
-        """Push the weights of the run, or those of a model by id under the version given."""
-        # Both calls are sent here and now, before anything else that the trainer is asked for. `serve` awaits
-        # the logprobs, while the generators pull.
-        timeouts = self.trainer.timeouts
-        named = _model(model_id) | ({} if version is None else {"version": version})
-        call = self.trainer.call("push_model_state_dict", limit_s=timeouts.sync_s, **named)
-        push = asyncio.ensure_future(call)
-        expected = None
-        if self.check.text is not None:
-            answer = self.trainer.call("compute_logprobs", [self.check.text.sample], limit_s=timeouts.train_s)
-            expected = asyncio.ensure_future(answer)
-        try:
-            pushes = await push
-            version = pushes[0].policy_version
-            assert version is not None, "a trainer's weights have a version"
-            await self._while_trainer_lives(self.store.announce(version), f"announcing version {version}")
-        except BaseException:
-            if expected is not None:
-                await give_up(expected)
-            raise
-        self.check.expect(version, sums=[s for push in pushes for s in push.sums], expected=expected)
-        return version
-
-    async def serve(self, policy_version: int) -> ServeResult:
-        if self.pool is not None:
-            served = await self.pool.serve(policy_version)
-        else:
-            served, lost = await self.check.pull(policy_version, generators=self.generators)
-            if lost:
-                raise lost[0]
-        if not self._keeps:
-            await self._while_trainer_lives(self.store.prune(), "pruning of old versions")
-        return served
-
-    async def forget(self, version: int) -> None:
-        """Drop a version that is kept; without effect on one that was not pushed."""
-        self.check.drop(version)
-        with suppress(VersionNotFoundError):
-            await self.store.delete(version)
-
-    async def _while_trainer_lives(self, answer: Awaitable[Any], what: str) -> None:
-        """Wait for the store, which lives in the trainer's processes."""
-        await (answer if self.pool is None else self.pool.trainer.group.while_alive(answer, what))
 
 
 class RewardClient:
@@ -281,7 +198,7 @@ class RewardClient:
 
     def __init__(
         self,
-        reward: ActorGroup | Role[ActorGroup],
+        reward: ActorGroup | Role,
         *,
         num_procs: int,
         keep_groups: bool = True,
@@ -318,9 +235,7 @@ class RewardClient:
             # The process first scores what it was sent before, so all of its rollouts count.
             work_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
             try:
-                return await group.at_rank(rank).call(
-                    "score", asked, self.keep_groups, alone, limit_s=group.timeouts.score_s + work_s
-                )
+                return await group.at_rank(rank).call("score", asked, self.keep_groups, alone, extra_s=work_s)
             except ActorLostError as error:
                 self._reward.lose(group, error)
 
@@ -379,7 +294,7 @@ class ActorRandomStates:
 
     async def _ask(self, group: Group, endpoint: str, *args: Any) -> list[Any]:
         try:
-            return await group.call(endpoint, *args, limit_s=group.timeouts.close_s)
+            return await group.call(endpoint, *args)
         except RunError as error:
             logger.warning("%s of %s failed: %s", endpoint, group.name, error)
             return []

@@ -29,16 +29,17 @@ REPORT_GRACE_S = 3.0
 PEER_GRACE_S = 1.0
 """Time until a process is seen dead whose peers have already lost it: the kernel closes its connections
 first."""
-OPTION_OF_ENDPOINT = {
+TIMEOUT_OF_ENDPOINT = {
     **dict.fromkeys(("setup", "measure_machine", "create_model"), "setup_s"),
     "generate": "generate_s",
     "score": "score_s",
     **dict.fromkeys(("push_model_state_dict", "pull_model_state_dict", "use_store"), "sync_s"),
+    **dict.fromkeys(("sleep", "wake"), "sync_s"),
     **dict.fromkeys(("save_checkpoint", "load_checkpoint", "export_hf", "save_adapter"), "checkpoint_s"),
     **dict.fromkeys(("save_model", "load_model", "finish_saving"), "checkpoint_s"),
     **dict.fromkeys(("close", "abort", "random_states", "restore_random_states"), "close_s"),
 }
-"""Field of `timeouts` that an error of an endpoint names; `train_s` for all others."""
+"""Field of `timeouts` that limits a call of an endpoint; `train_s` for all others."""
 
 
 class ActorTimeoutError(RunError, TimeoutError):
@@ -72,7 +73,7 @@ class Group(Protocol):
     def timeouts(self) -> Timeouts: ...
 
     def call(
-        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
     ) -> Coroutine[Any, Any, list[Any]]:
         """Call `endpoint` on every rank; see `ActorGroup.call`."""
         ...
@@ -101,7 +102,7 @@ class ActorGroup:
         return replace(self, mesh=mesh, processes=own, num_ranks=self.mesh.size(), rank=rank)
 
     def call(
-        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
     ) -> Coroutine[Any, Any, list[Any]]:
         """Call `endpoint` on every rank and return the answers in rank order.
 
@@ -109,7 +110,7 @@ class ActorGroup:
         they were made.
 
         Args:
-            limit_s: deadline of the answers.
+            extra_s: seconds on top of the endpoint's timeout (`TIMEOUT_OF_ENDPOINT`).
 
         Raises:
             ActorTimeoutError: names actor, endpoint, rank and deadline, and what each process is doing, for
@@ -118,9 +119,11 @@ class ActorGroup:
             ActorCallError: carries the remote traceback; a `RunError` of the actor is raised as itself.
         """
         answers = getattr(self.mesh, endpoint).call(*args, **kwargs)
-        return self._in_rank_order(answers, endpoint=endpoint, limit_s=limit_s)
+        return self._in_rank_order(answers, endpoint=endpoint, extra_s=extra_s)
 
-    async def _in_rank_order(self, answers: Awaitable[Any], *, endpoint: str, limit_s: float) -> list[Any]:
+    async def _in_rank_order(self, answers: Awaitable[Any], *, endpoint: str, extra_s: float) -> list[Any]:
+        timeout = TIMEOUT_OF_ENDPOINT.get(endpoint, "train_s")
+        limit_s = getattr(self.timeouts, timeout) + extra_s
         deadline = asyncio.timeout(limit_s)
         try:
             with span(f"waits for {self.name}.{endpoint}"):
@@ -130,7 +133,12 @@ class ActorGroup:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise await self._late(endpoint, limit_s) from error
+            rank = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
+            message = f"{self.name}.{endpoint}{rank} gave no answer within {limit_s:g} s (timeouts.{timeout})"
+            late = ActorTimeoutError(message)
+            late.role = self.name
+            late.more = await self._report(message)
+            raise late from error
         except ActorError as error:
             if dead := await self._lost_peers():
                 raise self._lost(dead, endpoint) from error
@@ -144,15 +152,6 @@ class ActorGroup:
                 # Monarch also takes a process for dead that does not answer it, such as a stopped one.
                 lost.more = await self._report(message)
             raise lost from error
-
-    async def _late(self, endpoint: str, limit_s: float) -> ActorTimeoutError:
-        rank = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
-        option = OPTION_OF_ENDPOINT.get(endpoint, "train_s")
-        message = f"{self.name}.{endpoint}{rank} gave no answer within {limit_s:g} s (timeouts.{option})"
-        late = ActorTimeoutError(message)
-        late.role = self.name
-        late.more = await self._report(message)
-        return late
 
     async def _report(self, title: str) -> str:
         """Return lines about what the group's processes are doing; the whole report goes to a file."""

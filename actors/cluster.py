@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh
@@ -23,7 +24,6 @@ from actors.calls import (
     ActorGroup,
     ActorLostError,
     ActorTimeoutError,
-    Group,
     all_or_cancel,
     first_line,
 )
@@ -34,7 +34,8 @@ from actors.launch import Launcher, deadline, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
 from actors.parity import ParityCheck
 from actors.placement import Placement, place_actors
-from actors.recovery import AddEvent, GeneratorPool, Role, Supervisor, no_event
+from actors.pool import GeneratorPool
+from actors.recovery import AddEvent, Role, Supervisor, no_event
 from rl.models.spec import ModelSpec
 from rl.observability.logs import QUIET_ENVIRONMENT
 from rl.rollouts.rubric import Rubric
@@ -57,14 +58,13 @@ ANSWER_S = 10.0
 class Cluster:
     """The trainer, the generators and the reward processes of a run.
 
-    `trainer`, `generators` and `reward` stay valid when the actors behind them are replaced. `reward` is None
-    if `config.reward.num_procs` is 0, `pool` if a lost generator ends the run.
+    `trainer`, `reward` and the members of `pool` stay valid when the actors behind them are replaced. `reward` is
+    None if `config.reward.num_procs` is 0.
     """
 
-    trainer: Group
-    generators: Sequence[Group]
-    reward: Role[ActorGroup] | None = None
-    pool: GeneratorPool | None = None
+    trainer: Role
+    pool: GeneratorPool
+    reward: Role | None = None
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class Cluster:
         self._renewing_hosts = asyncio.Lock()
         self._failed_hosts: set[str] = set()
         """Groups of hosts on which a start has failed: on other machines nothing else shows their death."""
-        self._trainer: Role[ActorGroup] | None = None
-        """The trainer's role if a lost trainer is restarted."""
+        self._restarts = config.recovery.max_restarts > 0 and not config.launch.share_gpus
+        """True if a lost trainer or generator is restarted."""
 
     async def start(self) -> None:
         """Start all roles at the same time and set their actors up."""
@@ -122,31 +122,31 @@ class Cluster:
         if self.placements.reward is not None:
             reward = started.pop()
             self.reward = Role(reward, start=self._restart_reward, supervisor=self._supervisor)
-        self.trainer, self.generators = trainer, started
+        self.trainer = Role(trainer)
+        members: Sequence[Role] = [
+            Role(
+                group,
+                start=partial(self._restart_generator, number),
+                supervisor=self._supervisor,
+                done="serves again",
+            )
+            for number, group in enumerate(started)
+        ]
         if config.launch.share_gpus:
             await self._set_up_in_turns(trainer, started)
-        elif config.recovery.max_restarts:
-            self.trainer = self._trainer = Role(trainer)
-            self.pool = GeneratorPool(
-                started,
-                start=self._restart_generator,
-                supervisor=self._supervisor,
-                trainer=self._trainer,
-                store=self.store,
-                check=self.check,
-            )
-            self.generators = self.pool.members
-            self.pool.watch()
+            lock = DeviceLock(trainer=trainer, generators=started, check=self.check)
+            self.trainer, members = lock.trainer, lock.generators
+        self.pool = GeneratorPool(members, trainer=self.trainer, store=self.store, check=self.check)
+        if self._restarts:
+            self.launcher.in_background(self.pool.watch(), name="watch over the generators")
 
     async def close(self) -> None:
         """End the actors and the store in order; errors are logged, as the run's results are complete."""
+        up = [member for member in self.pool.members if member.is_up]
         # A generator that is being restarted needs no clean end.
-        generators = self.generators if self.pool is None else self.pool.close()
-        groups: list[Group] = [self.trainer, *generators]
-        if self.reward is not None:
-            groups.append(self.reward)
-        limit_s = self.config.timeouts.close_s
-        ends = [*(group.call("close", limit_s=limit_s) for group in groups), self.store.stop()]
+        await self.launcher.end_background(timeout_s=self.config.timeouts.close_s)
+        roles = [self.trainer, *up, *([] if self.reward is None else [self.reward])]
+        ends = [*(role.group.call("close") for role in roles), self.store.stop()]
         for problem in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(problem, Exception):
                 logger.warning("not a clean end, its processes are killed: %s", problem)
@@ -157,11 +157,9 @@ class Cluster:
         Raises:
             ActorLostError: the trainer is dead.
         """
-        if self._trainer is None:
-            return await training
         running = asyncio.ensure_future(training)
         try:
-            await self._trainer.group.while_alive(running, "training", grace_s=TRAINER_GRACE_S)
+            await self.trainer.group.while_alive(running, "training", grace_s=TRAINER_GRACE_S)
         finally:
             # The training must have ended before anything is restarted.
             running.cancel()
@@ -180,16 +178,13 @@ class Cluster:
             RunError: `error`, if the trainer is not lost or nothing is restarted.
             RestartsUsedUpError: the trainer was lost too often.
         """
-        if self._trainer is None or self.pool is None:
-            raise error
-        role = self._trainer
-        reason = await _reason_of_loss(role.group, error)
+        reason = await _reason_of_loss(self.trainer.group, error) if self._restarts else None
         if reason is None:
             raise error
         async with self.pool.without_weights():
             try:
-                role.group = await self._supervisor.restart(
-                    role.name,
+                await self._supervisor.restart(
+                    self.trainer.name,
                     reason=reason,
                     start=self._replace_trainer,
                     done="is set up again",
@@ -198,9 +193,7 @@ class Cluster:
             except RunError as used_up:
                 raise used_up from error
 
-    async def _replace_trainer(self) -> ActorGroup:
-        assert self._trainer is not None
-        assert self.pool is not None
+    async def _replace_trainer(self) -> None:
         await self._end_lost(self.placements.trainer)
         # The store's actors are dead; its files may take a while to remove.
         self.store.forget()
@@ -211,14 +204,12 @@ class Cluster:
                 f"the versions that the lost trainer has pushed cannot be removed: {slow}"
             ) from slow
         self.check.forget()
-        trainer = await self._start_trainer()
-        self._trainer.group = trainer
+        self.trainer.replace(await self._start_trainer())
         await self.pool.use_store()
-        return trainer
 
     async def _restart_generator(self, number: int) -> ActorGroup:
         await self._end_lost(self.placements.generators[number])
-        return await self._start_generator(number)
+        return await self.pool.join(await self._start_generator(number))
 
     async def _restart_reward(self) -> ActorGroup:
         assert self.placements.reward is not None
@@ -251,26 +242,22 @@ class Cluster:
         assert at is not None
         role = await self._spawn(at, imports=("actors.reward",))
         group = self._group(at, role, config=config, rubric=self._rubric)
-        await group.call("setup", limit_s=self.config.timeouts.setup_s)
+        await group.call("setup")
         return group
 
     async def _set_up(self, group: ActorGroup) -> ActorGroup:
         # Groups that share devices are set up one after another, when all processes are there.
         if not self.config.launch.share_gpus:
-            await group.call("setup", self._hf_assets_path, limit_s=self.config.timeouts.setup_s)
+            await group.call("setup", self._hf_assets_path)
         return group
 
     async def _set_up_in_turns(self, trainer: ActorGroup, generators: Sequence[ActorGroup]) -> None:
         """Set up trainer and generators that share devices, each while the others hold no memory."""
-        setup_s = self.config.timeouts.setup_s
-        await trainer.call("check_sharing", self.config.generator.gpu_memory_utilization, limit_s=setup_s)
-        await trainer.call("setup", self._hf_assets_path, limit_s=setup_s)
-        await trainer.call("sleep", limit_s=setup_s)
-        await asyncio.gather(*(g.call("setup", self._hf_assets_path, limit_s=setup_s) for g in generators))
-        await asyncio.gather(*(g.call("sleep", limit_s=setup_s) for g in generators))
-        await trainer.call("wake", limit_s=setup_s)
-        lock = DeviceLock(trainer=trainer, generators=generators, check=self.check)
-        self.trainer, self.generators = lock.trainer, lock.generators
+        await trainer.call("setup", self._hf_assets_path)
+        await trainer.call("sleep")
+        await asyncio.gather(*(group.call("setup", self._hf_assets_path) for group in generators))
+        await asyncio.gather(*(group.call("sleep") for group in generators))
+        await trainer.call("wake")
 
     async def _spawn(
         self, at: Placement, *, imports: Sequence[str], env: Mapping[str, str] | None = None

@@ -15,6 +15,7 @@ from monarch.actor import MeshFailure
 
 __all__ = [
     "SupervisionError",
+    "prepare_client_gateway",
     "quiet_client_start",
     "quiet_jobs",
     "run_actor_process",
@@ -61,6 +62,11 @@ def quiet_client_start() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(sink)
+
+
+def prepare_client_gateway(job: Any) -> None:
+    """Wait until the job's hosts can be reached; `job.state` would do it in the calling thread."""
+    job._prepare_client_gateway()
 
 
 def simulated_host_pids(job: Any, group: str, num_hosts: int) -> list[int]:

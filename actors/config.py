@@ -32,6 +32,7 @@ STARTING_POINTS = "starting_points"
 # The formats that sbatch reads: minutes, min:sec, h:min:sec, days-h, days-h:min, days-h:min:sec.
 _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2})")
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?")
+_WORD = re.compile(r"\S+")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[MGTP]|[KMGTP]i)?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _JOB_NAME = re.compile(r"[a-z][a-z0-9]{0,29}")
@@ -131,9 +132,7 @@ class SlurmConfig:
         _check_pattern("time_limit", self.time_limit, _SLURM_TIME, "such as 90, 12:00:00 or 2-00:00")
         _check_pattern("memory_per_host", self.memory_per_host, _SLURM_MEMORY, "such as 512G or 64000M")
         for name in ("partition", "account", "qos"):
-            value = getattr(self, name)
-            if value is not None and (not value or re.search(r"\s", value)):
-                raise ValueError(f"{name}={value!r}: must be a name without spaces, or None")
+            _check_pattern(name, getattr(self, name), _WORD, "a name without spaces, or None")
         check_bounds(self, "cpus_per_host", at_least=1)
         for arg in self.sbatch_args:
             if not arg.startswith("-") or "\n" in arg:
@@ -303,10 +302,6 @@ class RunConfig(ClusterConfig):
     any_model_size: bool = field(default=False, metadata=unless("hf_assets_path", None))
     """Take the model's sizes from `hf_assets_path` instead of requiring those of this config."""
     task: Configurable.Config
-    dataset: str | None = None
-    """Name of a dataset; refused, because problems come from `task`."""
-    dataset_path: str | None = None
-    """Folder of a dataset; refused, because problems come from `task`."""
     warmup: SupervisedWarmup.Config | None = field(default=None, metadata=only_if("hf_assets_path", None))
     """Supervised steps that make the starting point; their result is kept for later runs."""
     renderer: RendererConfig = field(default_factory=RendererConfig)
@@ -323,11 +318,6 @@ class RunConfig(ClusterConfig):
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        if self.dataset is not None or self.dataset_path is not None:
-            raise ValueError(
-                f"dataset={self.dataset!r}, dataset_path={self.dataset_path!r}: must be None, since problems come from "
-                "the config's task: choose one by --module and --config, or write one (docs/configuration.md)"
-            )
         if self.name == STARTING_POINTS:
             raise ValueError(
                 f"name={self.name!r} is the folder of the starting points that runs share: choose another"

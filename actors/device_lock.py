@@ -1,8 +1,7 @@
 """Lock for devices that trainer and generators share: one side computes while the other sleeps.
 
     lock = DeviceLock(trainer=trainer, generators=generators, check=check)
-    trainer = TrainerClient(lock.trainer)
-    generator = Router([GeneratorClient(generator) for generator in lock.generators])
+    pool = GeneratorPool(lock.generators, trainer=lock.trainer, store=store, check=check)
 
 Calls of one side overlap; a call of the other side waits until they have ended, and then takes the devices.
 """
@@ -12,13 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from actors.calls import Group
+from actors.calls import ActorGroup
 from actors.parity import ParityCheck
-
-if TYPE_CHECKING:
-    from actors.config import Timeouts
+from actors.recovery import Role
 
 Side = Literal["trainer", "generators"]
 
@@ -29,8 +26,8 @@ _NEEDS_NO_WEIGHTS = frozenset({"pull_model_state_dict"})
 class DeviceLock:
     """Owner of the shared devices; at first the trainer holds them and the generators sleep."""
 
-    def __init__(self, *, trainer: Group, generators: Sequence[Group], check: ParityCheck) -> None:
-        self._groups: dict[Side, Sequence[Group]] = {"trainer": [trainer], "generators": generators}
+    def __init__(self, *, trainer: ActorGroup, generators: Sequence[ActorGroup], check: ParityCheck) -> None:
+        self._groups: dict[Side, Sequence[ActorGroup]] = {"trainer": [trainer], "generators": generators}
         self._check = check
         self._holder: Side = "trainer"
         self._num_calls = 0
@@ -38,8 +35,8 @@ class DeviceLock:
         self._served: int | None = None
         """Version that generators pull when they wake: they sleep without weights."""
         self._have_weights = False
-        self.trainer = LockedGroup(trainer, lock=self, side="trainer")
-        self.generators = [LockedGroup(g, lock=self, side="generators") for g in generators]
+        self.trainer = LockedRole(trainer, lock=self, side="trainer")
+        self.generators = [LockedRole(g, lock=self, side="generators") for g in generators]
 
     @asynccontextmanager
     async def held(self, side: Side, endpoint: str, args: tuple[Any, ...]) -> AsyncIterator[None]:
@@ -76,22 +73,20 @@ class DeviceLock:
 
     async def _call_all(self, side: Side, endpoint: str) -> None:
         groups = self._groups[side]
-        await asyncio.gather(*(g.call(endpoint, limit_s=g.timeouts.sync_s) for g in groups))
+        await asyncio.gather(*(group.call(endpoint) for group in groups))
 
 
-class LockedGroup:
-    """A `Group` whose calls wait for the devices."""
+class LockedRole(Role):
+    """A role whose calls wait for the devices; it is not restarted."""
 
-    def __init__(self, group: Group, *, lock: DeviceLock, side: Side) -> None:
-        self.name = group.name
-        self.timeouts: Timeouts = group.timeouts
-        self._group = group
+    def __init__(self, group: ActorGroup, *, lock: DeviceLock, side: Side) -> None:
+        super().__init__(group)
         self._lock = lock
         self._side: Side = side
 
-    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
         """Call `endpoint` on every rank; the deadline counts from when the devices are available."""
         if endpoint in _NEEDS_NO_DEVICE:
-            return await self._group.call(endpoint, *args, limit_s=limit_s, **kwargs)
+            return await super().call(endpoint, *args, extra_s=extra_s, **kwargs)
         async with self._lock.held(self._side, endpoint, args):
-            return await self._group.call(endpoint, *args, limit_s=limit_s, **kwargs)
+            return await super().call(endpoint, *args, extra_s=extra_s, **kwargs)

@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
-from actors.measured import Measured
 from actors.vllm.engine import ENVIRONMENT, GeneratorEngine
 from actors.vllm.requests import GeneratorError
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.spec import ModelSpec
+from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
 from rl.observability.spans import span
 from rl.types import BoxSum, Completion, PullResult, SamplingParams
 from rl.weights.store import WeightStore
 
-T = TypeVar("T")
 
-
-class VLLMGenerator(Measured, Actor, Configurable):
+class VLLMGenerator(Actor, Configurable):
     """Actor of one generator rank. Endpoints are called on all ranks with equal arguments; rank 0 answers."""
 
     @dataclass(kw_only=True, slots=True)
@@ -53,11 +51,6 @@ class VLLMGenerator(Measured, Actor, Configurable):
         self.store = store
         self.engine: GeneratorEngine | None = None
         self._pulling: set[asyncio.Task[tuple[BoxSum, ...]]] = set()
-
-    @property
-    def policy_version(self) -> int | None:
-        """Version of the weights that are served; None while there are none."""
-        return None if self.engine is None else self.engine.policy_version
 
     @endpoint
     @span("setup")
@@ -149,7 +142,21 @@ class VLLMGenerator(Measured, Actor, Configurable):
         if (own := states.get(current_rank().rank)) is not None:
             self._running().restore_random_states(own)
 
+<<<<<<< HEAD
     async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
+=======
+    @concurrent_endpoint
+    @span("measure")
+    async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
+        """Measure the device of rank 0; other ranks return None, since they may share its cores."""
+        world = World.from_env()
+        if world.rank:
+            return None
+        measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
+        return await self._running().aside(measure)
+
+    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> Transfer:
+>>>>>>> fbf012a (Actors: one pool publishes to the generators and replaces them, timeouts belong to endpoints; tests share one cluster)
         pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
         self._pulling.add(pulling)
         try:
@@ -172,9 +179,6 @@ class VLLMGenerator(Measured, Actor, Configurable):
     async def __cleanup__(self, exc: Exception | None) -> None:
         if self.engine is not None:
             await self.engine.close()
-
-    async def _where_it_computes(self, function: Callable[[], T]) -> T:
-        return await self._running().aside(function)
 
     def _running(self) -> GeneratorEngine:
         if self.engine is None:

@@ -14,6 +14,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from monarch.config import configure, configured
 from monarch.job import ProcessJob
 
 from actors.calls import ActorCallError
-from actors.compat import quiet_client_start, quiet_jobs, simulated_host_pids
+from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
 from actors.config import LaunchConfig
 from actors.guard import Guard
 from actors.members import free_port, import_path
@@ -148,7 +149,7 @@ class Hosts:
                     }
                 asked.guard = Guard(job=job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
-                await run_aside(job._prepare_client_gateway, name="hosts")
+                await run_aside(partial(prepare_client_gateway, job), name="hosts")
             if launch.on_cluster and launch.controller_address is not None:
                 configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
             with quiet_client_start():

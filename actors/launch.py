@@ -272,7 +272,7 @@ async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = SPA
         ActorTimeoutError: names the role.
         ActorCallError: a process of the role is dead; names the role.
     """
-    first = role.members.slice(**dict.fromkeys(role.mesh._labels, 0))
+    first = role.members.slice(**dict.fromkeys(role.members.sizes, 0))
     async with deadline(timeout_s, f"setting the process group of role {role.name!r}"):
         address, port = await first.listen_address.call_one(len(set(role.hostnames)) == 1)
         await role.members.set_env.call(process_group_envs(role.hostnames, address=address, port=port))

@@ -30,7 +30,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
     trained, sampled = model_work(spec.model, converted=converted), model_work(spec.model)
     itemsize = int(getattr(torch, generator.dtype).itemsize)
     # On shared devices the trainer measures for both.
-    of_generator = cluster.trainer if config.launch.share_gpus else cluster.generators[0]
+    of_generator = cluster.trainer if config.launch.share_gpus else cluster.pool.members[0]
     tp = generator.tensor_parallel_degree
     asked = (
         (cluster.trainer, trainer.training.param_dtype, trained.parameters // trainer.num_procs),
@@ -64,7 +64,7 @@ async def run_limits(config: RunConfig, cluster: Cluster, *, spec: ModelSpec) ->
 
 async def _ask(group: Group, workload: Workload, cache: str) -> MachineLimits:
     limits: MachineLimits
-    limits, *_ = await group.call("measure_machine", workload, cache, limit_s=group.timeouts.setup_s)
+    limits, *_ = await group.call("measure_machine", workload, cache)
     logger.info("%s: %s", group.name, limits)
     return limits
 

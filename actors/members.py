@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import random
 import socket
@@ -17,15 +18,18 @@ from typing import Any
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
 from actors.processes import RUN, RUN_VARIABLE
-from actors.recording import record_process
 from rl.observability.logs import setup_logging
 from rl.observability.span_reader import read_state
-from rl.observability.spans import STATE_FOLDER, TimelineConfig
-from rl.observability.stacks import request_stacks
+from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig
+from rl.observability.stacks import request_stacks, write_stacks_to
 from rl.utils.processes import ProcessId, without_collections
 from rl.weights.monarch_env import SETTINGS
 
+logger = logging.getLogger(__name__)
+
 MEMBER_NAME = "relay_member"
+HOOK_VARIABLE = "RELAY_HOOK"
+"""Environment variable that names a module whose `arm(logs)` every process of a run calls: the chaos test's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,18 @@ class ProcessInfo:
     rank: int
     pid: int
     hostname: str
+
+
+def record_process(logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> None:
+    """Record the spans of this process in the run's logs, and write its stacks there on request."""
+    try:
+        # Before the state file, which tells other processes that they may request stacks.
+        write_stacks_to(logs, role=role, rank=rank)
+        RECORDER.start(logs, role=role, rank=rank, timeline=timeline or TimelineConfig())
+    except OSError as error:  # a full disk does not end a run
+        logger.warning("%s: %s-%d is not recorded: %s", logs, role, rank, error.strerror or error)
+    if HOOK_VARIABLE in os.environ:
+        importlib.import_module(os.environ[HOOK_VARIABLE]).arm(logs)
 
 
 class Member(Actor):

@@ -115,7 +115,7 @@ class ParityCheck:
         """
         self.text = text
         self._drains = drains
-        self._keeps = keeps
+        self.keeps = keeps
         self._pushed: dict[int, _Pushed] = {}
         """The version that is served and the next one, or all that are kept, by version."""
 
@@ -165,7 +165,7 @@ class ParityCheck:
             if pushed.expected is not None:
                 await give_up(pushed.expected)
             raise
-        if not self._keeps:
+        if not self.keeps:
             self._pushed = {number: other for number, other in self._pushed.items() if number >= version}
         return ServeResult(canary_diff=diff, canary_s=parity_s), [*lost, *lost_later]
 
@@ -177,7 +177,7 @@ class ParityCheck:
         # The trainer's logprobs first, as trainer and generators may have to take turns on a device.
         logprobs_T = (await pushed.expected)[0][0]
         tokens = [self.text.token_ids]
-        calls = [(g, g.call("compute_logprobs", tokens, limit_s=g.timeouts.generate_s)) for g in generators]
+        calls = [(g, g.call("compute_logprobs", tokens)) for g in generators]
         answers, lost = await _answers(calls)
         found = {g.name: ranks[0][0] for g, ranks in answers}
         if not found:
@@ -197,8 +197,8 @@ async def pull_checked(
     """
     calls = []
     for g in generators:
-        limit_s = g.timeouts.sync_s + (g.timeouts.generate_s if drains else 0.0)
-        calls.append((g, g.call("pull_model_state_dict", version, limit_s=limit_s)))
+        extra_s = g.timeouts.generate_s if drains else 0.0
+        calls.append((g, g.call("pull_model_state_dict", version, extra_s=extra_s)))
     answers, lost = await _answers(calls)
     pulled = {generator.name: [s for rank in ranks for s in rank.sums] for generator, ranks in answers}
     check_sums(version=version, pushed=sums, pulled=pulled)

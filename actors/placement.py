@@ -60,11 +60,6 @@ class Placements:
         return max(devices, default=-1) + 1
 
 
-def generator_roles(num_replicas: int) -> tuple[str, ...]:
-    """Return the names of the generators' roles; a single generator has no number."""
-    return ("generator",) if num_replicas == 1 else tuple(f"generator_{i}" for i in range(num_replicas))
-
-
 def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
     """Return the placement of every role.
 
@@ -80,14 +75,14 @@ def place_actors(config: ClusterConfig, *, num_gpus: int) -> Placements:
     here = launch.hosts == "this"
     generators = tuple(
         Placement(
-            role=role,
+            role=f"generator_{i}" if config.generator.num_replicas > 1 else "generator",
             num_procs=config.generator.tensor_parallel_degree,
             hosts=None if here else f"generator{i // launch.replicas_per_host}",
             num_hosts=launch.generator_hosts,
             threads=config.generator.num_threads,
             gpus=None if generator_gpus is None else generator_gpus[i],
         )
-        for i, role in enumerate(generator_roles(config.generator.num_replicas))
+        for i in range(config.generator.num_replicas)
     )
     trainer = Placement(
         role=TRAINER,

@@ -15,7 +15,7 @@ from rl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from actors.config import Strategy
-    from actors.recovery import GeneratorPool
+    from actors.pool import GeneratorPool
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,15 @@ class Router:
         self,
         replicas: Sequence[ResumableGenerator],
         *,
+        pool: GeneratorPool,
         strategy: Strategy = "least_loaded",
-        pool: GeneratorPool | None = None,
     ) -> None:
         """
         Args:
+            pool: knows which replicas can be called; prompts of a lost replica go to another one.
             strategy: least_loaded: the replica with the fewest samples under way; round_robin: in turn;
                 sticky: all calls of one session go to the same replica, which has their keys and values,
                 and calls without a session to the least loaded one.
-            pool: knows which replicas can be called; prompts of a lost replica go to another one. None: all
-                replicas can always be called, and a lost one is an error.
         """
         self.replicas = list(replicas)
         self.strategy = strategy
@@ -69,8 +68,7 @@ class Router:
 
         async def spread(places: Iterable[int]) -> None:
             """Send these prompts of the call, given by index, to the replicas that are up."""
-            if self._pool is not None:
-                await self._pool.wait_until_one_is_up()
+            await self._pool.wait_until_one_is_up()
             places_of: dict[int, list[int]] = {}
             replica_of_prompt: dict[bytes, int] = {}
             for place in places:
@@ -91,8 +89,6 @@ class Router:
                     begun=None if begun is None else [begun[place] for place in places],
                 )
             except ActorLostError as error:
-                if self._pool is None:
-                    raise
                 logger.info("%d prompts go to another generator: %s", len(places), error)
             else:
                 groups.update(zip(places, answers, strict=True))
@@ -106,22 +102,16 @@ class Router:
 
     async def abort(self) -> int:
         """Abort on every replica; see `ResumableGenerator.abort`. Prompts of a lost replica are sent again."""
-        return sum(await all_or_cancel(self._abort(replica) for replica in self._up()))
+        return sum(await all_or_cancel(self._abort(replica) for replica in self._pool.up()))
 
     async def _abort(self, replica: int) -> int:
         try:
             return await self.replicas[replica].abort()
         except ActorLostError:
-            if self._pool is None:
-                raise
             return 0
 
-    def _up(self) -> Sequence[int]:
-        """Return the numbers of the replicas that can be called."""
-        return range(len(self.replicas)) if self._pool is None else self._pool.up()
-
     def _choose(self, session: str | None) -> int:
-        up = self._up()
+        up = self._pool.up()
         if self.strategy == "round_robin":
             self._turn += 1
             return up[(self._turn - 1) % len(up)]

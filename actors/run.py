@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from actors import launch
-from actors.backend import ActorPublisher, GeneratorClient, RewardClient, TrainerClient
+from actors.backend import GeneratorClient, RewardClient, TrainerClient
 from actors.cluster import Cluster
-from actors.config import ClusterConfig, RunConfig
+from actors.config import ClusterConfig, RunConfig, Strategy
 from actors.limits import run_limits
-from actors.members import LogSettings
+from actors.members import LogSettings, record_process
 from actors.parity import ParityCheck
 from actors.plan import Plan, make_plan
-from actors.recording import record_controller
+from actors.pool import GeneratorPool
 from actors.router import Router
 from actors.temporary_files import temporary_files
 from actors.training import load_start
@@ -42,6 +42,8 @@ from rl.observability.logs import setup_logging
 from rl.observability.machine_limits import RunLimits
 from rl.observability.progress import print_line, progress
 from rl.observability.run_folder import RunFolder
+from rl.observability.spans import RECORDER, STATE_FOLDER
+from rl.observability.stacks import catch_signal, stop_writing_stacks
 from rl.observability.timeline import write_timeline_of_run
 from rl.protocols import Rewarder
 from rl.rollouts.renderer import Renderer
@@ -78,7 +80,7 @@ class Run:
     rubric: Rubric
     generator: Router
     trainer: TrainerClient
-    publisher: ActorPublisher
+    publisher: GeneratorPool
     rewarder: Rewarder
     limits: RunLimits | None
     """Measured limits of the machine, with which steps are compared; None if unknown or turned off."""
@@ -142,7 +144,7 @@ def checked_run(config: RunConfig, *, source: ResolvedRun) -> Iterator[CheckedRu
                 print_line(f"changed: {change}")
             logger.info("starting from %s", plan.start.folder)
             write_environment(folder.environment)
-            with _recorded(config, plan, folder, resumes=source.resumes is not None) as events:
+            with recorded(config, plan, folder, resumes=source.resumes is not None) as events:
                 yield CheckedRun(config=config, plan=plan, folder=folder, events=events)
             logger.info("finished")
         folder.mark_finished()
@@ -198,20 +200,34 @@ def _logging(folder: RunFolder, config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool) -> Iterator[Events]:
+def recorded(config: RunConfig, plan: Plan, folder: RunFolder, *, resumes: bool) -> Iterator[Events]:
     """Record the controller's events and spans in the folder; draw the timeline of a run that fails."""
-    resumed_after, position = None, None if plan.resumed is None else plan.resumed.position
-    if resumes:
-        resumed_after = 0 if position is None else position.step
-        none = "starting from the beginning: there is no checkpoint to go on from"
-        print_line(none if position is None else f"going on after step {resumed_after}")
-    events = Events(folder.events)
+    for file in (folder.logs / STATE_FOLDER).glob("*"):
+        file.unlink()  # processes of the earlier attempt would count as dead
+    catch_signal()
+    record_process(folder.logs, role="controller", rank=0, timeline=config.timeline)
+    events, position = Events(folder.events), None if plan.resumed is None else plan.resumed.position
+    if not resumes:
+        events.add("started")
+    elif position is None:
+        events.add("resumed", step=0)
+        print_line("starting from the beginning: there is no checkpoint to go on from")
+    else:
+        events.add("resumed", step=position.step)
+        print_line(f"going on after step {position.step}")
+    has_failed = True
     try:
-        with record_controller(folder.logs, events, timeline=config.timeline, resumed_after=resumed_after):
-            yield events
-    except BaseException:
-        write_timeline_of_run(folder.logs, folder.timeline, timeline=config.timeline)  # shows the end
+        yield events
+        has_failed = False
+        events.add("finished")
+    except BaseException as error:
+        events.add("stopped", reason=f"{type(error).__name__}: {error}")
         raise
+    finally:
+        RECORDER.stop()  # the state file keeps the last moment
+        stop_writing_stacks()
+        if has_failed:
+            write_timeline_of_run(folder.logs, folder.timeline, timeline=config.timeline)  # shows the end
 
 
 @asynccontextmanager
@@ -255,9 +271,9 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                         events=checked.events,
                         cluster=cluster,
                         rubric=rubric,
-                        generator=make_router(cluster, config=config),
+                        generator=make_router(cluster.pool, strategy=config.router),
                         trainer=TrainerClient(cluster.trainer),
-                        publisher=make_publisher(cluster),
+                        publisher=cluster.pool,
                         rewarder=rewarder,
                         limits=await run_limits(config, cluster, spec=plan.start.spec),
                     )
@@ -271,21 +287,9 @@ def write_timeline(run: Run) -> None:
     write_timeline_of_run(run.folder.logs, run.folder.timeline, timeline=run.config.timeline)
 
 
-def make_router(cluster: Cluster, *, config: RunConfig) -> Router:
-    """Return one generator over all generators of the cluster."""
-    generators = [GeneratorClient(generator) for generator in cluster.generators]
-    return Router(generators, strategy=config.router, pool=cluster.pool)
-
-
-def make_publisher(cluster: Cluster) -> ActorPublisher:
-    """Return the publisher from the cluster's trainer to its generators."""
-    return ActorPublisher(
-        trainer=cluster.trainer,
-        generators=cluster.generators,
-        store=cluster.store,
-        check=cluster.check,
-        pool=cluster.pool,
-    )
+def make_router(pool: GeneratorPool, *, strategy: Strategy = "least_loaded") -> Router:
+    """Return one generator over all generators of the pool."""
+    return Router([GeneratorClient(member) for member in pool.members], strategy=strategy, pool=pool)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ import numpy as np
 from monarch.actor import ActorError
 
 from actors import launch
-from actors.backend import ActorPublisher, GeneratorClient, TrainerClient
+from actors.backend import TrainerClient
 from actors.calls import ActorCallError, ActorLostError
 from actors.checks import named_as_options
 from actors.cluster import Cluster, num_gpus, trains_on_gpu
@@ -28,7 +28,7 @@ from actors.members import LogSettings
 from actors.parity import ParityCheck
 from actors.placement import place_actors
 from actors.reward import RewardActor
-from actors.router import Router
+from actors.run import make_router
 from actors.temporary_files import temporary_files
 from actors.trainer import PolicyTrainer
 from actors.vllm.requests import SMALLEST_TEMPERATURE, DivergedError
@@ -121,6 +121,7 @@ class ActorBackend(TinkerBackend):
             hf_assets_path=str(base.folder),
             store=store,
             logs=LogSettings(folder=logs, console_level=config.console_level),
+            check=ParityCheck(None, keeps=True),
             trainer_arguments={"model_spec": base.spec, "models": True},
         )
         try:
@@ -141,15 +142,9 @@ class ActorWorkers(TrainerClient):
         super().__init__(cluster.trainer)
         self._cluster = cluster
         self._left = left
-        self._generators = itertools.cycle(cluster.generators)
-        self._router = Router([GeneratorClient(generator) for generator in cluster.generators])
-        self._publisher = ActorPublisher(
-            trainer=cluster.trainer,
-            generators=cluster.generators,
-            store=cluster.store,
-            check=ParityCheck(None, keeps=True),
-            keeps=True,
-        )
+        self._pool = cluster.pool
+        self._generators = itertools.cycle(cluster.pool.members)
+        self._router = make_router(cluster.pool)
         self._numbers = itertools.count(1)
         self._versions: set[int] = set()
 
@@ -161,9 +156,9 @@ class ActorWorkers(TrainerClient):
                 "that has some, or save the weights"
             )
         try:
-            await self._publisher.push(model_id=model_id, version=version)
+            await self._pool.push(model_id=model_id, version=version)
         except WeightStoreError as error:
-            await self._publisher.forget(version)
+            await self._pool.forget(version)
             if isinstance(error, SharedMemoryError):
                 raise LimitReachedError(f"there is no room for another snapshot: {error}") from error
             raise
@@ -171,11 +166,11 @@ class ActorWorkers(TrainerClient):
         return version
 
     async def serve(self, version: int) -> ServeResult:
-        return await self._publisher.serve(version)
+        return await self._pool.serve(version)
 
     async def forget(self, version: int) -> None:
         self._versions.discard(version)
-        await self._publisher.forget(version)
+        await self._pool.forget(version)
 
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams
@@ -193,9 +188,7 @@ class ActorWorkers(TrainerClient):
     async def prompt_logprobs(self, prompt: np.ndarray, *, top_k: int) -> PromptLogprobs:
         assert not top_k, "vLLM's sampler has none"
         generator = next(self._generators)
-        limit_s = generator.timeouts.generate_s
-        logprobs: np.ndarray = (await generator.call("compute_logprobs", [prompt], limit_s=limit_s))[0][0]
-        logprobs = logprobs.copy()
+        logprobs: np.ndarray = (await generator.call("compute_logprobs", [prompt]))[0][0].copy()
         logprobs[0] = np.nan
         none = np.empty((len(prompt), 0))
         return PromptLogprobs(

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -25,18 +25,18 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 from torch import Tensor
 
-from actors.measured import Measured
 from losses.types import Loss
 from rl.config.configurable import Configurable
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
+from rl.observability.machine_limits import MachineLimits, Workload, machine_limits
 from rl.observability.spans import span
 from rl.training.config import Dtype
 from rl.training.engine import TrainingEngine
 from rl.training.models import RUN, TrainedModels
-from rl.training.sleep import TrainerSleep, check_this_device
+from rl.training.sleep import TrainerSleep
 from rl.types import (
     ForwardBackwardResult,
     LoopPosition,
@@ -94,7 +94,7 @@ class PushGate:
                 )
 
 
-class PolicyTrainer(Measured, Actor, Configurable):
+class PolicyTrainer(Actor, Configurable):
     """Every endpoint is called on all ranks with the same arguments; results are the same too."""
 
     @dataclass(kw_only=True, slots=True)
@@ -158,12 +158,6 @@ class PolicyTrainer(Measured, Actor, Configurable):
 
     def _engine(self, model_id: str) -> TrainingEngine:
         return self.engine if model_id == RUN else self._models[model_id]
-
-    @property
-    def policy_version(self) -> int | None:
-        """Policy version of the weights; None before `setup`."""
-        turns: TrainerSleep | None = getattr(self, "_turns", None)
-        return None if turns is None else turns.engine.policy_version
 
     @endpoint
     @span("setup")
@@ -313,23 +307,17 @@ class PolicyTrainer(Measured, Actor, Configurable):
     async def load_model(self, model_id: str, folder: str, optimizer: bool) -> None:
         await self._change_weights(partial(self._models.load, optimizer=optimizer), model_id, folder)
 
-    # Devices that several roles share
-
     @concurrent_endpoint
-    @span("check_sharing")
-    async def check_sharing(self, generator_fraction: float) -> None:
-        """Before `setup`, where generators have the same GPU by turns: whether there is memory for both.
+    @span("measure")
+    async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
+        """Measure the device of rank 0; other ranks return None, since they may share its cores."""
+        world = World.from_env()
+        if world.rank:
+            return None
+        measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
+        return await self._compute(measure)
 
-        Raises:
-            ValueError: says what is needed, and which field to lower.
-        """
-        check = partial(
-            check_this_device,
-            world=World.from_env(),
-            generator_fraction=generator_fraction,
-            ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        )
-        await self._compute(check, self.config, self.model_spec)
+    # Devices that several roles share
 
     @concurrent_endpoint
     @span("sleep")
@@ -363,8 +351,6 @@ class PolicyTrainer(Measured, Actor, Configurable):
     async def _compute(self, function: Callable[..., T], *args: object) -> T:
         """Run a function in the engine's thread, after all earlier calls."""
         return await self._thread.run(function, *args)
-
-    _where_it_computes = _compute
 
     async def _change_weights(self, function: Callable[..., T], *args: object) -> T:
         # The engine's thread waits, not this one: what is asked for next stays behind it.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.backend import ActorRandomStates, TrainerClient
-from actors.calls import ActorCallError, Group, may_hang
+from actors.calls import ActorCallError, may_hang
 from actors.checks import has_lora
 from losses.types import uses_proximal_logprobs
 from rl.config.json import to_dict
@@ -52,6 +52,7 @@ from rl.utils.files import remove
 if TYPE_CHECKING:
     from actors.config import RunConfig
     from actors.plan import Plan
+    from actors.recovery import Role
     from actors.run import Run
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ class Training:
         with MetricsWriter(self.folder.metrics) as metrics, sinks.attempt():
             loop = self._loop(metrics=metrics, sinks=sinks, state=state, source=source)
             in_background = self.config.trainer.checkpoint.async_mode != "disabled"
-            async with _last_save_ends(trainer, in_background=in_background):
+            async with _last_save_ends(run, in_background=in_background):
                 await run.cluster.while_trainer_lives(loop.run())
         ends = [self._export(trainer)]
         if self.config.loop.num_steps or self.config.loop.eval_every:
@@ -277,7 +278,7 @@ class Training:
                 config=config.trainer.checkpoint,
                 folder=str(self.folder.checkpoints),
                 records=metrics,
-                processes=ActorRandomStates([*run.cluster.generators, *reward]),
+                processes=ActorRandomStates([*run.cluster.pool.members, *reward]),
                 can_answer=partial(_can_answer, run.cluster.trainer),
                 drawn_with=rollout_settings_hash(config),
                 last_saved=state.position.step if state is not None and in_folder else None,
@@ -320,23 +321,22 @@ def _state(source: LoadSource, config: RunConfig) -> LoopState | None:
     )
 
 
-def _can_answer(trainer: Group, error: Exception) -> bool:
+def _can_answer(trainer: Role, error: Exception) -> bool:
     """Return whether a call to the trainer makes sense: no process of this host is dead and none may hang."""
-    group = getattr(trainer, "group", trainer)
-    return not getattr(group, "dead", list)() and not may_hang(trainer.name, after=error)
+    return not trainer.group.dead() and not may_hang(trainer.name, after=error)
 
 
 @asynccontextmanager
-async def _last_save_ends(trainer: TrainerClient, *, in_background: bool) -> AsyncIterator[None]:
+async def _last_save_ends(run: Run, *, in_background: bool) -> AsyncIterator[None]:
     """Let the trainer finish a checkpoint in the background before a run ends early."""
     try:
         yield
     except StopRequestedError:
         if in_background:
-            await trainer.finish_saving()
+            await run.trainer.finish_saving()
         raise
     except Exception as error:
-        if in_background and _can_answer(trainer.trainer, error):
+        if in_background and _can_answer(run.cluster.trainer, error):
             with suppress(RunError):  # the trainer itself may be the reason of the end
-                await trainer.finish_saving()
+                await run.trainer.finish_saving()
         raise

@@ -35,15 +35,14 @@ from typing import Any
 import numpy as np
 
 from actors import launch
-from actors.backend import ActorPublisher, GeneratorClient, RewardClient, TrainerClient
+from actors.backend import GeneratorClient, RewardClient, TrainerClient
 from actors.calls import Group
 from actors.cluster import Cluster
 from actors.controller import Controller
 from actors.limits import run_limits
-from actors.members import LogSettings
+from actors.members import LogSettings, record_process
 from actors.parity import ParityCheck
 from actors.plan import Plan, make_plan
-from actors.recording import record_process
 from benchmarks.observability_actors import (
     SIDES,
     ObservedGenerator,
@@ -118,11 +117,9 @@ class Observed:
         trainer = TrainerClient(fleet.trainer)
         self._loop: Loop = config.loop.build(
             trainer=trainer,
-            publisher=ActorPublisher(
-                trainer=fleet.trainer, generators=fleet.generators, store=fleet.store, check=fleet.check
-            ),
+            publisher=fleet.pool,
             rollouts=RolloutSetup(
-                generator=GeneratorClient(fleet.generators[0]),
+                generator=GeneratorClient(fleet.pool.members[0]),
                 rewarder=RewardClient(self._reward, num_procs=config.reward.num_procs),
                 renderer=plan.renderer,
                 task=plan.task,
@@ -158,8 +155,8 @@ class Observed:
     async def step(self, side: str) -> float:
         """Return the seconds of one step, including all that it writes."""
         reward = await self._reward.current()
-        groups: Sequence[Group] = (self._fleet.trainer, *self._fleet.generators, reward)
-        await asyncio.gather(*(group.call("observe", side, limit_s=600.0) for group in groups))
+        groups: Sequence[Group] = (self._fleet.trainer, *self._fleet.pool.members, reward)
+        await asyncio.gather(*(group.call("observe", side) for group in groups))
         observe(side)
         self._loop.sinks = self._sinks if side == "all" else ()
         self._loop.recorder = self._recorder if side == "all" else None

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from actors import launch
-from actors.backend import ActorPublisher, RewardClient, TrainerClient
+from actors.backend import RewardClient, TrainerClient
 from actors.cluster import Cluster
 from actors.config import LaunchConfig, RecoveryConfig
 from actors.members import LogSettings
@@ -50,22 +50,12 @@ class Room:
         self.rewarder = RewardClient(fleet.reward, num_procs=1)
 
     async def publish(self) -> None:
-        fleet = self.fleet
-        publisher = ActorPublisher(
-            trainer=fleet.trainer,
-            generators=fleet.generators,
-            store=fleet.store,
-            check=fleet.check,
-            pool=fleet.pool,
-        )
-        await publisher.serve(await publisher.push())
+        await self.fleet.pool.serve(await self.fleet.pool.push())
 
     async def generator(self) -> None:
-        pool = self.fleet.pool
-        assert pool is not None
-        while pool.up():
+        while self.fleet.pool.up():
             await asyncio.sleep(0.01)
-        await pool.wait_until_one_is_up()
+        await self.fleet.pool.wait_until_one_is_up()
 
     async def reward(self) -> None:
         ((score,),) = await self.rewarder.score([[replied("[ANSWER] 42")]])

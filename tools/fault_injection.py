@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from actors.members import HOOK_VARIABLE
 from actors.processes import with_descendants
-from actors.recording import HOOK_VARIABLE
 from rl.observability.span_reader import ProcessState, read_states
 from rl.observability.spans import RECORDER
 from rl.utils.processes import ProcessId, identify, kill, parent_of

@@ -11,23 +11,17 @@ stay valid.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from rl.distributed.process_group import World, barrier
+from rl.distributed.process_group import barrier
 from rl.distributed.sharding import local_tensor, unwrapped
-from rl.models.spec import ModelSpec
 from rl.training.engine import TrainingEngine
-from rl.training.memory import MemoryEstimate
 
 logger = logging.getLogger(__name__)
-
-CONTEXT_BYTES = 2 * 2**30
-"""Bytes that a process keeps on a GPU in any case: context, NCCL's buffers, fragmentation. Assumed, not measured."""
 
 
 class TrainerSleep:
@@ -111,65 +105,3 @@ class TrainerSleep:
         if engine.reference is not None:
             for parameter in engine.reference.policy.parameters.values():
                 yield parameter.data
-
-
-def check_shared_device(
-    trainer: MemoryEstimate,
-    *,
-    generator_fraction: float,
-    device_bytes: int,
-    host_bytes: int,
-    ranks_per_host: int,
-) -> None:
-    """Check that trainer and generator can take turns on a device, and their host holds the sleeping ranks.
-
-    Args:
-        trainer: memory of one rank.
-        generator_fraction: share of the device that the generator takes
-            (`generator.gpu_memory_utilization`).
-
-    Raises:
-        ValueError: a turn or the host needs more memory than there is.
-    """
-    room = device_bytes - 2 * CONTEXT_BYTES
-    for what, need, there, advice in (
-        ("the trainer's turn", trainer.total, room, "lower trainer.training.max_tokens_per_microbatch"),
-        (
-            "the generator's turn",
-            generator_fraction * device_bytes,
-            room,
-            "lower generator.gpu_memory_utilization",
-        ),
-        (
-            f"{ranks_per_host} sleeping ranks of the trainer",
-            ranks_per_host * trainer.held,
-            host_bytes,
-            "use more hosts",
-        ),
-    ):
-        if need > there:
-            raise ValueError(
-                f"launch.share_gpus=True: {what} needs {need / 1e9:.3g} GB of {there / 1e9:.3g} GB: {advice}"
-            )
-
-
-def check_this_device(
-    config: TrainingEngine.Config,
-    spec: ModelSpec,
-    *,
-    world: World,
-    generator_fraction: float,
-    ranks_per_host: int,
-) -> None:
-    """Run `check_shared_device` for this process's GPU before anything is allocated; do nothing on a CPU."""
-    device = world.default_device()
-    if device.type != "cuda":
-        return
-    degrees = config.parallelism.degrees(world.size)
-    check_shared_device(
-        config.estimate_memory(spec, degrees=degrees, on_gpu=True),
-        generator_fraction=generator_fraction,
-        device_bytes=torch.cuda.get_device_properties(device).total_memory,
-        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        ranks_per_host=ranks_per_host,
-    )

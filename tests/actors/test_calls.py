@@ -75,8 +75,8 @@ def group(meshes, tmp_path_factory):
 def called(meshes, group):
     """Return a function that calls an endpoint of the two actors."""
 
-    def call(endpoint, *args, limit_s=600.0, **kwargs):
-        return meshes.run(group.call(endpoint, *args, limit_s=limit_s, **kwargs))
+    def call(endpoint, *args, **kwargs):
+        return meshes.run(group.call(endpoint, *args, **kwargs))
 
     return call
 
@@ -87,13 +87,14 @@ def test_answers_come_in_rank_order(called):
 
 
 @pytest.mark.medium
-def test_timeout_names_call_and_deadline_and_reports_the_stack_of_each_rank(meshes, group, called):
+def test_timeout_names_call_and_deadline_and_reports_the_stack_of_each_rank(meshes, group):
     says = r"^trainer\.never gave no answer within 1 s \(timeouts\.train_s\)$"
+    short = replace(group, timeouts=Timeouts(train_s=1))
     with pytest.raises(ActorTimeoutError) as caught:
-        called("never", limit_s=1.0)
+        meshes.run(short.call("never"))
     assert re.search(says, str(caught.value), re.MULTILINE)
     with pytest.raises(ActorTimeoutError, match=r"^trainer\.never of rank 1 of 2 gave no answer") as alone:
-        meshes.run(group.at_rank(1).call("never", limit_s=1.0))
+        meshes.run(short.at_rank(1).call("never"))
     (_, asked), *_ = meshes.run(group.role.members.stacks.call()).items()
     assert "(most recent call first):" in asked  # The way in which ranks on other hosts are asked.
     lines = caught.value.more.splitlines()
@@ -123,7 +124,7 @@ def test_death_not_reported_by_monarch_is_noticed_and_names_the_rank(meshes, gro
         watching = replace(group, processes={0: identify(living.pid), 1: identify(dying.pid)})
         says = r"^trainer\.never failed: rank 1 of 2 is dead: its process ended$"
         with pytest.raises(ActorCallError, match=says):
-            meshes.run(watching.call("never", limit_s=600.0))
+            meshes.run(watching.call("never"))
         assert time.monotonic() - started < 10
         living.kill()
 
@@ -131,7 +132,7 @@ def test_death_not_reported_by_monarch_is_noticed_and_names_the_rank(meshes, gro
 @pytest.mark.medium
 def test_error_of_a_rank_whose_peer_then_dies_is_the_loss_of_the_peer(called, group, tmp_path):
     with pytest.raises(ActorLostError, match=r"rank 1 of 2 is dead") as raised:
-        called("exit_on_rank_1_after_rank_0_raises", str(tmp_path / "marker"), limit_s=30.0)
+        called("exit_on_rank_1_after_rank_0_raises", str(tmp_path / "marker"))
     assert (raised.value.role, raised.value.ranks) == ("trainer", (1,))
     assert group.dead() == [1]
     with pytest.raises(ActorCallError, match=r"^trainer\.add failed: rank 1 of 2 is dead"):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from actors.checks import Machine, config_faults, machine_faults
-from actors.plan import starting_point
 from configs.sum_digits import qwen3_8b, qwen3_32b, tiny, tiny_moe
 from rl.config.tree import rebuild
 from rl.models.lora import LoRA
@@ -137,12 +136,3 @@ def test_a_model_larger_than_memory_is_refused_with_both_sizes(caplog):
     assert memory_faults(config, memory_bytes=4 * need.total - 1) == []
     (record,) = caplog.records
     assert (record.levelname, record.name) == ("WARNING", "rl.training.memory")
-
-
-def test_batch_invariant_option_reaches_the_model_and_has_a_warm_up_of_its_own(tmp_path):
-    starts = {}
-    for on in (True, False):
-        config = rebuild(tiny(), {"batch_invariant": on, "dump_folder": str(tmp_path)})
-        starts[on] = starting_point(config, task=config.task.build(), source=None)
-        assert starts[on].spec.batch_invariant is on
-    assert starts[True].warmed_up != starts[False].warmed_up

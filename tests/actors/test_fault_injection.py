@@ -56,20 +56,6 @@ def test_last_process_of_the_role_dies_once_at_the_chosen_count(victims, armed, 
     assert told["pids"] == [last.pid]
 
 
-def test_delayed_fault_lets_the_phase_begin(victims, armed):
-    armed(phase="pull", victim="generator", delay_s=0.05)
-    with span("pull"):
-        assert victims[1].poll() is None
-    assert victims[1].wait(20) == -signal.SIGKILL
-
-
-def test_missing_victim_is_an_error(tmp_path, armed):
-    armed(phase="pull", victim="reward")
-    with pytest.raises(RuntimeError, match="no process of role 'reward'"), span("pull"):
-        pass
-    assert not (tmp_path / "fault.json").exists()
-
-
 def test_host_is_killed_with_all_its_processes(tmp_path, armed):
     shell = "sleep 60 & echo $!; sleep 61 & echo $!; wait"
     with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as host:

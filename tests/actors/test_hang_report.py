@@ -1,7 +1,6 @@
 """Hang reports about processes that did not answer."""
 
 import asyncio
-import pickle
 
 import pytest
 
@@ -46,10 +45,6 @@ def test_message_lists_eight_processes():
     assert len([line for line in lines if "trainer[" in line]) == 8
 
 
-def test_report_that_cannot_be_written_has_no_file(tmp_path):
-    assert write_reports([], tmp_path / "absent", title="x") is None
-
-
 def test_report_of_a_run_has_its_roles_and_other_live_processes(tmp_path):
     with (
         watched_child(tmp_path, "lock", role="trainer", rank=1),
@@ -91,10 +86,3 @@ class RemoteError(Exception):
 )
 def test_errors_caused_by_timeouts_are_recognised(error, is_one):
     assert is_caused_by_timeout(error) is is_one
-
-
-def test_pickled_error_keeps_its_report():
-    error = WeightTimeoutError("push of version 3 not finished")
-    error.where, error.more = "step 3", "  trainer[0]: push"
-    came = pickle.loads(pickle.dumps(error))
-    assert str(came) == "step 3: push of version 3 not finished\n  trainer[0]: push"

@@ -90,16 +90,6 @@ def test_processes_get_their_environment_and_ranks(meshes, role):
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_actor_processes_ignore_sigint_and_sigterm(meshes, role, signal_number):
-    mesh, holder = role
-    for pid in meshes.pids(mesh):
-        os.kill(pid, signal_number)
-    assert len(meshes.run(holder.environment.call())) == 2
-
-
-@pytest.mark.medium
-@pytest.mark.timeout(120)
 def test_stop_ends_children_and_shared_memory_and_spares_other_roles(meshes, role):
     mesh, _ = role
     other = meshes.spawn_mesh(1, process_group=False)

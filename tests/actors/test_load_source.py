@@ -13,7 +13,6 @@ from rl.models.lora import LoRA
 from rl.starting_point import given_folder, random_model
 from rl.training.checkpoint_config import LoadSource
 from rl.training.engine import TrainingEngine
-from rl.types import LoopPosition
 
 ADAPTERS = LoRA.Config(rank=4, target_modules=("q_proj", "v_proj"))
 
@@ -98,13 +97,6 @@ def test_excluded_tensors_may_have_another_shape(saved):
     check(saved / "vocab", exclude=("model.embed_tokens",), model_only=True)
     check(saved / "vocab", exclude=("*.embed_tokens.*",))
     check(saved / "muon", exclude=("optimizer",))
-
-
-def test_run_that_has_done_all_its_steps_is_not_continued(saved):
-    config = tiny()
-    config.loop.num_steps = 3
-    with pytest.raises(ValueError, match=r"loop\.num_steps=3: .*/plain has done 3 steps already"):
-        check(saved / "plain", config, position=LoopPosition(step=3, num_problems=24))
 
 
 def test_checkpoint_of_another_tokenizer_is_refused_with_both_folders(tmp_path):

@@ -1,12 +1,8 @@
 """Hosts and devices of each role, and layouts that are refused."""
 
-import dataclasses
-
 import pytest
 
 from actors.config import LaunchConfig
-from actors.placement import generator_roles
-from configs.sum_digits import tiny
 from tests.support.placed import placed as of_launch
 
 CLUSTER = {"hosts": "slurm"}
@@ -18,11 +14,6 @@ def placed(launch=None, **numbers):
 
 def gpus(placement):
     return placement.trainer.gpus, [generator.gpus for generator in placement.generators]
-
-
-def test_only_several_generators_are_numbered():
-    assert generator_roles(1) == ("generator",)
-    assert generator_roles(3) == ("generator_0", "generator_1", "generator_2")
 
 
 def test_devices_go_to_the_trainer_first_then_to_each_generator():
@@ -133,11 +124,3 @@ def test_inconsistent_layout_is_refused_by_field(launch, num_gpus, numbers, says
 def test_invalid_launch_settings_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         LaunchConfig(**fields)
-
-
-def test_replicas_are_validated_with_the_config_of_the_run():
-    config = tiny()
-    config.generator.num_replicas = 3
-    assert config.generator.num_replicas == 3
-    with pytest.raises(ValueError, match=r"generator\.num_replicas=0: must be at least 1"):
-        dataclasses.replace(config.generator, num_replicas=0)

@@ -4,11 +4,10 @@ import time
 
 import pytest
 
-from actors.plan import make_plan, starting_point, warmup_arithmetic
+from actors.plan import make_plan, warmup_arithmetic
 from configs.sum_digits import tiny, tiny_fsdp2_tp2
 from examples.custom_trainer import tiny_annealed_clip
 from rl.config.cli import parse_cli
-from rl.rollouts.renderer import RendererConfig
 from rl.training.optimizer import Optimizer
 from rl.types import Observation, Reply
 from tests.support.fakes import FakePolicy
@@ -44,16 +43,6 @@ def test_custom_trainer_has_a_warm_up_for_each_value_of_its_own_settings():
     second.final_max_norm = 0.05  # type: ignore[attr-defined]
     assert warmup_arithmetic(first)["added"]["final_max_norm"] == 0.2
     assert warmup_arithmetic(second)["added"]["final_max_norm"] == 0.05
-
-
-def test_demonstrations_with_other_tokens_have_a_warm_up_of_their_own(tmp_path):
-    config = tiny()
-    config.dump_folder = str(tmp_path)
-    folders = []
-    for renderer in (RendererConfig(), RendererConfig(kind="raw"), RendererConfig(kind="raw", system="Add.")):
-        config.renderer = renderer
-        folders.append(starting_point(config, task=config.task.build(), source=None).warmed_up)
-    assert len(set(folders)) == 3
 
 
 def test_blocking_environment_is_refused_with_the_name_of_its_problem(tmp_path, monkeypatch):

@@ -3,15 +3,13 @@
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from actors.backend import TrainerClient
 from actors.calls import ActorLostError
 from actors.config import LaunchConfig
 from rl.distributed.mesh import ParallelismConfig
 from rl.utils.processes import is_alive, kill
-from tests.actors.test_recovery import CONFIG, LIMIT_S, Running, processes, restart_trainer
+from tests.support.clusters import CONFIG, RunningCluster, assert_equal_bits, processes
 from tests.support.monarch_meshes import monarch_meshes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
@@ -26,19 +24,19 @@ ON_HOSTS = replace(
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     with monarch_meshes() as meshes:
-        yield Running(meshes, tmp_path_factory.mktemp("hosts"), config=ON_HOSTS)
+        yield RunningCluster(meshes, tmp_path_factory.mktemp("hosts"), config=ON_HOSTS)
 
 
 def kill_host(running, group):
     """Kill the process of a host, and with it all actors on it."""
-    (host,) = running.fleet.launcher.hosts.processes_of(group)
+    (host,) = running.cluster.launcher.hosts.processes_of(group)
     kill(host)
     return host
 
 
 def test_killed_generator_host_is_replaced_and_other_hosts_stay(running):
     async def steps():
-        hosts = running.fleet.launcher.hosts
+        hosts = running.cluster.launcher.hosts
         before = await running.draw()
         others = [*hosts.processes_of("trainer"), *hosts.processes_of("generator1")]
         host = kill_host(running, "generator0")
@@ -47,11 +45,11 @@ def test_killed_generator_host_is_replaced_and_other_hosts_stay(running):
         (renewed,) = hosts.processes_of("generator0")
         assert all(map(is_alive, [renewed, *others]))
         # The new host runs this generator alone.
-        (alone,) = processes(running.fleet.generators[0]).values()
+        (alone,) = processes(running.pool.members[0]).values()
         assert os.getsid(alone.pid) == renewed.pid != host.pid
         return before, during, await running.draw()
 
-    before, during, after = running.run(steps(), timeout_s=LIMIT_S)
+    before, during, after = running.run(steps())
     assert before == during == after
     assert running.lost() == ["generator_0"]
 
@@ -70,14 +68,13 @@ def test_killed_trainer_host_is_replaced_and_its_checkpoint_loaded(running, tmp_
         return samples, logprobs, drawn, e.value
 
     async def go_on(samples):
-        version = await TrainerClient(running.fleet.trainer).load_checkpoint(str(tmp_path / "saved"))
+        version = await running.trainer.load_checkpoint(str(tmp_path / "saved"))
         assert await running.publish() == version
         return await running.trainer.compute_logprobs(samples), await running.draw()
 
-    samples, logprobs, drawn, error = running.run(lose(), timeout_s=LIMIT_S)
-    restart_trainer(running, error)
-    again, drawn_again = running.run(go_on(samples), timeout_s=LIMIT_S)
-    for ours, theirs in zip(again, logprobs, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    samples, logprobs, drawn, error = running.run(lose())
+    running.run(running.cluster.restart_trainer(error))
+    again, drawn_again = running.run(go_on(samples))
+    assert_equal_bits(again, logprobs)
     assert drawn_again == drawn
     assert running.lost() == ["trainer"]

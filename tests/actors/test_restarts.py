@@ -151,7 +151,7 @@ class Reward:
             group = await self.role.current()
             num_asked += 1
             try:
-                await asyncio.gather(group.call("score", limit_s=600.0), asyncio.sleep(1))
+                await asyncio.gather(group.call("score"), asyncio.sleep(1))
             except ActorLostError as error:
                 self.role.lose(group, error)
             else:

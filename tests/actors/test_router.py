@@ -2,23 +2,29 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.router import Router
-from rl.rollouts.evaluation import Evaluation, Evaluator
-from rl.rollouts.group import Group, RolloutWorker
-from rl.tasks.sum_digits import SumDigits, make_problem
-from rl.types import Completion, Problem, SamplingParams
+from rl.types import Completion, SamplingParams
 from rl.utils.errors import RunError
-from tests.support.fakes import RENDERER, RubricRewarder, episodes_of
-from tests.support.loops import PROBLEM
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
 
 SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=1)
+
+
+def router_of(replicas: list[SimulatedPolicy], **settings: Any) -> Router:
+    """Return a router over replicas that can always be called."""
+
+    async def is_up() -> None:
+        """Return at once."""
+
+    pool: Any = SimpleNamespace(up=lambda: range(len(replicas)), wait_until_one_is_up=is_up)
+    return Router(replicas, pool=pool, **settings)
 
 
 def tokens(text: str) -> np.ndarray:
@@ -40,7 +46,7 @@ def replies(groups: Any) -> list[list[str]]:
 
 
 def test_rollouts_of_a_call_are_spread_and_returned_in_order():
-    router = Router([named("A"), named("B")])
+    router = router_of([named("A"), named("B")])
     groups, _ = run_in_virtual_time(ask(router, "1", "2", "3"))
     assert replies(groups) == [["A10", "A11"], ["B20", "B21"], ["A30", "A31"]]
     assert router.num_running == [0, 0]
@@ -48,7 +54,7 @@ def test_rollouts_of_a_call_are_spread_and_returned_in_order():
 
 def test_equal_prompts_of_a_call_go_to_one_replica_in_one_call():
     replicas = [named("A"), named("B")]
-    router = Router(replicas, strategy="round_robin")
+    router = router_of(replicas, strategy="round_robin")
     groups, _ = run_in_virtual_time(ask(router, "x", "y", "x"))
     assert [group[0][0] for group in replies(groups)] == ["A", "B", "A"]
     assert [replica.calls for replica in replicas] == [["generate"], ["generate"]]
@@ -59,7 +65,7 @@ def test_equal_prompts_of_a_call_go_to_one_replica_in_one_call():
 )
 def test_busy_replica_is_avoided_unless_replicas_take_turns(strategy, expected):
     async def main() -> str:
-        router = Router([named("A", 10), named("B", 1)], strategy=strategy)
+        router = router_of([named("A", 10), named("B", 1)], strategy=strategy)
         first, second = (asyncio.create_task(ask(router, text)) for text in "12")
         await asyncio.sleep(5)  # B is idle again
         third = await ask(router, "3")
@@ -70,7 +76,7 @@ def test_busy_replica_is_avoided_unless_replicas_take_turns(strategy, expected):
 
 def test_calls_of_a_session_stay_on_its_first_replica():
     async def main() -> list[str]:
-        router = Router([named("A", 1), named("B", 1)], strategy="sticky")
+        router = router_of([named("A", 1), named("B", 1)], strategy="sticky")
         names = []
         for session in ("s", "t", "s", "t", "t"):
             busy = asyncio.create_task(ask(router, "other", session=f"busy {session}"))
@@ -84,47 +90,9 @@ def test_calls_of_a_session_stay_on_its_first_replica():
     assert names[1] == names[3] == names[4]
 
 
-def test_groups_are_sessions_and_evaluation_is_spread():
-    """A worker that calls several times for a group, as multi-turn rollouts do, stays on its generator."""
-
-    class Worker(RolloutWorker):
-        async def run(self, number: int, problem: Problem) -> Group:
-            busy = asyncio.create_task(router.generate([tokens("other")], sampling=SAMPLING))
-            await asyncio.sleep(0.1)
-            await super().run(number, problem)
-            await busy
-            return await super().run(number, problem)
-
-    replicas = [named("A", 1), named("B", 1)]
-    router = Router(replicas, strategy="sticky")
-    worker = Worker(
-        episodes=episodes_of(router, renderer=RENDERER),
-        rewarder=RubricRewarder(rubric=SumDigits.Config(num_integers=2).build().rubric(seed=0)),
-        sampling=SAMPLING,
-        seed=0,
-    )
-    evaluator = Evaluator(
-        sets={"held_out": [make_problem([n, 7]) for n in (1, 2)]},
-        episodes=worker.episodes,
-        rewarder=worker.rewarder,
-        settings=Evaluation(),
-        sampling=SAMPLING,
-    )
-
-    async def main() -> list[list[str]]:
-        groups = [await worker.run(number, PROBLEM) for number in (0, 1)]
-        await evaluator.run()
-        return [[rollout.text[0] for rollout in group.rollouts] for group in groups]
-
-    names, _ = run_in_virtual_time(main())
-    # A is busy when the group begins and idle when it continues.
-    assert names == [["B", "B"], ["B", "B"]]
-    assert [replica.calls for replica in replicas] == [["generate"] * 3, ["generate"] * 5]
-
-
 def test_aborted_completions_continue_at_their_prompts_on_any_replica():
     replicas = [named("-"), named("-")]
-    router = Router(replicas, strategy="round_robin")
+    router = router_of(replicas, strategy="round_robin")
     texts = ("1", "2", "3")
     whole, _ = run_in_virtual_time(ask(router, *texts))
     begun = [[ended(group[0], at=2), group[1]] for group in whole]
@@ -156,7 +124,7 @@ def test_error_of_one_replica_cancels_the_calls_to_the_others():
             raise RunError("generator_1 is gone")
 
     other = named("A", 30)
-    router = Router([other, Broken(reply=lambda prompt, i: "")])
+    router = router_of([other, Broken(reply=lambda prompt, i: "")])
 
     async def main() -> None:
         with pytest.raises(RunError, match="generator_1 is gone"):

@@ -111,11 +111,6 @@ def test_missing_evaluation_problems_are_refused_and_an_empty_set_is_named():
         check(Asking(sets={}))
 
 
-@pytest.mark.parametrize("sets", [{}, {"near": []}])
-def test_run_without_evaluation_needs_no_evaluation_problems(sets):
-    assert check(Asking(sets=sets), eval_every=0).problem == PROBLEM
-
-
 def demonstrations(task: Asking, *, max_tokens: int, max_model_len: int) -> None:
     check_demonstrations(
         task.warmup_problems(seed=0),
@@ -179,12 +174,6 @@ def test_environment_that_does_not_close_is_refused():
     says = r"^closing problem 'ask/one': the environment raised KeyError\('board'\)"
     with pytest.raises(ValueError, match=says):
         check(Closeless())
-
-
-def test_mismatched_evaluation_demonstration_is_only_a_warning(caplog):
-    with caplog.at_level(logging.WARNING):
-        check(Asking(sets={"one": [replace(PROBLEM, demonstration="first")]}))
-    assert "continues after reply 1 of the 1 of its demonstration" in caplog.text
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(9, False), (10, True), (99, True), (100, False), (None, True)])

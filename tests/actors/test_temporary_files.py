@@ -107,15 +107,6 @@ def test_next_run_removes_what_a_killed_run_left_and_spares_living_runs(parent):
         kill(left)
 
 
-def test_foreign_folders_are_left_alone(parent):
-    (parent / "relay-runs").mkdir()
-    (parent / f"{PREFIX}folder").mkdir()
-    (parent / f"{PREFIX}link.lock").write_text("x")
-    (parent / f"{PREFIX}link").symlink_to(parent / "relay-runs")
-    assert remove_dead(parent) == []
-    assert len(list(parent.iterdir())) == 4
-
-
 def test_folder_is_in_tmp_if_paths_would_be_too_long_for_sockets(parent):
     deep = parent / ("x" * MAX_PATH)
     deep.mkdir()

@@ -9,7 +9,6 @@ import pytest
 from actors import launch
 from actors.config import LaunchConfig
 from actors.generator import VLLMGenerator
-from actors.tinker import ActorBackend
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.base import Base
@@ -79,9 +78,3 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_a_process_starts(
     with pytest.raises(ValueError, match=says):
         asyncio.run(backend.start())
     assert not launch.is_running()
-
-
-def test_context_on_offer_is_that_of_the_generator(tmp_path):
-    backend: ActorBackend = ActorBackend.Config(cache=str(tmp_path)).build()
-    described = backend._open_base().model
-    assert (described.name, described.max_context_length) == ("tiny", 1024)

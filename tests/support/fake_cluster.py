@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +13,9 @@ from actors.calls import ActorCallError
 from actors.config import RecoveryConfig, RunConfig, Timeouts
 from actors.parity import ParityCheck
 from actors.plan import Plan
+from actors.pool import GeneratorPool
 from actors.recovery import Role, Supervisor
-from actors.run import Run, make_publisher, make_router
+from actors.run import Run, make_router
 from rl.observability.events import Events
 from rl.observability.run_folder import RunFolder
 from rl.rollouts.environment import Environments
@@ -43,12 +44,18 @@ class FakeTrainer:
     """Names of the checkpoint folders."""
     is_dead: bool = False
 
-    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
         if endpoint == "forward_backward" and self.policy.version == self.dies_at:
             self.is_dead = True
         if self.is_dead:
             raise ActorCallError(f"trainer.{endpoint} failed: rank 0 of 1 is dead: its process ended")
         return [await getattr(self, f"_{endpoint}")(*args)]
+
+    def dead(self) -> list[int]:
+        return [0] if self.is_dead else []
+
+    async def while_alive(self, answer: Awaitable[Any], what: str) -> Any:
+        return await answer
 
     async def _forward_backward(self, samples: Sequence[Any], *settings: Any) -> Any:
         return await self.policy.forward_backward(samples)
@@ -83,7 +90,7 @@ class FakeGenerator:
     timeouts: Timeouts = field(default_factory=Timeouts)
     policy: FakePolicy = field(default_factory=lambda: FakePolicy(reply=reply))
 
-    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
         if endpoint == "generate":
             return [await self.policy.generate(args[0], sampling=args[1])]
         if endpoint == "pull_model_state_dict":
@@ -101,7 +108,7 @@ class FakeReward:
     def at_rank(self, rank: int) -> FakeReward:
         return self
 
-    async def call(self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any) -> list[Any]:
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
         if endpoint == "score":
             groups, _, alone = args
             return [await RubricRewarder(rubric=self.rubric).score(groups, alone=alone)]
@@ -119,16 +126,14 @@ class FakeStore:
 class FakeCluster:
     """Cluster of fakes that replaces a lost trainer by the next one of a list."""
 
-    pool = None
-
     def __init__(self, trainers: Sequence[FakeTrainer], *, rubric: Rubric, config: RecoveryConfig) -> None:
         days = itertools.count(1)
         self.restarts = Supervisor(config, now_s=lambda: next(days) * 86400.0)
-        self.trainer: Role[FakeTrainer] = Role(trainers[0])
-        self.generators = (FakeGenerator(),)
-        self.reward = Role(cast(Any, FakeReward(rubric=rubric)))
-        self.store = cast(WeightStore, FakeStore())
-        self.check = ParityCheck(None)
+        self.trainer, generator, self.reward = (
+            Role(cast(Any, group)) for group in (trainers[0], FakeGenerator(), FakeReward(rubric=rubric))
+        )
+        store = cast(WeightStore, FakeStore())
+        self.pool = GeneratorPool([generator], trainer=self.trainer, store=store, check=ParityCheck(None))
         self._next = iter(trainers[1:])
 
     async def while_trainer_lives(self, training: Coroutine[Any, Any, None]) -> None:
@@ -138,7 +143,7 @@ class FakeCluster:
         if (trainer := next(self._next, None)) is None:
             raise error
         self.restarts.count("trainer", reason=str(error), at_least=at_least)
-        self.trainer.group = trainer
+        self.trainer.replace(cast(Any, trainer))
 
 
 def fake_run(
@@ -165,9 +170,9 @@ def fake_run(
         events=Events(folder.events),
         cluster=cluster,
         rubric=rubric,
-        generator=make_router(cluster, config=config),
+        generator=make_router(cluster.pool),
         trainer=TrainerClient(cluster.trainer),
-        publisher=make_publisher(cluster),
+        publisher=cluster.pool,
         rewarder=RewardClient(cluster.reward, num_procs=1),
         limits=None,
     )

@@ -1,9 +1,7 @@
-"""Actors of a run that also report their numbers of compute threads, and a rubric that reports its
-process."""
+"""Actors of a run that also report their numbers of compute threads."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
-from rl.rollouts.rubric import Criterion, Rubric
-from rl.types import Rollout
 from rl.weights.store import WeightStore
 from rl.weights.volume import Volume
 
@@ -81,24 +77,3 @@ class InspectedStore(WeightStore):
     async def start(self, mesh: ProcMesh) -> None:
         await super().start(mesh)
         self.asked = mesh.spawn("asked_volume", InspectedVolume)
-
-
-def rubric() -> Rubric:
-    """Return the sample's number with weight 1, and the scoring process with weight 0."""
-    criteria = (
-        Criterion(name="sample", function=_sample),
-        Criterion(name="process", function=_process, weight=0.0),
-    )
-    return Rubric(criteria=criteria, correct=_is_even)
-
-
-def _sample(rollout: Rollout) -> float:
-    return float(rollout.sample)
-
-
-def _process(rollout: Rollout) -> float:
-    return float(os.getpid())
-
-
-def _is_even(rollout: Rollout) -> bool:
-    return rollout.sample % 2 == 0

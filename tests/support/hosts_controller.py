@@ -72,7 +72,7 @@ async def main(how: str, where: str) -> None:
         on_second = ActorGroup(name="trainer", mesh=holders[0].slice(hosts=1, procs=0), timeouts=Timeouts())
         started = time.monotonic()
         try:
-            await on_second.call("exit_now", limit_s=600.0)
+            await on_second.call("exit_now")
         except ActorCallError as error:
             print(json.dumps([str(error), time.monotonic() - started]), flush=True)
         return

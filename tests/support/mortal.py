@@ -29,7 +29,7 @@ class Mortal:
         self.died = asyncio.Event()
 
     def call(
-        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
     ) -> Coroutine[Any, Any, list[Any]]:
         """Answer at once while alive."""
         return self.while_alive(self._answer(endpoint, args), endpoint)
@@ -88,16 +88,16 @@ class MortalGenerator(Mortal):
         self.asked: list[str] = []
 
     def call(
-        self, endpoint: str, *args: Any, limit_s: float, **kwargs: Any
+        self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any
     ) -> Coroutine[Any, Any, list[Any]]:
         self.asked.append(endpoint)
         if endpoint == self.silent_about:
-            return self._no_answer(endpoint, limit_s)
-        return super().call(endpoint, *args, limit_s=limit_s, **kwargs)
+            return self._no_answer(endpoint)
+        return super().call(endpoint, *args, extra_s=extra_s, **kwargs)
 
-    async def _no_answer(self, endpoint: str, limit_s: float) -> list[Any]:
-        await asyncio.sleep(limit_s)
-        raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within {limit_s:g} s")
+    async def _no_answer(self, endpoint: str) -> list[Any]:
+        await asyncio.sleep(20)
+        raise ActorTimeoutError(f"{self.name}.{endpoint} gave no answer within 20 s")
 
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.recording import record_process
-from rl.observability.spans import span
-from rl.observability.stacks import catch_signal
+from rl.observability.spans import RECORDER, TimelineConfig, span
+from rl.observability.stacks import catch_signal, write_stacks_to
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -73,7 +72,8 @@ def thread_in_a_lock() -> None:
 
 def main(logs: str, what: str, role: str, rank: str) -> None:
     catch_signal()
-    record_process(Path(logs), role=role, rank=int(rank))
+    write_stacks_to(Path(logs), role=role, rank=int(rank))
+    RECORDER.start(Path(logs), role=role, rank=int(rank), timeline=TimelineConfig())
     with span("optim_step", version=7):
         if what == "tasks":
             asyncio.run(tasks())

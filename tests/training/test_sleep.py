@@ -9,8 +9,7 @@ import pytest
 
 from losses.policy import GRPOLoss
 from rl.distributed.sharding import local_tensor
-from rl.training.memory import MemoryEstimate
-from rl.training.sleep import CONTEXT_BYTES, TrainerSleep, check_shared_device
+from rl.training.sleep import TrainerSleep
 from tests.support.distributed import run_ranks
 from tests.training.layouts import parallelism
 from tests.training.parts import engine_config, make_samples, small_spec, step
@@ -96,43 +95,3 @@ def test_sleep_with_an_accumulated_gradient_is_refused(assets):
     assert sleep.sleep() > 0
 
 
-GB = 10**9
-
-
-def estimate(*, parameters, activations):
-    fields = dict.fromkeys(MemoryEstimate.__slots__, 0)
-    return MemoryEstimate(**fields | {"parameters": parameters * GB, "activations": activations * GB})
-
-
-@pytest.mark.parametrize(
-    ("parameters", "activations", "fraction", "ranks_per_host", "says"),
-    [
-        (60, 30, 0.5, 1, "the trainer's turn needs 90 GB of 75.7 GB: lower trainer"),
-        (
-            10,
-            10,
-            0.97,
-            1,
-            r"the generator's turn needs 77\.6 GB of .* lower generator\.gpu_memory_utilization",
-        ),
-        (60, 10, 0.9, 4, "4 sleeping ranks of the trainer needs 240 GB of 200 GB: use more hosts"),
-    ],
-)
-def test_shared_device_without_enough_memory_is_refused_with_the_needed_size(
-    parameters, activations, fraction, ranks_per_host, says
-):
-    need = estimate(parameters=parameters, activations=activations)
-
-    def check(*, device, host):
-        check_shared_device(
-            need,
-            generator_fraction=fraction,
-            device_bytes=device * GB,
-            host_bytes=host * GB,
-            ranks_per_host=ranks_per_host,
-        )
-
-    with pytest.raises(ValueError, match=f"share_gpus=True: .*{says}"):
-        check(device=80, host=200)
-    check(device=200, host=300)
-    assert CONTEXT_BYTES > 0

@@ -75,13 +75,6 @@ def test_pods_have_the_image_the_shared_memory_and_the_run_folder():
     assert "volumes" in shown(LAUNCH)[0]["spec"]["podTemplate"]["spec"]
 
 
-def test_pods_without_gpus_and_limits_request_no_resources():
-    bare = KubernetesConfig(image="relay")
-    resource = shown(dataclasses.replace(LAUNCH, gpus_per_host=0, kubernetes=bare))[0]
-    assert "resources" not in container(resource)
-    assert [mount["name"] for mount in container(resource)["volumeMounts"]] == ["dev-shm"]
-
-
 def test_monarch_creates_the_printed_resources_and_deletes_them(tmp_path):
     with cluster() as server, configured():
         launch = dataclasses.replace(
