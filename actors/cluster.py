@@ -74,7 +74,7 @@ class Cluster:
         hf_assets_path: str,
         store: WeightStore,
         logs: LogSettings,
-        check: ParityCheck | None = None,
+        check: ParityCheck,
         rubric: Rubric | None = None,
         trainer_arguments: Mapping[str, Any] | None = None,
         events: AddEvent = no_event,
@@ -82,7 +82,7 @@ class Cluster:
         """
         Args:
             hf_assets_path: folder that trainer and generators are set up from.
-            check: check of every pull; None compares checksums only.
+            check: check of every pull.
             rubric: needed if there are reward processes.
             trainer_arguments: arguments of the trainer actor besides its config and the store.
             events: records losses and replacements of actors.
@@ -90,7 +90,7 @@ class Cluster:
         assert rubric is not None or not config.reward.num_procs, "reward processes need a rubric"
         self.config = config
         self.store = store
-        self.check = check or ParityCheck(None)
+        self.check = check
         self.placements = place_actors(config, num_gpus=num_gpus())
         self._model_spec = model_spec
         self._hf_assets_path = hf_assets_path

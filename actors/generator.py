@@ -52,6 +52,11 @@ class VLLMGenerator(Actor, Configurable):
         self.engine: GeneratorEngine | None = None
         self._pulling: set[asyncio.Task[tuple[BoxSum, ...]]] = set()
 
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights that are served, which spans record; None while there are none."""
+        return None if self.engine is None else self.engine.policy_version
+
     @endpoint
     @span("setup")
     async def setup(self, hf_assets_path: str) -> None:

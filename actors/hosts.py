@@ -10,6 +10,7 @@ await hosts.end()
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import socket
 from collections.abc import Mapping
@@ -162,11 +163,10 @@ class Hosts:
             ) from error
         except Exception as error:  # a scheduler's client may raise anything
             raise ActorCallError(f"no hosts from {asked.name}: {type(error).__name__}: {error}") from error
-        on_kubernetes = launch.hosts == "kubernetes"
-        names = {
-            group: _kubernetes().mesh_name(launch, group) if on_kubernetes else group for group in groups
-        }
-        return {group: getattr(found, name) for group, name in names.items()}
+        if not launch.on_cluster:
+            return {group: getattr(found, group) for group in groups}
+        jobs = _jobs(launch)
+        return {group: getattr(found, jobs.mesh_name(launch, group)) for group in groups}
 
 
 async def _applied(job: Any) -> None:
@@ -183,27 +183,19 @@ def make_job(launch: LaunchConfig, placements: Placements, groups: Mapping[str, 
     """Return Monarch's job for these groups of hosts; it is not yet applied."""
     if launch.hosts == "process":
         return ProcessJob(dict(groups), env={RUN_VARIABLE: RUN, "PYTHONPATH": import_path()})
-    gpus_of = gpus_of_groups(launch, placements)
-    if launch.hosts == "slurm":
-        from actors.jobs import slurm
-
-        return slurm.make_job(launch, groups, gpus_per_host=max(gpus_of.values()))
-    return _kubernetes().make_job(launch, groups, gpus_of=gpus_of)
+    return _jobs(launch).make_job(launch, groups, gpus_of=gpus_of_groups(launch, placements))
 
 
 def describe(launch: LaunchConfig, placements: Placements) -> str:
     """Return the placement of the processes, as comments, and what would be submitted."""
-    lines = [f"# {placement.describe()}" for placement in placements.all]
-    groups, gpus_of = placements.host_groups(), gpus_of_groups(launch, placements)
+    roles = "\n".join(f"# {placement.describe()}" for placement in placements.all)
+    if not launch.on_cluster:
+        return roles
     with configured():  # making a job changes the process's transport
-        if launch.hosts == "slurm":
-            from actors.jobs import slurm
-
-            script = slurm.script(launch, groups, gpus_per_host=max(gpus_of.values()))
-            lines = ["#!/bin/bash", *lines, script.removeprefix("#!/bin/bash\n")]
-        elif launch.hosts == "kubernetes":
-            lines.append(_kubernetes().manifests(launch, groups, gpus_of=gpus_of))
-    return "\n".join(lines)
+        gpus_of = gpus_of_groups(launch, placements)
+        submitted: str = _jobs(launch).submitted(launch, placements.host_groups(), gpus_of=gpus_of)
+    shebang = "#!/bin/bash\n" if submitted.startswith("#!") else ""
+    return f"{shebang}{roles}\n{submitted.removeprefix(shebang)}"
 
 
 def gpus_of_groups(launch: LaunchConfig, placements: Placements) -> dict[str, int]:
@@ -233,11 +225,12 @@ def check_reachable(launch: LaunchConfig, *, hostname: str) -> None:
         )
 
 
-def _kubernetes() -> ModuleType:
+def _jobs(launch: LaunchConfig) -> ModuleType:
+    """Return `actors.jobs.slurm` or `actors.jobs.kubernetes`, whose package may be missing."""
     try:
-        from actors.jobs import kubernetes
+        return importlib.import_module(f"actors.jobs.{launch.hosts}")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"launch.hosts='kubernetes' needs the package {error.name}: pip install 'relay-rl[kubernetes]'"
+            f"launch.hosts={launch.hosts!r} needs the package {error.name}: "
+            f"pip install 'relay-rl[{launch.hosts}]'"
         ) from error
-    return kubernetes

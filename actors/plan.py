@@ -77,8 +77,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     start = starting_point(config, task=task, environments=environments, source=source)
     reference = check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
-    tokenizer, stop_ids = start.tokenizer()
-    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
+    renderer = renderer_of(config, start)
     first_prompt = check_task(
         task,
         loop=config.loop,
@@ -152,6 +151,24 @@ def tried_environments(config: RunConfig, *, task: Task) -> Environments:
     return Environments(make=task.environment, step_timeout_s=config.loop.episode.step_timeout_s)
 
 
+def _cache(config: RunConfig) -> Path:
+    return Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
+
+
+def untrained_start(config: RunConfig) -> StartingPoint:
+    """Return the starting point without a warm-up; nothing is written yet."""
+    spec = replace(config.model, batch_invariant=config.batch_invariant)
+    if config.hf_assets_path is not None:
+        return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
+    return random_model(_cache(config), spec=spec, seed=config.seed)
+
+
+def renderer_of(config: RunConfig, start: StartingPoint) -> Renderer:
+    """Return the renderer of a run with the tokenizer of its starting point."""
+    tokenizer, stop_ids = start.tokenizer()
+    return make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
+
+
 def starting_point(
     config: RunConfig,
     *,
@@ -163,24 +180,19 @@ def starting_point(
 
     `environments` play the demonstrations; None creates new ones.
     """
-    spec = replace(config.model, batch_invariant=config.batch_invariant)
-    if config.hf_assets_path is not None:
-        return given_folder(config.hf_assets_path, spec=spec, any_size=config.any_model_size)
-    cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
+    untrained = untrained_start(config)
     starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
-    if config.warmup is None or not starts_here:
-        return random_model(cache, spec=spec, seed=config.seed)
-    tokenizer, stop_ids = random_model(cache, spec=spec, seed=config.seed).tokenizer()
-    renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
+    if config.hf_assets_path is not None or config.warmup is None or not starts_here:
+        return untrained
     return warmed_up_model(
-        cache,
-        spec=spec,
+        _cache(config),
+        spec=untrained.spec,
         seed=config.seed,
         warmup=config.warmup,
         demonstrations=demonstrated_now(
             islice(task.warmup_problems(seed=config.seed), NUM_KEYED_DEMONSTRATIONS),
             environments or tried_environments(config, task=task),
-            renderer=renderer,
+            renderer=renderer_of(config, untrained),
         ),
         arithmetic=warmup_arithmetic(config.trainer, batch_invariant=config.batch_invariant),
     )

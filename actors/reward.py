@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.observability.spans import span
 from rl.rollouts.rewards import RewardProcess
 from rl.rollouts.rubric import MAX_CONCURRENCY, Rubric
@@ -41,10 +42,8 @@ class RewardActor(Actor, Configurable):
                     f"time_limit_s={self.time_limit_s}: must be above 0 and at most {MAX_TIME_LIMIT_S:g} "
                     "(a day): a reward function that never returns must end"
                 )
-            if self.num_procs < 0:
-                raise ValueError(f"num_procs={self.num_procs}: must be at least 0")
-            if self.max_concurrency < 1:
-                raise ValueError(f"max_concurrency={self.max_concurrency} is less than 1")
+            check_bounds(self, "num_procs", at_least=0)
+            check_bounds(self, "max_concurrency", at_least=1)
 
     def __init__(self, *, config: Config, rubric: Rubric) -> None:
         self._process = RewardProcess(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from losses.types import Loss
 from rl.config.configurable import Configurable
+from rl.config.tree import check_bounds
 from rl.distributed.process_group import World
 from rl.distributed.runtime import use_threads
 from rl.models.lora import LoRA
@@ -105,10 +106,7 @@ class PolicyTrainer(Actor, Configurable):
         """CPU threads of each rank."""
 
         def __post_init__(self) -> None:
-            if self.num_procs < 1 or self.num_threads < 1:
-                raise ValueError(
-                    f"num_procs={self.num_procs}, num_threads={self.num_threads}: both must be at least 1"
-                )
+            check_bounds(self, "num_procs", "num_threads", at_least=1)
 
     def __init__(
         self,
@@ -158,6 +156,12 @@ class PolicyTrainer(Actor, Configurable):
 
     def _engine(self, model_id: str) -> TrainingEngine:
         return self.engine if model_id == RUN else self._models[model_id]
+
+    @property
+    def policy_version(self) -> int | None:
+        """Policy version of the weights, which spans record; None before `setup`."""
+        turns: TrainerSleep | None = getattr(self, "_turns", None)
+        return None if turns is None else turns.engine.policy_version
 
     @endpoint
     @span("setup")

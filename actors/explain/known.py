@@ -14,13 +14,13 @@ import numpy as np
 
 from actors.checks import Machine
 from actors.cluster import trains_on_gpu
-from actors.config import STARTING_POINTS, ClusterConfig, RunConfig
-from actors.plan import asked_source, find_resumed
+from actors.config import ClusterConfig, RunConfig
+from actors.plan import asked_source, find_resumed, renderer_of, untrained_start
 from rl.models.spec import ModelSpec
 from rl.observability.run_folder import RunFolder, check_free
 from rl.rollouts.environment import SingleTurn
-from rl.rollouts.renderer import Renderer, make_renderer
-from rl.starting_point import StartingPoint, given_folder, random_model
+from rl.rollouts.renderer import Renderer
+from rl.starting_point import StartingPoint
 from rl.tasks.task import Task
 from rl.training.checkpoint_config import LoadSource
 from rl.training.checkpoint_files import DamagedCheckpointError
@@ -103,8 +103,8 @@ def find_out(config: RunConfig, *, resumes: Path | None = None) -> Known:
     """Look for the files that the config names; `resumes` is the folder of a resumed run."""
     spec = replace(config.model, batch_invariant=config.batch_invariant)
     known = Known(config=config, spec=spec, faults=[], unknown=[])
-    for find in (_find_start, _find_task):
-        find(known)
+    _find_start(known)
+    _find_task(known)
     _find_source(known, resumes)
     known.unknown.append(
         "whether prompts fit, and environments and reward functions work: a run tries them before it starts, "
@@ -116,15 +116,9 @@ def find_out(config: RunConfig, *, resumes: Path | None = None) -> Known:
 def _find_start(known: Known) -> None:
     config = known.config
     try:
-        if config.hf_assets_path is None:
-            cache = Path(config.dump_folder).expanduser().absolute() / STARTING_POINTS
-            # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
-            start = random_model(cache, spec=known.spec, seed=config.seed)
-        else:
-            start = given_folder(config.hf_assets_path, spec=known.spec, any_size=config.any_model_size)
-        known.start, known.spec = start, start.spec
-        tokenizer, stop_ids = start.tokenizer()
-        known.renderer = make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=stop_ids)
+        # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
+        known.start = untrained_start(config)
+        known.spec, known.renderer = known.start.spec, renderer_of(config, known.start)
     except ValueError as error:
         given = f"hf_assets_path={config.hf_assets_path!r}: " if known.start is None else ""
         known.faults.append(f"{given}{error}")

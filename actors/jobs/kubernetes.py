@@ -75,7 +75,7 @@ def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mappin
     return job
 
 
-def manifests(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> str:
+def submitted(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> str:
     """The resources that a run would create, as YAML documents; the hosts' identities are made up anew."""
     job = make_job(launch, groups, gpus_of=gpus_of)
     return yaml.safe_dump_all([_resource(job, name, mesh) for name, mesh in job._meshes.items()])

@@ -18,7 +18,12 @@ echo "Submitted batch job 0"
 """
 
 
-def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: int) -> SlurmJob:
+def mesh_name(launch: LaunchConfig, group: str) -> str:
+    """Return the name of a group's hosts in the job."""
+    return group
+
+
+def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> SlurmJob:
     """Monarch's job for these groups of hosts; nothing is submitted yet.
 
     It changes how this process talks to actors (TCP), so it is made before anything else of Monarch.
@@ -34,7 +39,7 @@ def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: 
         partition=slurm.partition,
         log_dir=str(Path(slurm.log_folder).expanduser().absolute()),
         exclusive=slurm.exclusive,
-        gpus_per_node=gpus_per_host or None,
+        gpus_per_node=max(gpus_of.values()) or None,
         cpus_per_task=slurm.cpus_per_host,
         mem=slurm.memory_per_host,
         job_start_timeout=max(1, round(launch.start_timeout_s)),
@@ -43,7 +48,7 @@ def make_job(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: 
     )
 
 
-def script(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: int) -> str:
+def submitted(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_of: Mapping[str, int]) -> str:
     """Return the script that a run would submit with sbatch.
 
     Monarch writes the script and runs sbatch in one step, so it finds an sbatch here that keeps it.
@@ -52,7 +57,7 @@ def script(launch: LaunchConfig, groups: Mapping[str, int], *, gpus_per_host: in
         sbatch = Path(folder) / "sbatch"
         sbatch.write_text(_KEEP_THE_SCRIPT)
         sbatch.chmod(0o700)
-        job = make_job(launch, groups, gpus_per_host=gpus_per_host)
+        job = make_job(launch, groups, gpus_of=gpus_of)
         # Monarch makes this folder, which a look at the script should not.
         log_folder, job._log_dir = job._log_dir, folder
         path = os.environ.get("PATH", "")

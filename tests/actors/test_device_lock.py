@@ -1,17 +1,17 @@
 """DeviceLock over fakes, in virtual time."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
+import pytest
 
 from actors.backend import GeneratorClient
 from actors.config import Timeouts
 from actors.device_lock import DeviceLock
-from actors.parity import ParityCheck, ParityText
+from actors.parity import ParityCheck
 from rl.types import BoxSum, PullResult, SamplingParams
-from rl.utils.errors import RunError
+from rl.weights.types import WeightParityError
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -22,61 +22,44 @@ class Group:
     name: str
     log: list[str]
     awake: bool
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    weights: int | None = None
+    timeouts = Timeouts()
     corrupt_pull: int = 0
     """Number of the pull, from 1 on, that ends with bits other than the pushed ones."""
+    weights: int | None = None
     num_pulls: int = 0
-    logprob_error: float = 0.0
-    """Error in nats per token."""
 
-    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0, **kwargs: Any) -> list[Any]:
-        self.log.append(f"{self.name}.{endpoint}{''.join(f' {a}' for a in args)}")
+    async def call(self, endpoint: str, *args: Any, extra_s: float = 0.0) -> list[Any]:
+        self.log.append(f"{self.name}.{endpoint}")
         if endpoint in ("sleep", "wake"):
             assert self.awake == (endpoint == "sleep")
             self.awake = endpoint == "wake"
             self.weights = None
-        elif endpoint == "pull_model_state_dict":
-            self.weights = args[0]
-            self.num_pulls += 1
-        elif endpoint == "fail":
-            raise RunError("no")
         elif endpoint != "abort":
             assert self.awake, f"{self.name} sleeps"
             assert endpoint != "generate" or self.weights is not None
         await asyncio.sleep(1)
-        if endpoint == "compute_logprobs":
-            return [[LOGPROBS + self.logprob_error]]
-        if endpoint == "pull_model_state_dict":
-            wrong = self.num_pulls == self.corrupt_pull
-            return [PullResult(policy_version=args[0], time_s=1.0, sums=(sum_of(args[0] + wrong),))]
-        return [self.weights]
-
-
-LOGPROBS = np.array([0.0, -1.0], dtype=np.float32)
+        if endpoint != "pull_model_state_dict":
+            return [self.weights]
+        (self.weights,) = args
+        self.num_pulls += 1
+        bits = args[0] + (self.num_pulls == self.corrupt_pull)
+        return [PullResult(policy_version=args[0], time_s=1.0, sums=(sum_of(bits),))]
 
 
 def sum_of(value: int) -> BoxSum:
     return BoxSum(name="w", dtype="float32", global_shape=(2,), offsets=(0,), shape=(2,), value=value)
 
 
-def make(
-    num_generators: int = 1, canary: ParityText | None = None, **faults: Any
-) -> tuple[DeviceLock, list[str]]:
-    """Return a DeviceLock over a trainer that pushed versions 1 to 7, and its log. Call it in the event loop;
-    `faults` apply to the last generator.
-    """
+def make(num_generators: int = 1, corrupt_pull: int = 0) -> tuple[DeviceLock, list[str]]:
+    """Return a lock over a trainer that pushed versions 1 to 7, and its log; the last generator may be corrupt."""
     log: list[str] = []
-    generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators - 1)]
-    generators.append(Group(f"g{num_generators - 1}", log, awake=False, **faults))
-    check = ParityCheck(canary)
+    generators = [Group(f"g{i}", log, awake=False) for i in range(num_generators)]
+    generators[-1].corrupt_pull = corrupt_pull
+    check, trainer = ParityCheck(None), Group("t", log, awake=True)
     for version in range(1, 8):
-        expected: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        expected.set_result([[LOGPROBS]])
-        check.expect(version, sums=[sum_of(version)], expected=expected)
-    return DeviceLock(
-        trainer=cast(Any, Group("t", log, awake=True)), generators=cast(Any, generators), check=check
-    ), log
+        check.expect(version, sums=[sum_of(version)], expected=None)
+    lock = DeviceLock(trainer=cast(Any, trainer), generators=cast(Any, generators), check=check)
+    return lock, log
 
 
 def run(coroutine: Any) -> Any:
@@ -85,94 +68,74 @@ def run(coroutine: Any) -> Any:
 
 def test_devices_change_sides_once_per_phase():
     async def main() -> list[str]:
-        turns, log = make()
-        (generator,) = turns.generators
+        lock, log = make()
         for step in (1, 2):
-            await turns.trainer.call("push_model_state_dict")
-            await generator.call("pull_model_state_dict", step)
-            await generator.call("generate")
-            await turns.trainer.call("forward_backward")
-            await turns.trainer.call("optim_step")
+            await lock.trainer.call("push_model_state_dict")
+            await lock.generators[0].call("pull_model_state_dict", step)
+            await lock.generators[0].call("generate")
+            await lock.trainer.call("forward_backward")
+            await lock.trainer.call("optim_step")
         return log
 
-    to_generators, to_trainer = ["t.sleep", "g0.wake"], ["g0.sleep", "t.wake"]
-    assert run(main())[0] == [
-        "t.push_model_state_dict", *to_generators, "g0.pull_model_state_dict 1", "g0.generate",
-        *to_trainer, "t.forward_backward", "t.optim_step",
-        "t.push_model_state_dict", *to_generators, "g0.pull_model_state_dict 2", "g0.generate",
-        *to_trainer, "t.forward_backward", "t.optim_step",
+    assert run(main())[0] == 2 * [
+        "t.push_model_state_dict", "t.sleep", "g0.wake", "g0.pull_model_state_dict", "g0.generate",
+        "g0.sleep", "t.wake", "t.forward_backward", "t.optim_step",
     ]  # fmt: skip
+
+
+async def generate_after_the_trainer_had_the_devices(lock: DeviceLock, log: list[str]) -> list[Any]:
+    await asyncio.gather(*(g.call("pull_model_state_dict", 7) for g in lock.generators))
+    await lock.trainer.call("save_checkpoint")
+    log.clear()
+    return await lock.generators[0].call("generate")
 
 
 def test_generators_that_slept_since_their_pull_pull_the_same_version_again():
-    async def main() -> Any:
-        turns, log = make(num_generators=2)
-        first, second = turns.generators
-        await asyncio.gather(*(g.call("pull_model_state_dict", 7) for g in (first, second)))
-        await turns.trainer.call("save_checkpoint")
-        log.clear()
-        assert await first.call("generate") == [7]
-        return log
-
-    assert run(main())[0] == [
-        "t.sleep", "g0.wake", "g1.wake",
-        "g0.pull_model_state_dict 7", "g1.pull_model_state_dict 7", "g0.generate",
-    ]  # fmt: skip
-
-
-def drawn_after_the_trainer_had_the_devices(**settings: Any) -> list[str]:
-    """Return the log, which ends with the error if the second pull fails."""
-
     async def main() -> list[str]:
-        turns, log = make(num_generators=2, **settings)
-        first, second = turns.generators
-        await asyncio.gather(*(g.call("pull_model_state_dict", 7) for g in (first, second)))
-        await turns.trainer.call("save_checkpoint")
-        try:
-            await first.call("generate")
-        except RunError as error:
-            log.append(f"{type(error).__name__}: {error}")
+        lock, log = make(num_generators=2)
+        assert await generate_after_the_trainer_had_the_devices(lock, log) == [7]
         return log
 
-    return run(main())[0]
+    pulls = ["g0.pull_model_state_dict", "g1.pull_model_state_dict"]
+    assert run(main())[0] == ["t.sleep", "g0.wake", "g1.wake", *pulls, "g0.generate"]
 
 
 def test_second_pull_with_other_bits_names_generator_tensor_and_version():
-    log = drawn_after_the_trainer_had_the_devices(corrupt_pull=2)
-    assert "g0.generate" not in log
-    assert log[-1].startswith("WeightParityError")
-    assert "version 7: generator 'g1' holds other bits in 'w'" in log[-1]
+    async def main() -> list[str]:
+        lock, log = make(num_generators=2, corrupt_pull=2)
+        with pytest.raises(WeightParityError, match=r"version 7: generator 'g1' holds other bits in 'w'"):
+            await generate_after_the_trainer_had_the_devices(lock, log)
+        return log
+
+    assert "g0.generate" not in run(main())[0]
 
 
 def test_calls_of_one_side_overlap_and_the_other_side_waits_for_all_of_them():
     async def main() -> list[str]:
-        turns, log = make()
-        (generator,) = turns.generators
-        await generator.call("pull_model_state_dict", 1)
+        lock, log = make()
+        await lock.generators[0].call("pull_model_state_dict", 1)
         log.clear()
-        calls = [generator.call("generate") for _ in range(3)]
-        await asyncio.gather(*calls, turns.trainer.call("forward_backward"))
+        calls = [lock.generators[0].call("generate") for _ in range(3)]
+        await asyncio.gather(*calls, lock.trainer.call("forward_backward"))
         return log
 
     log, took_s = run(main())
     assert log == ["g0.generate"] * 3 + ["g0.sleep", "t.wake", "t.forward_backward"]
-    assert (
-        took_s == 2 + 1 + 1 + 2 + 1
-    )  # switch to the generators, a pull, three calls at once, switch back, a gradient
+    # Switch to the generators, a pull, three calls at once, switch back, a gradient.
+    assert took_s == 2 + 1 + 1 + 2 + 1
 
 
 def test_cancelled_completion_ends_while_the_trainer_has_the_devices():
     async def main() -> list[str]:
-        turns, log = make()
-        (generator,) = turns.generators
-        await generator.call("pull_model_state_dict", 1)
-        client = GeneratorClient(generator)
+        lock, log = make()
+        await lock.generators[0].call("pull_model_state_dict", 1)
+        client = GeneratorClient(lock.generators[0])
         drawing = asyncio.create_task(client.generate([], sampling=SamplingParams(max_tokens=1)))
         await asyncio.sleep(0.5)
         log.clear()
         drawing.cancel()
         await asyncio.gather(drawing, return_exceptions=True)
-        await turns.trainer.call("forward_backward")
-        return [call.split(" ")[0] for call in log]
+        await lock.trainer.call("forward_backward")
+        return log
 
     assert "g0.abort" in run(main())[0]

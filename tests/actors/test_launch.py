@@ -139,6 +139,14 @@ def wait_until_gone(pids):
     return [pid for pid in pids if identify(pid)]
 
 
+def end(controller, run):
+    """Return what the controller says after its run, exit code and errors, and check that nothing is left of it."""
+    said, errors = controller.communicate(timeout=60)
+    assert wait_until_gone(run["pids"]) == []
+    assert [file for file in run["files"] if Path(file).exists()] == []
+    return said, controller.returncode, errors
+
+
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
@@ -150,10 +158,8 @@ def test_run_leaves_nothing_behind(how, signal_number, exit_code):
     if signal_number is not None:
         # A terminal sends Ctrl-C to every process of the group.
         os.killpg(controller.pid, signal_number)
-    _, errors = controller.communicate(timeout=60)
-    assert controller.returncode == exit_code, errors
-    assert wait_until_gone(run["pids"]) == []
-    assert [file for file in run["files"] if Path(file).exists()] == []
+    _, code, errors = end(controller, run)
+    assert code == exit_code, errors
     assert ("RuntimeError: as asked" in errors) == (how == "break")
     assert "Monarch internal logs" not in errors
 
@@ -170,11 +176,7 @@ def test_first_signal_lets_the_loop_save_before_everything_ends():
     controller, run = read_run("hear and save")
     read_until(controller, "training\n")
     os.killpg(controller.pid, signal.SIGINT)
-    said, errors = controller.communicate(timeout=60)
-    assert said == "saves\nsaved\n"
-    assert controller.returncode == -signal.SIGINT, errors
-    assert wait_until_gone(run["pids"]) == []
-    assert [file for file in run["files"] if Path(file).exists()] == []
+    assert end(controller, run)[:2] == ("saves\nsaved\n", -signal.SIGINT)
 
 
 @pytest.mark.medium
@@ -185,11 +187,7 @@ def test_second_signal_ends_everything_at_once():
     os.killpg(controller.pid, signal.SIGINT)
     read_until(controller, "saves\n")
     os.killpg(controller.pid, signal.SIGTERM)
-    said, errors = controller.communicate(timeout=60)
-    assert said == ""
-    assert controller.returncode == 143, errors
-    assert wait_until_gone(run["pids"]) == []
-    assert [file for file in run["files"] if Path(file).exists()] == []
+    assert end(controller, run)[:2] == ("", 143)
 
 
 @pytest.mark.medium

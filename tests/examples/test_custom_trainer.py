@@ -59,7 +59,7 @@ def test_new_field_is_an_option_and_survives_the_config_file(tmp_path):
         ("anneal_steps", "0", "anneal_steps=0: must be at least 1"),
         ("final_max_norm", "0", "final_max_norm=0.0: must be above 0"),
         ("final_max_norm", "nan", "final_max_norm=nan: must be above 0"),
-        ("num_procs", "0", "num_procs=0, num_threads=2: both must be at least 1"),  # the parent's check
+        ("num_procs", "0", "num_procs=0: must be at least 1"),  # the parent's check
     ],
 )
 def test_invalid_settings_are_refused(option, value, message, capsys):

@@ -93,5 +93,3 @@ def test_sleep_with_an_accumulated_gradient_is_refused(assets):
     assert not sleep.asleep
     engine.optim_step()
     assert sleep.sleep() > 0
-
-

@@ -7,10 +7,9 @@ import psutil
 import pytest
 
 from actors.checks import Machine
-from actors.explain.explain import as_text, explain, size
+from actors.explain.explain import as_text, explain, idle_beside_others, size
 from actors.explain.known import find_out
 from actors.explain.numbers import memory, step_arithmetic
-from actors.explain.options import idle_beside_others
 from configs.alphabet_sort import tiny as alphabet_sort
 from configs.sum_digits import qwen3_32b, tiny
 from rl.config.cli import main
