@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.recording import record_process
+from actors.members import record_process
 from rl.observability.logs import setup_logging
 from rl.observability.metrics import MetricsWriter, read_metrics
 from rl.observability.recorder import Recorder, RecorderConfig, read_rollouts
@@ -229,7 +229,7 @@ def test_process_that_cannot_record_logs_a_warning(folder):
 
     def act():
         told = io.StringIO()
-        logging.getLogger("actors.recording").addHandler(logging.StreamHandler(told))
+        logging.getLogger("actors.members").addHandler(logging.StreamHandler(told))
         record_process(folder / "logs", role="trainer", rank=1)
         return told.getvalue()
 
