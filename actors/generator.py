@@ -147,9 +147,6 @@ class VLLMGenerator(Actor, Configurable):
         if (own := states.get(current_rank().rank)) is not None:
             self._running().restore_random_states(own)
 
-<<<<<<< HEAD
-    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
-=======
     @concurrent_endpoint
     @span("measure")
     async def measure_machine(self, workload: Workload, cache: str) -> MachineLimits | None:
@@ -160,8 +157,7 @@ class VLLMGenerator(Actor, Configurable):
         measure = partial(machine_limits, workload, device=world.default_device(), cache=Path(cache))
         return await self._running().aside(measure)
 
-    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> Transfer:
->>>>>>> fbf012a (Actors: one pool publishes to the generators and replaces them, timeouts belong to endpoints; tests share one cluster)
+    async def _pull(self, version: int, state_dict: dict[str, Tensor]) -> tuple[BoxSum, ...]:
         pulling = asyncio.ensure_future(self.store.pull(version=version, state_dict=state_dict))
         self._pulling.add(pulling)
         try:
