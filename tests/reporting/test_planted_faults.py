@@ -2,11 +2,12 @@
 
 import pytest
 
+from rl.observability.run_folder import RunFolder
 from rl.reporting.data import read_run
 from rl.reporting.evidence import RolloutEvidence, Series
 from rl.reporting.findings import find
 from rl.rollouts.rubric import Criterion, Rubric
-from tests.support.small_runs import MAX_TOKENS, SmallRun, answer, faulty_from, is_right, warm_up
+from tests.support.small_runs import MAX_TOKENS, answer, faulty_from, is_right, leave_run, warm_up
 
 FAULTY = 8
 """The first step with the fault."""
@@ -21,7 +22,9 @@ def start(tmp_path_factory):
 
 def findings_of(start, folder, **settings):
     """Return the findings of a finished run."""
-    run = read_run(SmallRun(start=start, num_steps=STEPS, **settings).leave(folder, "run"))
+    with RunFolder.create(folder, "run") as made:
+        leave_run(start, made, num_steps=STEPS, **settings)
+    run = read_run(made.path)
     assert run.status == "finished"
     assert [record["step"] for record in run.steps] == list(range(1, STEPS + 1))
     return run, find(run)

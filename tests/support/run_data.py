@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.observability.span_reader import Span
 from rl.reporting.data import RunData
 
 SOUND: dict[str, float] = {
@@ -23,9 +22,6 @@ SOUND: dict[str, float] = {
     "logprob_diff/mean": 1e-6,
     "age/mean": 0.0,
     "time/step_s": 10.0,
-    "time/score_s": 0.5,
-    "time/trainer_idle_s": 5.0,
-    "time/generator_idle_s": 5.0,
 }
 """Metrics of a step of a healthy run."""
 
@@ -34,9 +30,7 @@ def run_data(
     num_steps: int = 30,
     *,
     rollouts: Iterable[dict[str, Any]] = (),
-    evaluations: Sequence[Mapping[str, float]] = (),
     events: Sequence[dict[str, Any]] = (),
-    spans: Sequence[Span] = (),
     loop: Mapping[str, Any] | None = None,
     **by_step: Callable[[int], float | None],
 ) -> RunData:
@@ -56,10 +50,10 @@ def run_data(
         status="finished",
         config={"values": {"loop": dict(loop or {})}},
         steps=steps,
-        evaluations=[dict(record) for record in evaluations],
+        evaluations=[],
         rollouts=list(rollouts),
         events=list(events),
-        spans=list(spans),
+        spans=[],
         problems=[],
     )
 

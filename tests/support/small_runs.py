@@ -13,10 +13,9 @@ import random
 import string
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -93,13 +92,13 @@ def answer(rollout: Rollout) -> float:
 HEALTHY = Rubric(criteria=(Criterion(name="answer", function=answer),), correct=is_right)
 
 
-def warm_up(folder: Path, *, seed: int = 0, num_steps: int = 150) -> Path:
+def warm_up(folder: Path, *, num_steps: int = 150) -> Path:
     """Warm up a model and return its Hugging Face folder."""
-    torch.manual_seed(seed)
-    start = write_random_model(folder / "random", spec=small_spec(), seed=seed)
+    torch.manual_seed(0)
+    start = write_random_model(folder / "random", spec=small_spec(), seed=0)
     tokenizer, ends = open_tokenizer(start)
     renderer = make_renderer(RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends)
-    problems = Capitals.Config(num_eval=20).build().warmup_problems(seed=seed)
+    problems = Capitals.Config(num_eval=20).build().warmup_problems(seed=0)
 
     async def train() -> None:
         config = TrainingEngine.Config(training=TrainingConfig(max_tokens_per_microbatch=4096))
@@ -134,73 +133,56 @@ class StaleBackend(LocalBackend):
             del self._pushed[version]
 
 
-@dataclass(kw_only=True)
-class SmallRun:
-    """Run of `num_steps` steps from a warmed-up model."""
+def leave_run(
+    start: Path, folder: RunFolder, *, num_steps: int, rubric: Rubric = HEALTHY, last_fresh: int | None = None
+) -> None:
+    """Train a warmed-up model in the run's folder; `last_fresh` is the last version that reaches the generator."""
+    torch.manual_seed(0)
+    asyncio.run(_train(start, folder, num_steps=num_steps, rubric=rubric, last_fresh=last_fresh))
+    folder.mark_finished()
 
-    start: Path
-    rubric: Rubric = field(default_factory=lambda: HEALTHY)
-    lr: float = 1.5e-3
-    seed: int = 0
-    num_steps: int = 40
-    last_fresh: int | None = None
-    """Last version whose weights reach the generator."""
-    loop: dict[str, Any] = field(default_factory=dict)
-    """Overrides for the loop's config."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Overrides for the trainer's config, such as the loss."""
 
-    def leave(self, dump_folder: Path, name: str) -> Path:
-        """Train, and return the run's folder."""
-        torch.manual_seed(self.seed)
-        with RunFolder.create(dump_folder, name) as folder:
-            asyncio.run(self._train(folder))
-            folder.mark_finished()
-            return folder.path
-
-    async def _train(self, folder: RunFolder) -> None:
-        engine = TrainingEngine.Config(
-            optimizer=Optimizer.Config(lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0),
-            training=TrainingConfig(max_tokens_per_microbatch=4096, max_norm=1.0),
-            **self.engine,
-        )
-        settings: dict[str, Any] = {
-            "num_steps": self.num_steps,
-            "groups_per_batch": 16,
-            "group_size": 8,
-            "eval_every": 10,
-            "sampling": Sampling(max_tokens=MAX_TOKENS),
-        } | self.loop
-        config = Loop.Config(**settings)
-        told = {"module": __name__, "config": "small", "values": {"loop": to_dict(config)}}
-        folder.config_json.write_text(json.dumps(told))
-        tokenizer, ends = open_tokenizer(self.start)
-        backend = StaleBackend(engine, spec=small_spec(), hf_assets_path=str(self.start), device="cpu")
-        backend.last_fresh = self.last_fresh
-        async with backend as local:
-            with closing(MetricsWriter(folder.metrics)) as metrics:
-                loop: Loop = config.build(
-                    trainer=local,
-                    publisher=local,
-                    rollouts=RolloutSetup(
-                        generator=local,
-                        rewarder=LocalRewarder(rubric=self.rubric),
-                        renderer=make_renderer(
-                            RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends
-                        ),
-                        task=Capitals.Config(num_eval=20).build(),
-                        max_sequence_tokens=64,
-                        seed=self.seed,
+async def _train(
+    start: Path, folder: RunFolder, *, num_steps: int, rubric: Rubric, last_fresh: int | None
+) -> None:
+    engine = TrainingEngine.Config(
+        optimizer=Optimizer.Config(lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        training=TrainingConfig(max_tokens_per_microbatch=4096, max_norm=1.0),
+    )
+    config = Loop.Config(
+        num_steps=num_steps,
+        groups_per_batch=16,
+        group_size=8,
+        eval_every=10,
+        sampling=Sampling(max_tokens=MAX_TOKENS),
+    )
+    told = {"module": __name__, "config": "small", "values": {"loop": to_dict(config)}}
+    folder.config_json.write_text(json.dumps(told))
+    tokenizer, ends = open_tokenizer(start)
+    backend = StaleBackend(engine, spec=small_spec(), hf_assets_path=str(start), device="cpu")
+    backend.last_fresh = last_fresh
+    async with backend as local:
+        with closing(MetricsWriter(folder.metrics)) as metrics:
+            loop: Loop = config.build(
+                trainer=local,
+                publisher=local,
+                rollouts=RolloutSetup(
+                    generator=local,
+                    rewarder=LocalRewarder(rubric=rubric),
+                    renderer=make_renderer(
+                        RendererConfig(kind="raw"), tokenizer=tokenizer, stop_token_ids=ends
                     ),
-                    sinks=[metrics],
-                    checkpoints=StepCheckpoints(
-                        trainer=local,
-                        config=CheckpointConfig(enable=False),
-                        folder=str(folder.checkpoints),
-                    ),
-                    recorder=Recorder(folder.rollouts, config=RecorderConfig()),
-                )
-                await loop.run()
+                    task=Capitals.Config(num_eval=20).build(),
+                    max_sequence_tokens=64,
+                    seed=0,
+                ),
+                sinks=[metrics],
+                checkpoints=StepCheckpoints(
+                    trainer=local, config=CheckpointConfig(enable=False), folder=str(folder.checkpoints)
+                ),
+                recorder=Recorder(folder.rollouts, config=RecorderConfig()),
+            )
+            await loop.run()
 
 
 # Rewards with a fault from a given step on
