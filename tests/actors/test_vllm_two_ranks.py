@@ -59,10 +59,6 @@ class Lived:
     """Completions that begin under version 4 and end under version 5, in mode "recompute"."""
     scored: list[np.ndarray]
     """Logprobs under version 5, computed while completions run."""
-    aborted: Completions
-    num_aborted: int
-    continued: Completions
-    """The aborted completions, continued under version 5."""
     threads_left: int
 
 
@@ -120,11 +116,6 @@ async def _live(folder: str) -> Lived:
     await engine.update_weights(writer(NEW), version=5)
     scored = await engine.compute_logprobs(SEQUENCES)
     across = await call
-    call = asyncio.create_task(engine.generate(PROMPTS, sampling=LONG, call_id="a"))
-    await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20))
-    num_aborted = await engine.abort(["a"])
-    aborted = await call
-    continued = await engine.generate(PROMPTS, sampling=LONG, begun=aborted or None)
     await asyncio.wait_for(engine.close(), 60)
     return Lived(
         first=first,
@@ -135,9 +126,6 @@ async def _live(folder: str) -> Lived:
         healed=healed,
         across=across,
         scored=scored,
-        aborted=aborted,
-        num_aborted=num_aborted,
-        continued=continued,
         threads_left=sum(thread.name == "vllm-engine" for thread in threading.enumerate()),
     )
 
@@ -216,11 +204,3 @@ def test_ranks_stay_in_step_when_weights_change_in_flight(ranks):
 def test_ranks_score_sequences(ranks):
     for tokens, logprobs in zip(SEQUENCES, ranks[0].scored, strict=True):
         np.testing.assert_allclose(logprobs, sequence_logprobs(NEW, tokens), atol=1e-5, rtol=0)
-
-
-def test_ranks_end_and_continue_completions_together(ranks):
-    first, second = ranks
-    reasons = [c.finish_reason for of_prompt in first.aborted for c in of_prompt]
-    assert first.num_aborted == reasons.count("abort") == 21
-    assert second.num_aborted == 0
-    assert tokens_of(first.continued) == tokens_of(generate(NEW, PROMPTS, sampling=LONG))
