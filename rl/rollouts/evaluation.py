@@ -181,8 +181,9 @@ def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[st
     """Return the unweighted mean `<prefix>/<name>` of each reward function, and counts of bad scores.
 
     `<prefix>/num_failed` counts failed scores, `<prefix>/num_unparsed` rollouts in which a function found no
-    answer. All scores of a step must be passed at once: the environment's part, missing where it is 0, is
-    averaged over all of them if any has it.
+    answer. A function that has the name of another metric is reported as `function_<name>`. All scores of a
+    step must be passed at once: the environment's part, missing where it is 0, is averaged over all of them if
+    any has it.
     """
     good = [score for score in scores if score.failure is None]
     metrics: dict[str, Metric] = {
@@ -192,11 +193,6 @@ def score_metrics(scores: Sequence[Score], *, prefix: str = "reward") -> dict[st
     for name in dict.fromkeys(name for score in good for name in score.parts):
         values = [score.parts[name] for score in good if name in score.parts]
         count = len(good) if name == ENVIRONMENT else len(values)
-        metrics[f"{prefix}/{_reported_name(name)}"] = Mean(sum(values), count)
+        is_taken = name in OF_STEP | OF_EVALUATION or name.startswith(PASS_AT)
+        metrics[f"{prefix}/{'function_' if is_taken else ''}{name}"] = Mean(sum(values), count)
     return metrics
-
-
-def _reported_name(name: str) -> str:
-    """Return `function_<name>` if another metric has the function's name."""
-    is_taken = name in OF_STEP | OF_EVALUATION or name.startswith(PASS_AT)
-    return f"function_{name}" if is_taken else name

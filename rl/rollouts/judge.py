@@ -15,6 +15,7 @@ Any server with OpenAI's chat completions API will do, such as `vllm serve`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -23,7 +24,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 import openai
 
@@ -201,8 +201,14 @@ class Judge:
         }
         if self.max_tokens is not None:
             request["max_tokens"] = self.max_tokens
+        # The client refuses an empty key; a server without keys ignores this one.
+        key = _key(self.api_key_env) or "none"
+        client = _client(
+            asyncio.get_running_loop(), base_url=self.base_url, api_key=key, timeout=self.timeout_s,
+            max_retries=self.max_retries,
+        )  # fmt: skip
         try:
-            answer = await self._client().chat.completions.with_raw_response.create(**request)
+            answer = await client.chat.completions.with_raw_response.create(**request)
         except openai.APIStatusError as error:
             raise self._error(f"HTTP {error.status_code}: {self._clean(error.response.text)}") from None
         except openai.APITimeoutError:
@@ -225,21 +231,6 @@ class Judge:
             raise self._error(f"its answer has no text: {self._clean(body)!r}")
         return text
 
-    def _client(self) -> Any:
-        """Return the client of the running event loop, to which its connections belong."""
-        key = _key(self.api_key_env)
-        settings = (self.base_url, key, self.timeout_s, self.max_retries)
-        clients = _clients.setdefault(asyncio.get_running_loop(), {})
-        if settings not in clients:
-            clients[settings] = openai.AsyncOpenAI(
-                base_url=self.base_url,
-                # The client refuses an empty key; a server without keys ignores this one.
-                api_key=key or "none",
-                timeout=self.timeout_s,
-                max_retries=self.max_retries,
-            )
-        return clients[settings]
-
     def _error(self, what: str) -> JudgeError:
         return JudgeError(f"judge {self.model!r} at {self.base_url}: {what}")
 
@@ -249,7 +240,10 @@ class Judge:
         return shortened(text.replace(key, "***") if key else text)
 
 
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+@functools.lru_cache(maxsize=16)
+def _client(loop: asyncio.AbstractEventLoop, **settings: Any) -> openai.AsyncOpenAI:
+    """Return the client of an event loop, to which its connections belong."""
+    return openai.AsyncOpenAI(**settings)
 
 
 def _key(api_key_env: str | None) -> str | None:

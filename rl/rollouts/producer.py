@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from rl.observability.spans import span
 from rl.rollouts.group import Group, check_failures, equal_rewards
@@ -30,18 +30,11 @@ class NothingToLearnError(RunError):
     """Too many steps, or groups, in a row without anything to learn from."""
 
 
-@runtime_checkable
-class RandomAccess(Protocol):
-    """Problems that can be requested by number, in any order."""
-
-    def problem(self, number: int) -> Problem: ...
-
-
 class NumberedProblems:
     """Iterator over training problems and their numbers in the task's order, from 0.
 
     Continued from a position, it first gives the problems that were outstanding there, then the next ones. A
-    source without random access is drawn again from the beginning.
+    source without a method `problem(number)` is drawn again from the beginning.
     """
 
     def __init__(self, problems: Iterator[Problem], position: LoopPosition | None = None) -> None:
@@ -50,9 +43,9 @@ class NumberedProblems:
         self._again = set() if position is None else set(position.outstanding)
         """Outstanding problems of the position that were not given again yet."""
         self._numbered: Iterator[tuple[int, Problem]]
-        if isinstance(problems, RandomAccess):
+        if (problem_at := getattr(problems, "problem", None)) is not None:
             numbers = itertools.chain(sorted(self._again), itertools.count(self.num_drawn))
-            self._numbered = ((number, problems.problem(number)) for number in numbers)
+            self._numbered = ((number, problem_at(number)) for number in numbers)
         else:
             self._numbered = self._skipping(enumerate(problems))
 

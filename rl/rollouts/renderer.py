@@ -80,7 +80,10 @@ class Renderer:
         self.tokenizer = tokenizer
         self.system = system
         end = template.end_of_turn
-        self.end_token_id: int = tokenizer.eos_token_id if end is None else _token_id(tokenizer, end)
+        end_ids = [tokenizer.eos_token_id] if end is None else tokenizer.encode(end, add_special_tokens=False)
+        if len(end_ids) != 1:
+            raise ValueError(f"the template ends a reply with {end!r}, not a single token of the tokenizer")
+        self.end_token_id = int(end_ids[0])
         self.stop_token_ids = tuple(sorted({*stop_token_ids, self.end_token_id}))
 
     def opening(self, messages: Sequence[Message]) -> np.ndarray:
@@ -174,12 +177,3 @@ def render_prompt(
             f"{max_tokens} (generator.max_model_len or loop.episode.max_tokens less loop.sampling.max_tokens)"
         )
     return Prompt(problem=problem, token_ids=token_ids)
-
-
-def _token_id(tokenizer: Any, token: str) -> int:
-    token_ids = tokenizer.encode(token, add_special_tokens=False)
-    if len(token_ids) != 1:
-        raise ValueError(
-            f"the template ends a reply with {token!r}, which is not a single token of the tokenizer"
-        )
-    return int(token_ids[0])

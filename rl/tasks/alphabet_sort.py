@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
-from rl.tasks.generated import GeneratedTask
+from rl.tasks.generated import GeneratedTask, instructed
 from rl.types import Message, Observation, Problem, Reply, Rollout
 
 INSTRUCTION = (
@@ -70,10 +70,9 @@ class AlphabetSort(GeneratedTask):
             turns.append(drawn[:count])
             del drawn[:count]
         answers = sorted_lists(turns)
-        asked = " ".join(turns[0])
         return Problem(
             id="alphabet-sort/" + "/".join("-".join(turn) for turn in turns),
-            question=f"{self.config.instruction}\n{asked}" if self.config.instruction else asked,
+            question=instructed(self.config.instruction, " ".join(turns[0])),
             answer=answers[-1],
             demonstration=tuple(answers),
             info={"turns": [" ".join(turn) for turn in turns], "answers": answers},

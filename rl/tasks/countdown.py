@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, UnparsedAnswer, answer_part
-from rl.tasks.generated import GeneratedTask
+from rl.tasks.generated import GeneratedTask, instructed
 from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?([0-9+\-*/() ]{1,200})\s*\Z")
@@ -79,10 +79,9 @@ class Countdown(GeneratedTask):
             )
         generator.shuffle(numbers)
         asked = f"numbers {' '.join(map(str, numbers))} target {value}"
-        told = self.config.instruction
         return Problem(
             id=f"countdown/{asked.replace(' ', '-')}",
-            question=f"{told}\n{asked}" if told else asked,
+            question=instructed(self.config.instruction, asked),
             answer=text,
             demonstration=f"[ANSWER] {text}",
             info={"numbers": numbers, "target": int(value)},

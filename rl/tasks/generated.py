@@ -119,6 +119,11 @@ class GeneratedTask(Configurable):
         return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 
 
+def instructed(instruction: str, question: str) -> str:
+    """Return the question after the instruction, if there is one."""
+    return f"{instruction}\n{question}" if instruction else question
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coin:
     """Reward function that gives 0 or 1 at random, the same for a seed in every process.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
-from rl.tasks.generated import GeneratedTask
+from rl.tasks.generated import GeneratedTask, instructed
 from rl.types import Problem, Rollout
 
 INSTRUCTION = "Write the letters below in reverse order, and nothing else. For example, for abc write: cba"
@@ -48,10 +48,9 @@ class ReverseText(GeneratedTask):
     def draw(self, generator: random.Random) -> Problem:
         length = generator.randint(*self.config.num_letters)
         word = "".join(generator.choices(string.ascii_lowercase, k=length))
-        told = self.config.instruction
         return Problem(
             id=f"reverse-text/{word}",
-            question=f"{told}\n{word}" if told else word,
+            question=instructed(self.config.instruction, word),
             answer=word[::-1],
             demonstration=word[::-1],
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl.config.tree import check_bounds
 from rl.rollouts.rubric import Criterion, answer_part
-from rl.tasks.generated import GeneratedTask
+from rl.tasks.generated import GeneratedTask, instructed
 from rl.types import Problem, Rollout
 
 ANSWER = re.compile(r"\[ANSWER\] ?(\d+)\s*\Z")
@@ -56,9 +56,7 @@ class SumDigits(GeneratedTask):
 
     def draw(self, generator: random.Random) -> Problem:
         problem = make_problem([generator.randint(10, 99) for _ in range(self.config.num_integers)])
-        if not self.config.instruction:
-            return problem
-        return dataclasses.replace(problem, question=f"{self.config.instruction}\n{problem.question}")
+        return dataclasses.replace(problem, question=instructed(self.config.instruction, problem.question))
 
     def warmup_problem(self, generator: random.Random) -> Problem:
         """Draw a problem with a demonstration that may be hasty, see `haste`."""
