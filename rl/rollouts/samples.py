@@ -101,13 +101,13 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
 async def demonstrated(problem: Problem, environments: Environments, *, renderer: Renderer) -> TrainingSample:
     """Return the conversation of `demonstrated_rollout` as a sample; raises as that does."""
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
-    spans: list[TokenSpan] = []
-    for turn in rollout.turns:
-        spans += [
-            TokenSpan(turn.prompt_ids, is_reply=False),
-            TokenSpan(turn.completion.token_ids, is_reply=True),
+    return supervised_sample(
+        [
+            TokenSpan(token_ids, is_reply=is_reply)
+            for turn in rollout.turns
+            for token_ids, is_reply in ((turn.prompt_ids, False), (turn.completion.token_ids, True))
         ]
-    return supervised_sample(spans)
+    )
 
 
 async def demonstrated_rollout(

@@ -293,18 +293,6 @@ class EpisodeReward:
         return reward
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Declaration:
-    """Name and schema of a tool that verifiers itself calls."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        raise AssertionError("verifiers calls its tools itself")
-
-
 class Recorder:
     """Stand-in for the MCP server of a toolset that records the registered tools."""
 
@@ -316,13 +304,13 @@ class Recorder:
         self.tools.append(tool.from_function(fn, name=name, description=description))
 
 
-def declarations(task: Any, taskset: Any) -> list[Declaration]:
+def declarations(task: Any, taskset: Any) -> list[Any]:
     """Return the tools of a task with the names that its harness gives them; shared servers come first.
 
     Raises:
         ValueError: only a running server knows its tools.
     """
-    declared: list[Declaration] = []
+    declared: list[Any] = []
     for toolset in (*taskset.toolsets(taskset.config), *task.toolsets(task.config)):
         name = toolset.server_name
         if toolset.config.url:
@@ -336,9 +324,7 @@ def declarations(task: Any, taskset: Any) -> list[Declaration]:
             raise ValueError(f"its tool server {name!r} registers more than functions: {error}") from error
         prefix = f"{name}_" if name else ""
         declared += [
-            Declaration(
-                name=f"{prefix}{tool.name}", description=tool.description or "", parameters=tool.parameters
-            )
+            tool.model_copy(update={"name": f"{prefix}{tool.name}", "description": tool.description or ""})
             for tool in tools
         ]
     return declared
