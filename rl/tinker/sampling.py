@@ -253,7 +253,7 @@ class SamplingSessions:
         session.sampling_session_ids.append(sampling_session_id)
 
     def sample(self, body: wire.SampleRequest, *, owner: str) -> str:
-        """Start a sample and return its request id; its result is a `SampleOutput`.
+        """Start a sample and return its request id; its result is a `SampleResponse`.
 
         The same (sampling_session_id, seq_id) is the same request as long as its result is kept. Seq ids count
         from 0, in any order.

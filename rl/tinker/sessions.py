@@ -23,13 +23,12 @@ from rl.tinker.types import (
 class Session:
     session_id: str
     owner: str
-    heard_s: float
-    """Loop time of the last request about the session."""
     display_name: str | None
     user_metadata: Metadata | None
     model_ids: list[str] = field(default_factory=list)
     sampling_session_ids: list[str] = field(default_factory=list)
     silence: asyncio.TimerHandle | None = None
+    """Timer that ends the session unless another request about it comes before."""
 
 
 class Sessions:
@@ -67,7 +66,6 @@ class Sessions:
         session = Session(
             session_id=f"{self._process}-{secrets.token_hex(8)}",
             owner=owner,
-            heard_s=0.0,
             display_name=display_name,
             user_metadata=user_metadata,
         )
@@ -127,19 +125,11 @@ class Sessions:
         return [session for session in self._sessions.values() if session.owner == owner]
 
     def _keep_alive(self, session: Session) -> None:
-        loop = asyncio.get_running_loop()
-        session.heard_s = loop.time()
-        if session.silence is None and self._limits.session_timeout_s is not None:
-            session.silence = loop.call_later(self._limits.session_timeout_s, self._check_silence, session)
-
-    def _check_silence(self, session: Session) -> None:
-        timeout_s = self._limits.session_timeout_s
-        assert timeout_s is not None
-        loop = asyncio.get_running_loop()
-        if loop.time() < session.heard_s + timeout_s:
-            session.silence = loop.call_at(session.heard_s + timeout_s, self._check_silence, session)
-        else:
-            self._end(session, f"session {session.session_id} sent no heartbeat for {timeout_s:g} s")
+        if (timeout_s := self._limits.session_timeout_s) is not None:
+            if session.silence is not None:
+                session.silence.cancel()
+            why = f"session {session.session_id} sent no heartbeat for {timeout_s:g} s"
+            session.silence = asyncio.get_running_loop().call_later(timeout_s, self._end, session, why)
 
     def _end(self, session: Session, why: str) -> None:
         del self._sessions[session.session_id]
