@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit_s", type=float, default=300.0)
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
-    start = ["--module", "tests.support.chaos_configs", "--config", "chaos"]
+    start = ["--module", "tests.support.faulty_configs", "--config", "chaos"]
     start += ["--dump_folder", str(args.folder), "--overwrite", "true", "--name"]
     log = args.folder / "undisturbed.log"
     if run([*start, "undisturbed"], log=log, fault=None, limit_s=args.limit_s) != 0:

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from examples.custom_environment import GuessNumber, tiny
-from rl.config.cli import parse_cli
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.rollouts.environment import Environments
 from rl.rollouts.group import ScoredRollout, token_rewards
@@ -62,8 +61,3 @@ def test_demonstrations_fit_the_environment_and_mostly_begin_at_the_lowest(tmp_p
     assert 0.6 < np.mean(lowest) < 0.8
     found = [p.demonstrations[-1] == p.answer for p in problems]
     assert 0.45 < np.mean(found) < 0.75
-
-
-def test_fields_are_options():
-    argv = ["--module", "examples.custom_environment", "--config", "tiny", "--task.max_guesses", "4"]
-    assert parse_cli(argv, default_module="sum_digits").config.task == GuessNumber.Config(max_guesses=4)

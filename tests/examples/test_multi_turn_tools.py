@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from examples.multi_turn_tools import Arithmetic, tiny
-from rl.config.cli import parse_cli
 from rl.models.tokenizer import build_byte_tokenizer, open_tokenizer
 from rl.observability.metrics import read_metrics
 from rl.rollouts.environment import Environments
@@ -82,11 +81,6 @@ def test_calls_beyond_the_configured_number_end_the_episode():
     call = render_call(ToolCall(name="calculator", arguments={"expression": "1+1"}))
     assert [m.content for m in step(environment, call).messages] == ["2"]
     assert step(environment, call).messages == ()
-
-
-def test_fields_are_options():
-    argv = ["--module", "examples.multi_turn_tools", "--config", "tiny", "--task.sandbox.time_limit_s", "2"]
-    assert parse_cli(argv, default_module="sum_digits").config.task.sandbox.time_limit_s == 2
 
 
 @pytest.mark.slow

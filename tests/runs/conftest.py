@@ -10,4 +10,6 @@ from tests.support.leftovers import Watch
 def watch():
     """Watcher of what a run leaves on the machine, in a folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="relay-t-", dir="/tmp") as folder:
-        yield Watch(Path(folder))
+        watch = Watch(Path(folder))
+        yield watch
+        watch.end()

@@ -4,10 +4,9 @@ import pytest
 
 from rl.training.checkpoint_files import read_state, saved_steps
 from rl.types import LoopPosition
-from tests.support.runs import run_to_the_end
+from tests.support.runs import SHORT, run_to_the_end
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
-SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
 
 
 def checkpoint(**fields):

@@ -9,10 +9,9 @@ import pytest
 from rl.observability.metrics import read_metrics
 from rl.observability.run_folder import read_status
 from tests.support.jumping_clock import HOURS, jumping_clock
-from tests.support.runs import ROOT, command
+from tests.support.runs import ROOT, SHORT, command
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
-SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
 NUM_STEPS = 5
 
 

@@ -1,20 +1,23 @@
-"""Failing runs end with a clear message and leave nothing behind. The leak check of tests/conftest.py covers
-processes and shared memory of all runs; tests here look at everything else after an error or one signal.
+"""Runs that fail or are stopped end with a clear message and leave nothing behind: no process, port, shared
+memory, lock or temporary file. `tests.support.leftovers` looks for them.
 """
 
 import re
 import signal
+import subprocess
 
 import pytest
 
+from actors.temporary_files import PREFIX, remove_dead
 from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import check_sizes, saved_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
-from tests.support.runs import interrupt_after_line, kill_role_after_line, run_to_the_end
+from tests.support.runs import act_after_line, kill_role, run_to_the_end, signal_group
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
+LONG = (pytest.mark.slow, pytest.mark.long)
 GRACE_S = 10.0
 FAULTY = ("--module", "tests.support.faulty_configs", "--config")
 
@@ -60,20 +63,12 @@ def test_difference_stays_flat_with_a_learning_rate_of_zero(tmp_path):
     assert re.search(r"  would move it   --[a-z_.]+", setting)
 
 
-@pytest.mark.slow
-def test_broken_sync_stops_a_run_with_a_bound(tmp_path):
-    bound = ("--loop.max_logprob_diff", "1e-5")
-    run = run_to_the_end(tmp_path, "bound", *FAULTY, "broken_sync", *bound, limit_s=150)
-    assert run.status == 1
-    assert "step 2: the logprobs of trainer and generator differ" in run.output
-
-
 def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_and_step(tmp_path):
     before = list_shared_memory()
-    run = kill_role_after_line(
+    run = act_after_line(
         tmp_path, "killed", *FAULTY, "short", "--recovery.max_restarts", "0",
         "--loop.num_steps", "500", "--loop.eval_every", "500", "--loop.sampling.max_tokens", "96",
-        line="reward", role="trainer", limit_s=60,
+        line="reward", act=kill_role("trainer"), limit_s=150,
     )  # fmt: skip
     assert run.status == 1, run.output
     assert "evaluation at step 0 (8 problems): done after" in run.output
@@ -92,21 +87,37 @@ def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_an
     assert not drop_files_of_others(list_shared_memory() - before, own=())
 
 
-@pytest.mark.parametrize(
-    ("signal_number", "status", "line"),
-    [
-        pytest.param(signal.SIGINT, 130, "reward", id="ctrl-c in a step"),
-        pytest.param(signal.SIGTERM, 143, "starting", id="sigterm while starting", marks=pytest.mark.slow),
-    ],
-)
-def test_interrupted_run_leaves_nothing_behind(tmp_path, watch, signal_number, status, line):
-    run = interrupt_after_line(
+def test_run_interrupted_in_a_step_leaves_nothing_behind(tmp_path, watch):
+    run = act_after_line(
         tmp_path, "stop", *FAULTY, "short", "--loop.num_steps", "500",
-        line=line, signal_number=signal_number, limit_s=60, env=watch.environment(),
+        line="reward", act=signal_group(signal.SIGINT), limit_s=150, env=watch.environment(),
     )  # fmt: skip
-    assert run.status == status, run.output
+    assert run.status == 130, run.output
     assert "Traceback" not in run.output
     assert str(watch.left(grace_s=GRACE_S, run_folder=run.folder)) == "nothing"
-    again = run_to_the_end(tmp_path, "stop", *FAULTY, "short", limit_s=60)
-    assert again.status == 2
-    assert "unfinished run" in again.output
+
+
+def temporary(watch):
+    return sorted(path.name for path in watch.folder.iterdir() if path.suffix != ".lock")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        pytest.param((), "reward", id="in a step"),
+        pytest.param((), "starting", id="in the start", marks=LONG),
+        pytest.param(("--launch.hosts", "process"), "reward", id="on simulated hosts", marks=LONG),
+    ],
+)
+def test_killed_controller_leaves_one_folder_which_the_next_start_removes(tmp_path, watch, options, line):
+    run = act_after_line(
+        tmp_path, "killed", *FAULTY, "short", "--loop.num_steps", "500", *options,
+        line=line, act=subprocess.Popen.kill, limit_s=150, env=watch.environment(),
+    )  # fmt: skip
+    assert run.status == -signal.SIGKILL
+    left = watch.left(grace_s=GRACE_S, run_folder=run.folder, temporary=False)
+    assert str(left) == "nothing"
+    (folder,) = temporary(watch)
+    assert folder.startswith(PREFIX)
+    assert [path.name for path in remove_dead(watch.folder)] == [folder]
+    assert temporary(watch) == []

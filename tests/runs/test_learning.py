@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,16 +15,12 @@ from rl.models.decoder import Decoder, linear_head
 from rl.models.qwen3 import model_registry
 from rl.training.checkpoint_files import saved_steps
 from tests.support.explained import explained
-from tests.support.exported import ask_vllm, our_logprobs
 from tests.support.runs import FinishedRun, run_to_the_end
 
 pytestmark = pytest.mark.slow
 
 FIRST_RUN_LIMIT_S = 8 * 60
 LATER_RUN_LIMIT_S = 5 * 60
-LAYOUTS = ("tiny", "tiny_fsdp2_tp2")
-"""Layouts that differ in the actors; tests/training/test_layouts.py compares the gradients of each."""
-LAYOUT_STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +83,6 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
     assert all(abs(r["loss/ratio_mean"] - 1) <= 1e-5 for r in run.steps)
 
 
-@pytest.mark.timeout(600)
-def test_task_of_three_turns_is_learnt_one_step_off_policy(dump_folder):
-    """The first half of a curve; `make curves` makes whole ones of two tasks, two seeds and noise."""
-    run = run_to_the_end(
-        dump_folder, "turns", "--module", "alphabet_sort", "--config", "tiny", "--loop.num_steps", "20",
-        "--loop.max_off_policy_steps", "1", "--generator.on_update", "keep",
-        "--trainer.num_threads", "1", "--generator.num_threads", "1", limit_s=FIRST_RUN_LIMIT_S,
-    )  # fmt: skip
-    assert run.status == 0, run.output
-    rewards = [evaluation["eval/reward"] for _, evaluation in sorted(run.evaluations.items())]
-    assert rewards[-1] - rewards[0] >= 0.1, rewards
-    assert {r["rollout/turns_mean"] for r in run.steps} == {3.0}
-    assert {r["age/max"] for r in run.steps} == {0, 1}
-
-
 @pytest.mark.timeout(900)
 def test_noise_reward_teaches_nothing(run_of_seed, dump_folder):
     """Trains for as many steps as a real reward needs for most of its gain; `make curves` runs all 80."""
@@ -128,32 +108,6 @@ def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed, dump_folder):
     ages = [step["age/max"] for step in run.steps]
     assert set(ages) == {0, 1}
     assert sum(ages) >= 0.8 * len(ages)  # otherwise generation was never ahead
-
-
-@pytest.mark.timeout(900)
-def test_layouts_have_the_same_mean_reward_over_20_steps(run_of_seed, dump_folder):
-    """All layouts start from one warmed-up model, since a warm-up with other kernels would differ."""
-    start = starting_point(run_of_seed(0))
-    # The first steps of that run are those of the single-process layout.
-    steps_of = {"tiny": run_of_seed(0).steps[:LAYOUT_STEPS]}
-    for config in LAYOUTS[1:]:
-        run = run_to_the_end(
-            dump_folder, f"layout-{config}", "--config", config,
-            "--hf_assets_path", start, "--warmup", "None",
-            "--loop.num_steps", str(LAYOUT_STEPS), "--loop.eval_every", "0",
-            limit_s=LATER_RUN_LIMIT_S,
-        )  # fmt: skip
-        assert run.status == 0, run.output
-        steps_of[config] = run.steps
-    means = {}
-    for config, steps in steps_of.items():
-        assert len(steps) == LAYOUT_STEPS
-        assert max(r["logprob_diff/mean"] for r in steps) <= 1e-5
-        rewards = [r["reward/mean"] for r in steps]
-        # 0.08 here; a layout that never updated would stay flat.
-        assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.03, rewards
-        means[config] = float(np.mean(rewards))
-    assert max(means.values()) - min(means.values()) <= 0.05, means
 
 
 def _logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
@@ -192,12 +146,3 @@ def test_trained_checkpoint_opens_in_transformers_with_the_same_logits(run_of_se
     torch.testing.assert_close(_logits(ours, token_ids), expected, rtol=0, atol=1e-5)
     reply = theirs.generate(torch.tensor([token_ids]), max_new_tokens=32, do_sample=False)
     assert "[ANSWER]" in tokenizer.decode(reply[0, len(token_ids) :])
-
-
-@pytest.mark.timeout(600)
-def test_trained_checkpoint_opens_in_vllms_own_qwen3_with_the_same_logprobs(run_of_seed):
-    folder = run_of_seed(0).folder / "checkpoints" / "hf"
-    (theirs,) = ask_vllm(folder)
-    assert theirs["class"] == "vllm.model_executor.models.qwen3.Qwen3ForCausalLM"
-    for ids, logprobs in zip(theirs["token_ids"], theirs["logprobs"], strict=True):
-        torch.testing.assert_close(torch.tensor(logprobs), our_logprobs(folder, ids), atol=1e-4, rtol=0)

@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rl.models.hf import HFFolder
@@ -15,18 +14,17 @@ RUN_LIMIT_S = 8 * 60
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mixture_trains_and_generates_with_a_bias_that_balances_its_load(tmp_path: Path) -> None:
-    """The bias moves in each of the 100 warm-up steps and the 12 steps of the run, and reaches the generator."""
+    """The bias moves in each of the 20 warm-up steps and the 4 steps of the run, and reaches the generator."""
     run = run_to_the_end(
         tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",
-        "--warmup.num_steps", "100", "--loop.num_steps", "12", "--loop.eval_every", "0",
+        "--warmup.num_steps", "20", "--loop.num_steps", "4", "--loop.eval_every", "0",
+        "--task.reward", "noise",
         limit_s=RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output
-    assert len(run.steps) == 12
+    assert len(run.steps) == 4
     assert all(math.isfinite(step["loss/mean"]) for step in run.steps)
     assert max(step["logprob_diff/mean"] for step in run.steps) <= 1e-5
-    rewards = [step["reward/mean"] for step in run.steps]
-    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) - 0.1, rewards
     for step in run.steps:
         assert 1.0 <= step["experts/busiest_mean"] <= step["experts/busiest_max"] <= 8.0
     exported = HFFolder(run.folder / "checkpoints" / "hf", tokenizer=True)

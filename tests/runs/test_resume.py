@@ -1,4 +1,4 @@
-"""Killed and stopped runs that continue with --resume."""
+"""Stopped runs that continue with --resume; tests/runs/test_chaos.py has a killed one."""
 
 import re
 import signal
@@ -6,85 +6,21 @@ import signal
 import pytest
 
 from rl.loop.state import read_loop_state
-from rl.observability.metrics import read_metrics
 from rl.observability.recorder import read_rollouts
-from rl.observability.run_folder import read_status
 from rl.training.checkpoint_files import saved_steps
-from tests.support.runs import interrupt_after_line, run_to_the_end
+from tests.support.runs import SHORT, act_after_line, run_to_the_end, signal_group
 
-pytestmark = pytest.mark.slow
-EXACT = (
-    "--module", "tests.support.invariant_configs", "--config", "short_noise",
-    "--loop.num_steps", "7", "--loop.eval_every", "3", "--trainer.checkpoint.interval", "2",
-)  # fmt: skip
-SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 LIMIT_S = 240
 
 
-def without_times(folder):
-    return [
-        {name: value for name, value in record.items() if not name.startswith(("time/", "perf/", "limit/"))}
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
-def trained_on(folder):
-    """Return the rollouts of each step without the fields that depend on timing."""
-    return [
-        (r["step"], r["kind"], r["problem"], r["sample"], r["reward"], r["turns"][0]["token_ids"])
-        for r in read_rollouts(folder / "rollouts.jsonl")
-    ]
-
-
-@pytest.mark.timeout(4 * LIMIT_S + 60)
-def test_run_killed_twice_and_resumed_has_bit_identical_metrics(tmp_path):
-    whole = run_to_the_end(tmp_path, "whole", *EXACT, limit_s=LIMIT_S)
-    assert whole.status == 0, whole.output
-    for step in whole.steps:  # trainer and generator agree in every bit although the weights change
-        assert step["logprob_diff/identical"] == 1
-        assert step["logprob_diff/max"] == step["logprob_diff/mean"] == 0.0
-        assert step["loss/grad_norm"] > 0
-    killed = interrupt_after_line(
-        tmp_path,
-        "killed",
-        *EXACT,
-        line="evaluation at step 3:",
-        signal_number=signal.SIGKILL,
-        limit_s=LIMIT_S,
-    )
-    assert killed.status == -signal.SIGKILL
-    # Killed in or after the fifth step.
-    again = interrupt_after_line(
-        tmp_path, "killed", line=f"{'4':>7}  ", signal_number=signal.SIGKILL,
-        limit_s=LIMIT_S, resumes=True,
-    )  # fmt: skip
-    assert again.status == -signal.SIGKILL
-    assert "going on after step 2" in again.output
-    ended = run_to_the_end(tmp_path, "killed", limit_s=LIMIT_S, resumes=True)
-    assert ended.status == 0, ended.output
-    assert re.search("going on after step [24]", ended.output)
-    assert without_times(ended.folder) == without_times(whole.folder)
-    assert trained_on(ended.folder) == trained_on(whole.folder)
-    assert read_status(ended.folder) == "finished"
-    assert (ended.folder / "checkpoints" / "hf" / "model.safetensors").read_bytes() == (
-        whole.folder / "checkpoints" / "hf" / "model.safetensors"
-    ).read_bytes()
-
-
-@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tmp_path):
     ahead = (
-        *SHORT,
-        "--loop.num_steps",
-        "400",
-        "--loop.max_off_policy_steps",
-        "3",
-        "--recorder.num_groups",
-        "8",
-    )
-    stopped = interrupt_after_line(
-        tmp_path, "run", *ahead, line=f"{'4':>7}  ", signal_number=signal.SIGINT, limit_s=LIMIT_S
+        *SHORT, "--loop.num_steps", "400", "--loop.max_off_policy_steps", "3", "--recorder.num_groups", "8",
+    )  # fmt: skip
+    stopped = act_after_line(
+        tmp_path, "run", *ahead, line=f"{'4':>7}  ", act=signal_group(signal.SIGINT), limit_s=LIMIT_S
     )
     assert stopped.status == 130, stopped.output
     assert "stopped by Ctrl-C" in stopped.output.splitlines()[-1]
@@ -110,12 +46,11 @@ def test_resumed_off_policy_run_trains_on_the_groups_finished_before_the_stop(tm
     assert all(max([v] if isinstance(v, int) else v) <= last for v in versions)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3 * LIMIT_S + 60)
 def test_stopped_run_saves_and_resumes_from_the_last_undamaged_checkpoint(tmp_path):
-    stopped = interrupt_after_line(
+    stopped = act_after_line(
         tmp_path, "run", *SHORT, "--loop.num_steps", "500", "--trainer.checkpoint.interval", "2",
-        line=f"{'3':>7}  ", signal_number=signal.SIGTERM, limit_s=LIMIT_S,
+        line=f"{'3':>7}  ", act=signal_group(signal.SIGTERM), limit_s=LIMIT_S,
     )  # fmt: skip
     assert stopped.status == 143, stopped.output
     assert re.search(r"saving step \d+, then ending; again to end at once", stopped.output)

@@ -1,24 +1,19 @@
-"""Registry functions for runs with a planted fault, and their faulty components."""
+"""Registry functions for short runs, some with a planted fault."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from actors.controller import Controller
-from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
 from losses.policy import GRPOLoss
 from losses.types import LossInputs, LossOutput
 from rl.rollouts.rubric import Criterion, Rubric
 from rl.tasks.sum_digits import SumDigits, is_correct
 from rl.training.checkpoint import Checkpointer
-from rl.training.engine import TrainingEngine
 from rl.types import Rollout
 
 
@@ -32,6 +27,21 @@ def short() -> Controller.Config:
     config.loop.eval_every = 0
     config.trainer.num_threads = config.generator.num_threads = 1
     config.timeouts.close_s = 10.0
+    return config
+
+
+def chaos() -> Controller.Config:
+    """Train four batch-invariant steps on random rewards, which give a gradient from the start, with a
+    checkpoint after each step."""
+    config = short()
+    config.task = SumDigits.Config(num_integers=2, num_eval=8, reward="noise")
+    config.loop.num_steps, config.loop.eval_every = 4, 2
+    config.loop.max_logprob_diff = 0.0
+    config.trainer.optimizer.lr = 1e-3
+    config.trainer.lr_scheduler.warmup_steps = 0
+    config.trainer.checkpoint.interval = 1
+    config.recorder.num_groups = config.loop.groups_per_batch
+    config.recorder.tokens = False
     return config
 
 
@@ -71,45 +81,6 @@ def nan_loss() -> Controller.Config:
     return config
 
 
-class FrozenPushTrainer(PolicyTrainer):
-    """Trainer that always pushes the initial weights, as a broken weight sync does."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(PolicyTrainer.Config):
-        pass
-
-    def make_engine(self, hf_assets_path: str) -> TrainingEngine:
-        return _FrozenPush(
-            config=self.config,
-            model_spec=self.model_spec,
-            hf_assets_path=hf_assets_path,
-            failure_folder=self.failure_folder,
-        )
-
-
-class _FrozenPush(TrainingEngine):
-    first: dict[str, torch.Tensor] | None = None
-
-    def model_state_dict(self) -> dict[str, torch.Tensor]:
-        if self.first is None:
-            self.first = {name: t.clone() for name, t in super().model_state_dict().items()}
-        return self.first
-
-
-def broken_sync() -> Controller.Config:
-    """Train on a random reward, which gives a gradient to random weights too."""
-    config = short()
-    assert isinstance(config.task, SumDigits.Config)
-    config.task.reward = "noise"
-    config.loop.num_steps = 6
-    config.loop.max_logprob_diff = math.inf
-    config.parity.enable = False
-    config.trainer.lr_scheduler.warmup_steps = 0
-    shared = {f.name: getattr(config.trainer, f.name) for f in fields(config.trainer)}
-    config.trainer = FrozenPushTrainer.Config(**shared)
-    return config
-
-
 class NaNAtOnce(SumDigits):
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigits.Config):
@@ -127,6 +98,3 @@ def nan_reward() -> Controller.Config:
     config = short()
     config.task = NaNAtOnce.Config(num_integers=2, num_eval=8)
     return config
-
-
-__all__: Sequence[str] = ["broken_sync", "nan_loss", "nan_reward", "short"]

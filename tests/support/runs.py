@@ -13,9 +13,11 @@ from pathlib import Path
 
 from actors.processes import carrying_environment, with_descendants
 from rl.observability.metrics import read_metrics
-from rl.utils.processes import ProcessId, identify
+from rl.utils.processes import ProcessId, identify, kill
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SHORT = ("--module", "tests.support.faulty_configs", "--config", "short", "--task.reward", "noise")
+"""Options of a run of three steps from random weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,62 +78,25 @@ def run_to_the_end(
     )
 
 
-def interrupt_after_line(
-    dump_folder: Path,
-    name: str,
-    *options: str,
-    line: str,
-    signal_number: signal.Signals,
-    limit_s: float,
-    resumes: bool = False,
-    env: Mapping[str, str] | None = None,
-) -> FinishedRun:
-    """Send the signal to the run's whole process group, as a terminal does, once `line` is printed."""
-
-    def interrupt(run: subprocess.Popen[str]) -> None:
-        os.killpg(run.pid, signal_number)
-
-    run = command(dump_folder, name, *options, resumes=resumes)
-    folder = dump_folder / name
-    return _act_after_line(run, folder, line=line, act=interrupt, limit_s=limit_s, env=env)
+Act = Callable[[subprocess.Popen[str]], None]
+"""What a test does to a run, given its controller."""
 
 
-def kill_role_after_line(
-    dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
-) -> FinishedRun:
-    """Send SIGKILL to the processes of one role, like the out-of-memory killer, once `line` is printed."""
-    return _signal_role(
-        dump_folder, name, *options, line=line, role=role, signal_number=signal.SIGKILL, limit_s=limit_s
-    )
+def signal_group(number: signal.Signals) -> Act:
+    """Return an act that sends the signal to the run's whole process group, as a terminal does."""
+    return lambda run: os.killpg(run.pid, number)
 
 
-def stop_role_after_line(
-    dump_folder: Path, name: str, *options: str, line: str, role: str, limit_s: float
-) -> FinishedRun:
-    """Send SIGSTOP to the processes of one role once `line` is printed, which stops them without killing
-    them."""
-    return _signal_role(
-        dump_folder, name, *options, line=line, role=role, signal_number=signal.SIGSTOP, limit_s=limit_s
-    )
+def kill_role(role: str) -> Act:
+    """Return an act that kills the processes of one role, like the out-of-memory killer."""
 
-
-def _signal_role(
-    dump_folder: Path,
-    name: str,
-    *options: str,
-    line: str,
-    role: str,
-    signal_number: signal.Signals,
-    limit_s: float,
-) -> FinishedRun:
     def act(run: subprocess.Popen[str]) -> None:
         processes = role_processes(run.pid, role)
         assert processes, f"the run has no process of role {role!r}"
         for process in processes:
-            os.kill(process.pid, signal_number)
+            kill(process)
 
-    run = command(dump_folder, name, *options)
-    return _act_after_line(run, dump_folder / name, line=line, act=act, limit_s=limit_s)
+    return act
 
 
 def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
@@ -142,18 +107,19 @@ def role_processes(controller_pid: int, role: str) -> list[ProcessId]:
     return [process for process in carrying_environment("RELAY_ROLE", role) if process in descendants]
 
 
-def _act_after_line(
-    arguments: list[str],
-    folder: Path,
-    *,
+def act_after_line(
+    dump_folder: Path,
+    name: str,
+    *options: str,
     line: str,
-    act: Callable[[subprocess.Popen[str]], None],
+    act: Act,
     limit_s: float,
     env: Mapping[str, str] | None = None,
 ) -> FinishedRun:
+    """Run until `line` is printed, act, and wait for the end."""
     started = time.monotonic()
     run = subprocess.Popen(
-        arguments,
+        command(dump_folder, name, *options),
         cwd=ROOT,
         env={**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
@@ -179,6 +145,6 @@ def _act_after_line(
     return FinishedRun(
         status=run.returncode,
         output="".join(printed) + rest,
-        folder=folder,
+        folder=dump_folder / name,
         seconds=time.monotonic() - started,
     )
