@@ -93,16 +93,6 @@ def config_faults(
     trainer, loop = config.trainer, config.loop
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
 
-    def of_run() -> Iterator[Check]:
-        yield partial(
-            check_total_steps,
-            trainer.lr_scheduler,
-            num_steps=loop.num_steps,
-            num_minibatches=loop.num_minibatches,
-        )
-        yield partial(place_actors, config, num_gpus=num_gpus)
-        yield partial(converted_model, config, model_spec=spec, num_gpus=num_gpus)
-
     # First what no number of processes could mend.
     for fault in messages([partial(check_decoder_layout, spec.model, trainer.parallelism)]):
         yield f"trainer.parallelism.{fault}"
@@ -113,17 +103,18 @@ def config_faults(
         device_type="cuda" if on_gpu else "cpu",
         kl_in_reward=loop.kl_reward.coef > 0 and trainer.reference.enable,
     )
-    yield from messages(partial(_named, trainer, check) for check in checks)
+    yield from messages(named_as_options(trainer)(check) for check in checks)
     yield from _contradictions(config)
     yield from _adapter_faults(config, resumes=resumes)
     for fault in messages([partial(config.generator.check_model, spec.model, on_gpu=on_gpu)]):
         yield f"generator.{fault.removeprefix('generator.')}"
-    yield from messages(of_run())
-
-
-def _named(trainer: Configurable.Config, check: Check) -> None:
-    with named_as_options(trainer):
-        check()
+    steps = {"num_steps": loop.num_steps, "num_minibatches": loop.num_minibatches}
+    of_run: list[Check] = [
+        partial(check_total_steps, trainer.lr_scheduler, **steps),
+        partial(place_actors, config, num_gpus=num_gpus),
+        partial(converted_model, config, model_spec=spec, num_gpus=num_gpus),
+    ]
+    yield from messages(of_run)
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
