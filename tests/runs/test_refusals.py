@@ -61,7 +61,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--module", "sum_digit"), "sum_digits"),
         (("--trainer.optimizer.learning_rate", "1"), "--trainer.optimizer.lr"),
         (("--trainer.optimizer.lr", "fast"), "--trainer.optimizer.lr: 'fast' is not of type float"),
-        (("--loop.sampling.temperature", "0"), "temperature=0.0 cannot be trained on"),
+        (("--loop.sampling.temperature", "0"), "temperature=0.0: must be at least 0.01"),
         (("--trainer.parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
         (("--trainer.parallelism.pipeline_parallel_degree", "2"), "pipeline_parallel_degree=2: must be 1"),
         (("--generator.max_model_len", "4096"), "max_model_len=4096"),
