@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl.config.effect import check_refused, refused
 from rl.config.tree import check_bounds
 from rl.protocols import TokenGenerator
 from rl.rollouts.environment import EnvironmentCalls, EnvironmentFailedError, Environments
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
+WHOLE_DISTRIBUTION = refused("the trainer's logprobs are of the whole distribution")
+
 
 @dataclass(kw_only=True, slots=True)
 class Sampling:
@@ -49,13 +52,17 @@ class Sampling:
     max_tokens: int = 32
     """Most new tokens of one completion."""
     temperature: float = 1.0
-    """Sampling temperature. The trainer divides its logits by it, so that both use the same distribution; for
-    the same reason training has no top-p or top-k."""
+    """Sampling temperature. The trainer divides its logits by it, so that both use the same distribution."""
+    top_p: float = field(default=1.0, metadata=WHOLE_DISTRIBUTION)
+    """Refused: training needs tokens of the whole distribution."""
+    top_k: int = field(default=0, metadata=WHOLE_DISTRIBUTION)
+    """Refused: training needs tokens of the whole distribution."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_tokens", at_least=1)
         # Greedy tokens have no policy gradient; evaluation is greedy anyway.
         check_bounds(self, "temperature", at_least=0.01, below=math.inf)
+        check_refused(self)
 
 
 @dataclass(kw_only=True, slots=True)

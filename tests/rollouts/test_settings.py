@@ -36,6 +36,7 @@ GYM, TASKSET = {"dataset": "gcd"}, {"taskset": "t"}
         (Advantage, {"discount": 0.9}, "discount=0.9 has no effect with credit='sequence'"),
         (Sampling, {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         (Sampling, {"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
+        (Sampling, {"top_p": 0.9}, "top_p=0.9: must be 1.0: the trainer's logprobs are of the whole distribution"),
         (EpisodeLimits, {"max_turns": 0}, "max_turns=0: must be at least 1"),
         (EpisodeLimits, {"max_tokens": 1}, "max_tokens=1: must be at least 2"),
         (EpisodeLimits, {"step_timeout_s": math.nan}, "step_timeout_s=nan: must be above 0"),
