@@ -33,8 +33,8 @@ def start(how):
     return controller, run
 
 
-@pytest.mark.medium
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_simulated_hosts_leave_nothing_behind():
     controller, run = start("wait")
     check_environments(run["environments"])
@@ -57,8 +57,8 @@ def check_environments(environments):
     assert (generator["RELAY_ROLE"], generator["OMP_NUM_THREADS"]) == ("generator", "2")
 
 
-@pytest.mark.medium
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_simulated_hosts_and_their_processes_die_with_a_killed_controller():
     controller, run = start("wait")
     try:
