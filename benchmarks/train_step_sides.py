@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,7 +221,7 @@ class Runner:
         torch.set_num_threads(num_threads)
         self._workload = Workload(**workload)
         self.device = torch.device(self._workload.device)
-        self._memory_before = _resident_bytes()
+        self._memory_before = _resident_bytes("VmRSS")
         self.side = SIDES[name](self._workload)
 
     def describe(self) -> dict[str, Any]:
@@ -233,6 +233,8 @@ class Runner:
         losses = [self.side.step()] if on_gpu else []
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew.
         step_s = []
         for _ in range(num_steps):
             started = time.perf_counter()
@@ -241,7 +243,7 @@ class Runner:
         peak = (
             torch.cuda.max_memory_allocated(self.device)
             if on_gpu
-            else _resident_bytes() - self._memory_before
+            else _resident_bytes("VmHWM") - self._memory_before
         )
         if on_gpu:
             gc.collect()
@@ -249,6 +251,7 @@ class Runner:
         return {"step_s": statistics.median(step_s), "losses": losses, "peak_memory_bytes": peak}
 
 
-def _resident_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _resident_bytes(name: str) -> int:
+    """Return this process's resident memory: VmRSS now, VmHWM the peak."""
+    (line,) = (line for line in Path("/proc/self/status").open() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
