@@ -253,5 +253,5 @@ class Runner:
 
 def _resident_bytes(name: str) -> int:
     """Return this process's resident memory: VmRSS now, VmHWM the peak."""
-    (line,) = (line for line in Path("/proc/self/status").open() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+    _, _, value = Path("/proc/self/status").read_text().partition(f"{name}:")
+    return int(value.split()[0]) * 1024
