@@ -53,20 +53,20 @@ def starting_point(run: FinishedRun) -> str:
 
 @pytest.mark.timeout(600)
 def test_run_matches_its_explanation(run_of_seed):
-    run, said = run_of_seed(0), explained("--seed", "0")
-    step = said.step
-    assert len(run.steps) == said.run.num_steps
-    assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step.samples}
+    run, explanation = run_of_seed(0), explained("--seed", "0")
+    whole, step = explanation["run"], explanation["step"]
+    assert len(run.steps) == whole["num_steps"]
+    assert {round(r["perf/samples_per_s"] * r["time/step_s"]) for r in run.steps} == {step["samples"]}
     # Replies of this task end before the token limit, and none is a single token.
     micro_batches = {r["packing/num_micro_batches"] for r in run.steps}
-    assert step.micro_batches.fewest <= min(micro_batches)
-    assert max(micro_batches) <= step.micro_batches.most
-    replies = [r["completion/tokens_mean"] * step.samples for r in run.steps]
-    assert max(replies) <= step.reply_tokens_most
-    assert max(r["age/max"] for r in run.steps) == said.staleness.steps == 0
-    assert {r["sync/version"] for r in run.steps} == set(range(1, said.run.publishes))
-    assert tuple(sorted(run.evaluations)) == said.run.evaluations
-    assert tuple(saved_steps(run.folder / "checkpoints")) == said.run.checkpoints
+    assert step["micro_batches_of_rank_fewest"] <= min(micro_batches)
+    assert max(micro_batches) <= step["micro_batches_of_rank_most"]
+    replies = [r["completion/tokens_mean"] * step["samples"] for r in run.steps]
+    assert max(replies) <= step["reply_tokens_most"]
+    assert max(r["age/max"] for r in run.steps) == explanation["staleness"]["steps_most"] == 0
+    assert {r["sync/version"] for r in run.steps} == set(range(1, whole["publishes"]))
+    assert sorted(run.evaluations) == whole["evaluations_after"]
+    assert list(saved_steps(run.folder / "checkpoints")) == whole["checkpoints_after"]
 
 
 @pytest.mark.timeout(600)
