@@ -1,0 +1,77 @@
+"""Exported folders open in vLLM's own Qwen3 and Qwen3 MoE, in another process."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl.models import qwen3, qwen3_moe
+from rl.models.hf import write_hf_folder, write_random_model
+from rl.models.lora import LoRA
+from rl.models.spec import ModelSpec
+from rl.training.engine import TrainingEngine
+from tests.support.exported import TEXTS, ask_vllm, our_logprobs
+from tests.training.parts import make_sample
+
+
+def write(folder: Path, *, spec: ModelSpec, tie: bool, tokenizer: Path) -> None:
+    spec.model.tie_embeddings = tie
+    model = spec.model.build()
+    model.init_weights(seed=1, std=0.1)
+    write_hf_folder(
+        folder,
+        model.named_parameters(),
+        spec.adapter(spec.model),
+        dtype=torch.float32,
+        max_shard_bytes=10**9 if tie else 500_000,
+        tokenizer_from=tokenizer,
+    )
+
+
+def adapted_engine(base: Path) -> TrainingEngine:
+    """Build an engine whose adapters' products are as large as the weights."""
+    config = TrainingEngine.Config(converters=(LoRA.Config(rank=4, alpha=4.0),))
+    engine = config.build(model_spec=qwen3.model_registry("tiny"), hf_assets_path=str(base), device="cpu")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in engine.policy.trained_parameters.values():
+            parameter.normal_(std=0.25, generator=generator)
+    return engine
+
+
+def logprobs_of(engine: TrainingEngine, token_ids: list[int]) -> torch.Tensor:
+    sample = dataclasses.replace(
+        make_sample(length=len(token_ids), seed=0), token_ids=np.asarray(token_ids, dtype=np.int32)
+    )
+    return torch.from_numpy(engine.compute_logprobs([sample])[0][1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_vllm_opens_exported_folders_with_equal_logprobs(tmp_path):
+    dense, mixture = qwen3.model_registry("tiny"), qwen3_moe.model_registry("tiny")
+    tokenizer = write_random_model(tmp_path / "tokenizer", spec=dense, seed=0)
+    folders = [tmp_path / "tied", tmp_path / "untied-in-shards", tmp_path / "experts-in-shards"]
+    write(folders[0], spec=dense, tie=True, tokenizer=tokenizer)
+    write(folders[1], spec=dense, tie=False, tokenizer=tokenizer)
+    write(folders[2], spec=mixture, tie=False, tokenizer=tokenizer)
+    engine = adapted_engine(folders[0])
+    folders.append(tmp_path / "adapters-merged")
+    engine.export_hf(str(folders[-1]))
+    classes = ["qwen3.Qwen3ForCausalLM"] * 2 + ["qwen3_moe.Qwen3MoeForCausalLM", "qwen3.Qwen3ForCausalLM"]
+    for folder, name, theirs in zip(folders, classes, ask_vllm(*folders), strict=True):
+        assert theirs["class"] == f"vllm.model_executor.models.{name}"
+        assert [bytes(i for i in ids if i < 256) for ids in theirs["token_ids"]] == [
+            text.replace("<|im_start|>", "").replace("<|im_end|>", "").replace("[ANSWER]", "").encode()
+            for text in TEXTS
+        ]
+        for ids, logprobs in zip(theirs["token_ids"], theirs["logprobs"], strict=True):
+            ours = our_logprobs(folder, ids)
+            assert ours.std() > 0.5
+            torch.testing.assert_close(torch.tensor(logprobs), ours, atol=1e-4, rtol=0)
+            if folder.name == "adapters-merged":
+                adapted = logprobs_of(engine, ids)
+                torch.testing.assert_close(torch.tensor(logprobs), adapted, atol=1e-4, rtol=0)
+                assert (adapted - our_logprobs(folders[0], ids)).abs().max() > 0.1
