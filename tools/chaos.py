@@ -1,8 +1,8 @@
 """Kill a process in each phase of a run and check that the run recovers: `make chaos`.
 
-An undisturbed run comes first. Then each case is a run in which one process is killed once; the run must finish by
-itself (after the loss of its controller: with --resume) with the same metrics and the same trained rollouts. The
-last line is a JSON object; exit status 1: a case failed.
+An undisturbed run comes first. Then each case is a run in which one process is killed once (two in the short
+version); the run must finish by itself (after the loss of its controller: with --resume) with the same metrics and
+the same trained rollouts. The last line is a JSON object; exit status 1: a case failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actors.processes import carrying_environment
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS, ROLLOUTS
 from rl.utils.processes import kill
-from tools.fault_injection import MARKER, VICTIMS, Fault, environment
+from tools.fault_injection import VICTIMS, Fault, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 OWNER = "RELAY_CHAOS"
@@ -31,15 +31,18 @@ OWNER = "RELAY_CHAOS"
 PHASES = ("generate", "score", "forward_backward", "optim_step", "push", "pull", "save")
 COUNTS = {"generate": 12, "score": 10}
 """Number of the call in which the process dies; 2 in other phases."""
-FIXED = (("generate", "generator"), ("optim_step", "trainer"), ("pull", "host"), ("save", "controller"))
-"""Cases of the short version."""
+FIXED = (
+    (("generate", "generator"), ("optim_step", "trainer")),
+    (("pull", "host"), ("save", "controller")),
+)
+"""Cases of the short version, each with the faults of one run."""
 NOT_COMPARED = ("time/", "perf/", "limit/")
 
 
-def run(command: Sequence[str], *, log: Path, fault: Fault | None, limit_s: float) -> int | None:
+def run(command: Sequence[str], *, log: Path, faults: Sequence[Fault], limit_s: float) -> int | None:
     """Return the exit status, or None after `limit_s`; no process of the run is left."""
     owner = f"{os.getpid()}-{log.stem}"
-    variables = os.environ | {OWNER: owner} | ({} if fault is None else environment(fault))
+    variables = os.environ | {OWNER: owner} | (environment(*faults) if faults else {})
     with log.open("a") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rl.train", *command],
@@ -71,9 +74,9 @@ def trained(folder: Path) -> Counter[Any]:
     return Counter((r["step"], r["problem"], r["sample"]) for r in lines if r["kind"] == "train")
 
 
-def check(folder: Path, reference: Path) -> list[str]:
+def check(folder: Path, reference: Path, *, faults: Sequence[Fault]) -> list[str]:
     """Return what is wrong with a finished run."""
-    wrong = [] if (folder / "logs" / MARKER).exists() else ["no process was killed"]
+    wrong = [f"no {f.victim} was killed" for f in faults if not f.marker(folder / "logs").exists()]
     if numbers(folder) != numbers(reference):
         wrong.append("its metrics differ from the undisturbed run's")
     if trained(folder) != trained(reference):
@@ -81,9 +84,9 @@ def check(folder: Path, reference: Path) -> list[str]:
     return wrong
 
 
-def recovery_s(folder: Path) -> float:
-    """Return the seconds from the kill to the last recovery."""
-    killed_at = json.loads((folder / "logs" / MARKER).read_text())["time"]
+def recovery_s(folder: Path, faults: Sequence[Fault]) -> float:
+    """Return the seconds from the first kill to the last recovery."""
+    killed_at = min(json.loads(fault.marker(folder / "logs").read_text())["time"] for fault in faults)
     done = [e["time"] for e in read_events(folder / EVENTS) if e["event"] in ("recovered", "went_back")]
     return round(max((at - killed_at for at in done if at > killed_at), default=0.0), 1)
 
@@ -100,23 +103,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = ["--module", "tests.support.faulty_configs", "--config", "chaos"]
     start += ["--dump_folder", str(args.folder), "--overwrite", "true", "--name"]
     log = args.folder / "undisturbed.log"
-    if run([*start, "undisturbed"], log=log, fault=None, limit_s=args.limit_s) != 0:
+    if run([*start, "undisturbed"], log=log, faults=(), limit_s=args.limit_s) != 0:
         print(f"the undisturbed run failed: {log}")
         return 1
-    pairs = FIXED if args.cases == "fixed" else itertools.product(args.phases, args.victims)
+    every = [(pair,) for pair in itertools.product(args.phases, args.victims)]
     failed, times_s = [], {}
-    for phase, victim in pairs:
-        name, fault = f"{phase}-{victim}", Fault(phase=phase, victim=victim, count=COUNTS.get(phase, 2))
+    for case in FIXED if args.cases == "fixed" else every:
+        faults = [Fault(phase=phase, victim=victim, count=COUNTS.get(phase, 2)) for phase, victim in case]
+        victims = [fault.victim for fault in faults]
+        name = "_".join(f"{fault.phase}-{fault.victim}" for fault in faults)
         folder, log = args.folder / name, args.folder / f"{name}.log"
-        hosts = ["--launch.hosts", "process"] if victim == "host" else []
-        status = run([*start, name, *hosts], log=log, fault=fault, limit_s=args.limit_s)
-        if status == -signal.SIGKILL and victim == "controller":
-            status = run(["--resume", str(folder)], log=log, fault=fault, limit_s=args.limit_s)
-        wrong = check(folder, args.folder / "undisturbed") if status == 0 else [f"exit status {status}"]
+        hosts = ["--launch.hosts", "process"] if "host" in victims else []
+        status = run([*start, name, *hosts], log=log, faults=faults, limit_s=args.limit_s)
+        if status == -signal.SIGKILL and "controller" in victims:
+            status = run(["--resume", str(folder)], log=log, faults=faults, limit_s=args.limit_s)
+        wrong = [f"exit status {status}"]
+        if status == 0:
+            wrong = check(folder, args.folder / "undisturbed", faults=faults)
         if wrong:
             failed.append(name)
         else:
-            times_s[name] = recovery_s(folder)
+            times_s[name] = recovery_s(folder, faults)
         print(f"{name}: {'; '.join(wrong) or f'recovered after {times_s[name]} s'}", flush=True)
     print(json.dumps({"failed": failed, "recovery_s": times_s}))
     return 1 if failed else 0

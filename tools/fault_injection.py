@@ -5,7 +5,7 @@
 
 The process in which `phase` (a name of `rl.observability.spans.span`) begins for the count-th time kills
 the victim, after the delay: once in a run, however often it goes on or is resumed. Of several processes of
-the victim's role the victim is the one that is in the phase itself, else the last.
+the victim's role the victim is the one that is in the phase itself, else the last. A JSON list holds several faults.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from rl.utils.processes import ProcessId, identify, kill, parent_of
 VICTIMS = ("trainer", "generator", "reward", "host", "controller")
 """host: that of the last generator, with all that runs on it; where hosts are simulated."""
 FAULT_VARIABLE = "RELAY_FAULT"
-MARKER = "fault.json"
-"""File in a run's logs that records the fault and its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,23 +40,32 @@ class Fault:
     delay_s: float = 0.0
     """Delay after the start of the phase, in seconds."""
 
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
+    def marker(self, logs: Path) -> Path:
+        """Return the file in a run's logs that records the fault and its time."""
+        return logs / f"fault-{self.phase}-{self.victim}.json"
 
 
-def environment(fault: Fault) -> dict[str, str]:
-    """Return the variables with which a run injects the fault."""
-    return {HOOK_VARIABLE: __name__, FAULT_VARIABLE: str(fault)}
+def environment(*faults: Fault) -> dict[str, str]:
+    """Return the variables with which a run injects the faults."""
+    return {HOOK_VARIABLE: __name__, FAULT_VARIABLE: json.dumps([asdict(fault) for fault in faults])}
 
 
 def arm(logs: Path) -> None:
-    """Wait for the phase in this process and inject the fault when it starts."""
-    RECORDER.on_begin = _Trigger(Fault(**json.loads(os.environ[FAULT_VARIABLE])), logs=logs)
+    """Wait for the phases in this process and inject each fault when its phase starts."""
+    faults = json.loads(os.environ[FAULT_VARIABLE])
+    triggers = [_Trigger(Fault(**f), logs=logs) for f in (faults if isinstance(faults, list) else [faults])]
+
+    def on_begin(phase: str) -> None:
+        for trigger in triggers:
+            trigger(phase)
+
+    RECORDER.on_begin = on_begin
 
 
 class _Trigger:
     def __init__(self, fault: Fault, *, logs: Path) -> None:
         self._fault = fault
+        self._marker = fault.marker(logs)
         self._logs = logs
         self._lock = threading.Lock()
         self._num_begun = 0
@@ -69,7 +76,7 @@ class _Trigger:
         with self._lock:
             self._num_begun += 1
             is_due = self._num_begun == self._fault.count
-        if not is_due or (self._logs / MARKER).exists():
+        if not is_due or self._marker.exists():
             return
         if self._fault.delay_s:
             timer = threading.Timer(self._fault.delay_s, self._strike)
@@ -86,7 +93,7 @@ class _Trigger:
             "time": time.time(),
         }
         try:
-            with (self._logs / MARKER).open("x") as marker:
+            with self._marker.open("x") as marker:
                 json.dump(told, marker)
                 marker.flush()
                 os.fsync(marker.fileno())  # This process may be the victim.

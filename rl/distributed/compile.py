@@ -71,9 +71,14 @@ def check_compiler(config: CompileConfig, *, device_type: str) -> None:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile the blocks' forwards in place; after checkpointing, before sharding."""
+    """Compile the blocks' forwards in place, except modules marked `never_compiled`; after checkpointing,
+    before sharding."""
     if config.includes("model"):
         for block in blocks:
+            for module in block.modules():
+                # A decorator in the module's class would import the compiler, 2 s, into every process.
+                if getattr(module, "never_compiled", False):
+                    module.forward = torch.compiler.disable(module.forward)
             block.forward = _compiled(block.forward, config)
             block.register_forward_pre_hook(_await_inputs)
 

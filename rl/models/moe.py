@@ -78,6 +78,9 @@ class Router(nn.Module):
 class GroupedExperts(nn.Module):
     """Weights of N experts; under expert parallelism N / P of them on each of P ranks."""
 
+    never_compiled = True
+    """The number of rows of each expert changes with every batch."""
+
     def __init__(self, *, config: MoE.Config, dim: int, num_groups: int) -> None:
         super().__init__()
         self.num_experts = config.num_experts
@@ -87,8 +90,6 @@ class GroupedExperts(nn.Module):
         self.exchange: ExpertExchange | None = None
         """Transport of rows to the ranks that hold their experts, under expert parallelism."""
 
-    # Not compiled: the number of rows of each expert changes with every batch.
-    @torch.compiler.disable
     def forward(self, x_TE: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' results, [T, E]."""
         expert_S, order_S = chosen_TK.flatten().sort(stable=True)

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from rl.config.effect import only_if
 from rl.models.batch_invariant.probe import processor
@@ -160,6 +159,8 @@ def _products(size: int, dtype: torch.dtype, device: torch.device) -> list[float
 
 def _tries(statement: str, **names: Any) -> list[float]:
     """Return the durations of a statement, run again and again for `MEASURE_S`."""
+    from torch.utils.benchmark import Timer  # slow to import, and most runs read a cached measurement
+
     timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
     return list(timer.blocked_autorange(min_run_time=MEASURE_S).times)
 

@@ -9,7 +9,7 @@ import pytest
 
 from rl.observability.spans import RECORDER, SpanRecorder, span
 from rl.utils.processes import identify
-from tools.fault_injection import FAULT_VARIABLE, Fault, arm
+from tools.fault_injection import FAULT_VARIABLE, Fault, arm, environment
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def victims(tmp_path):
 @pytest.fixture
 def armed(tmp_path, monkeypatch):
     def arm_with(**settings):
-        monkeypatch.setenv(FAULT_VARIABLE, str(Fault(**settings)))
+        monkeypatch.setenv(FAULT_VARIABLE, environment(Fault(**settings))[FAULT_VARIABLE])
         arm(tmp_path)
 
     yield arm_with
@@ -51,7 +51,7 @@ def test_last_process_of_the_role_dies_once_at_the_chosen_count(victims, armed, 
     armed(phase="push", victim="generator")  # as in a resumed run
     with span("push"):
         assert first.poll() is None
-    told = json.loads((tmp_path / "fault.json").read_text())
+    told = json.loads((tmp_path / "fault-push-generator.json").read_text())
     assert told["fault"] == {"phase": "push", "victim": "generator", "count": 2, "delay_s": 0.0}
     assert told["pids"] == [last.pid]
 

@@ -58,6 +58,7 @@ def check_environments(environments):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_simulated_hosts_and_their_processes_die_with_a_killed_controller():
     controller, run = start("wait")

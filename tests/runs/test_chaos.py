@@ -1,4 +1,4 @@
-"""Short chaos test: a generator, the trainer, a generator's host and the controller are killed."""
+"""Short chaos test: a generator and the trainer are killed in one run, a host and the controller in another."""
 
 import json
 
@@ -15,7 +15,7 @@ def test_each_loss_is_recovered_with_the_same_numbers(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert status == 0, printed
     names = json.loads(printed.splitlines()[-1])["recovery_s"]
-    assert len(names) == 4
+    assert len(names) == 2
     steps = [r for r in read_metrics(tmp_path / "undisturbed" / "metrics.jsonl") if "reward/mean" in r]
     for step in steps:  # trainer and generator agree in every bit although the weights change
         assert step["logprob_diff/identical"] == 1

@@ -11,7 +11,7 @@ from rl.observability.run_folder import read_status
 from tests.support.jumping_clock import HOURS, jumping_clock
 from tests.support.runs import ROOT, SHORT, command
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 NUM_STEPS = 5
 
 

@@ -43,26 +43,7 @@ def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behin
 
 
 @pytest.mark.slow
-def test_difference_stays_flat_with_a_learning_rate_of_zero(tmp_path):
-    still = ("--trainer.optimizer.lr", "0", "--task.reward", "noise", "--loop.num_steps", "6")
-    run = run_to_the_end(tmp_path, "still", *FAULTY, "short", *still, limit_s=150)
-    assert run.status == 0, run.output
-    assert all(r["loss/grad_norm"] > 0 for r in run.steps)
-    assert all(r["logprob_diff/mean"] < 1e-5 for r in run.steps)
-    assert all(abs(r["loss/ratio_mean"] - 1) < 1e-5 for r in run.steps)
-    finished, checkpoint, exported, curve, timeline, report, bottleneck, setting = run.output.splitlines()[
-        -8:
-    ]
-    assert finished.startswith("finished: 6 steps in ")
-    assert checkpoint.endswith(f" {run.folder}/checkpoints/step-6")
-    assert exported.endswith(f" {run.folder}/checkpoints/hf")
-    assert curve.endswith(f" {run.folder}/learning_curve.png")
-    assert timeline.endswith(f" {run.folder}/timeline.json")
-    assert report.endswith(f" python -m rl.report {run.folder}")
-    assert re.search(r"  bottleneck      .* of a step.*: ", bottleneck)
-    assert re.search(r"  would move it   --[a-z_.]+", setting)
-
-
+@pytest.mark.long
 def test_killed_trainer_that_is_not_replaced_stops_the_run_with_its_role_rank_and_step(tmp_path):
     before = list_shared_memory()
     run = act_after_line(

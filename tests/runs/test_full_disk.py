@@ -11,7 +11,7 @@ from rl.observability.run_folder import read_status
 from tests.support.disks import FULL
 from tests.support.runs import ROOT, SHORT, command
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 MODEL_MB, CHECKPOINT_MB = 3.2, 9.7
 DISK = int((MODEL_MB + 1.6 * CHECKPOINT_MB) * 1e6)
 """Bytes for the starting model and one checkpoint; the second checkpoint does not fit."""

@@ -83,6 +83,7 @@ def test_grpo_takes_a_warmed_up_model_from_below_half_to_nine_tenths(run_of_seed
     assert all(abs(r["loss/ratio_mean"] - 1) <= 1e-5 for r in run.steps)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_noise_reward_teaches_nothing(run_of_seed, dump_folder):
     """Trains for as many steps as a real reward needs for most of its gain; `make curves` runs all 80."""
@@ -96,6 +97,7 @@ def test_noise_reward_teaches_nothing(run_of_seed, dump_folder):
     assert gain <= 0.05
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed, dump_folder):
     run = run_to_the_end(
@@ -108,6 +110,22 @@ def test_one_step_off_policy_reaches_nine_tenths_too(run_of_seed, dump_folder):
     ages = [step["age/max"] for step in run.steps]
     assert set(ages) == {0, 1}
     assert sum(ages) >= 0.8 * len(ages)  # otherwise generation was never ahead
+
+
+@pytest.mark.timeout(600)
+def test_finished_run_names_its_files_and_its_bottleneck(run_of_seed):
+    run = run_of_seed(0)
+    finished, checkpoint, exported, curve, timeline, report, bottleneck, setting = run.output.splitlines()[
+        -8:
+    ]
+    assert finished.startswith(f"finished: {len(run.steps)} steps in ")
+    assert checkpoint.endswith(f" {run.folder}/checkpoints/step-{len(run.steps)}")
+    assert exported.endswith(f" {run.folder}/checkpoints/hf")
+    assert curve.endswith(f" {run.folder}/learning_curve.png")
+    assert timeline.endswith(f" {run.folder}/timeline.json")
+    assert report.endswith(f" python -m rl.report {run.folder}")
+    assert re.search(r"  bottleneck      .* of a step.*: ", bottleneck)
+    assert re.search(r"  would move it   --[a-z_.]+", setting)
 
 
 def _logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:

@@ -57,8 +57,6 @@ COMPILED = [
     ("dense", "tp2", replace(ROWS[12], compiled=True)),
     ("dense", "cp2", replace(ROWS[10], compiled=True)),
     ("moe", "fsdp2_ep2", Options(compiled=True)),
-    ("moe", "tp2", Options(compiled=True)),
-    ("float8_lora", "fsdp2", replace(ROWS[13], compiled=True)),
     ("float8_lora", "tp2", Options(compiled=True, checkpoint="op")),
 ]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
@@ -110,7 +108,7 @@ def test_options_change_no_number_on_two_ranks(measured, expected):
 @pytest.mark.slow
 def test_compiling_changes_no_number(all_assets, expected):
     cases = [("dense", "one", Options(compiled=True, backend="inductor", checkpoint="op"))]
-    cases += [(kind, "one", Options(compiled=True)) for kind in LAYOUTS]
+    cases += [(kind, "one", Options(compiled=True)) for kind in LAYOUTS if kind != "dense"]
     for case, of_case in zip(cases, measure_options(cases, all_assets), strict=True):
         assert_as_on_one_device(of_case, expected, case)
     for rank in run_ranks(measure_options, 2, COMPILED, all_assets, timeout_s=280):
