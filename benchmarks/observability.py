@@ -2,13 +2,12 @@
 
     python -m benchmarks.observability [--quick] [--rounds 60] [--tokens 32]
 
-One run of the tiny config with all its actors, on a random model whose replies mostly reach the token limit. The
-sides alternate step by step, in an order that changes from round to round:
+The loop of every run with the tiny model, trainer and generator in this process, so that all recording counts
+against one step. The sides alternate step by step, in an order that changes from round to round:
 
-    off        no spans, no records, no rollouts, no comparison with limits
-    timeline   every process records spans
-    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, limits, TensorBoard, W&B (offline) and
-               trackio
+    off        no spans, no records, no rollouts
+    timeline   spans
+    all        spans, metrics.jsonl, the console's lines, rollouts.jsonl, TensorBoard, W&B (offline) and trackio
     control    off again: the noise between equal sides
 
 A step ends when all of its output is written. `overhead` is the median over the rounds of a side's time over the
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -28,35 +26,20 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from actors import launch
-from actors.backend import GeneratorClient, RewardClient, TrainerClient
-from actors.calls import Group
-from actors.cluster import Cluster
-from actors.controller import Controller
-from actors.limits import run_limits
-from actors.members import LogSettings, record_process
-from actors.parity import ParityCheck
-from actors.plan import Plan, make_plan
-from benchmarks.observability_actors import (
-    SIDES,
-    ObservedGenerator,
-    ObservedReward,
-    ObservedTrainer,
-    observe,
-)
 from configs.sum_digits import tiny
+from rl.local import LocalBackend, LocalRewarder
 from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
-from rl.observability.machine_limits import LimitSink
-from rl.observability.metrics import MetricsWriter
-from rl.observability.recorder import Recorder
+from rl.models.tokenizer import open_tokenizer
+from rl.observability import spans
+from rl.observability.metrics import MetricsWriter, Record, Sink
+from rl.observability.recorder import Recorder, RecorderConfig
 from rl.observability.sinks import (
     RunSinks,
     SinksConfig,
@@ -66,8 +49,11 @@ from rl.observability.sinks import (
     open_sinks,
 )
 from rl.observability.span_reader import read_spans
-from tests.support.clusters import start_cluster
+from rl.rollouts.group import Group, RolloutId
+from rl.rollouts.renderer import make_renderer
+from rl.training.engine import TrainingEngine
 
+SIDES = ("off", "timeline", "all", "control")
 NUM_WARMUP_ROUNDS = 2
 TARGETS = {"timeline": 0.01, "all": 0.03}
 """Largest acceptable overhead of each side."""
@@ -77,146 +63,128 @@ SINKS = SinksConfig(
     trackio=TrackioConfig(enable=True),
 )
 CAUGHT_UP_S = 60.0
-"""Longest wait for the sinks to write a step."""
+"""Longest wait for the loggers to write a step."""
 NUM_DRAWS = 10_000
 
 
-def settings(folder: Path, *, tokens: int, num_steps: int, threads: int) -> Controller.Config:
-    """Return the tiny config with actors whose observation can be switched."""
-    config = tiny()
-    config.dump_folder = str(folder)
-    config.hf_assets_path = str(write_random_model(folder / "model", spec=config.model, seed=0))
-    config.warmup = None
-    config.trainer = ObservedTrainer.Config(**_values(config.trainer))
-    config.generator = ObservedGenerator.Config(**_values(config.generator))
-    config.reward = ObservedReward.Config(**_values(config.reward))
-    config.trainer.num_threads = config.generator.num_threads = threads
-    config.trainer.optimizer.lr = 0.0  # steps stay alike
-    config.trainer.lr_scheduler.warmup_steps = 0
-    config.trainer.checkpoint.enable = False
-    config.recovery.max_restarts = 0
-    config.loop.sampling.max_tokens = tokens
-    config.loop.eval_every = 0
-    config.loop.num_steps = config.loop.max_empty_steps = num_steps
-    return config
+class SwitchedSpans(spans.SpanRecorder):
+    """Span recorder that can be switched off; a span that began before the switch ends as it began."""
+
+    is_on = True
+
+    def begin(self, name: str, version: int | None) -> int:
+        return super().begin(name, version) if self.is_on else -1
+
+    def end(self, name: str, number: int, error: BaseException | None = None) -> None:
+        if number >= 0:
+            super().end(name, number, error)
 
 
-def _values(config: Any) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in fields(config)}
+class SwitchedRecorder(Recorder):
+    """Recorder of rollouts that can be switched off."""
+
+    is_on = True
+
+    def recorded_ids(self, groups: Sequence[Group]) -> list[RolloutId]:
+        return super().recorded_ids(groups) if self.is_on else []
+
+    def step(self, *args: Any) -> None:
+        if self.is_on:
+            super().step(*args)
 
 
-class Observed:
-    """A run whose steps are observed in different ways."""
+class Sides:
+    """Sink that times the steps, and switches to the next side after each of them."""
 
-    def __init__(self, config: Controller.Config, fleet: Cluster, plan: Plan, folder: Path) -> None:
-        assert fleet.reward is not None
-        self._fleet, self._reward = fleet, fleet.reward
-        self._folder = folder
-        self._metrics = MetricsWriter(folder / "metrics.jsonl")
-        self._recorder = Recorder(folder / "rollouts.jsonl", config=config.recorder)
-        trainer = TrainerClient(fleet.trainer)
-        self._loop: Loop = config.loop.build(
-            trainer=trainer,
-            publisher=fleet.pool,
-            rollouts=RolloutSetup(
-                generator=GeneratorClient(fleet.pool.members[0]),
-                rewarder=RewardClient(self._reward, num_procs=config.reward.num_procs),
-                renderer=plan.renderer,
-                task=plan.task,
-                max_sequence_tokens=config.generator.max_model_len,
-                seed=config.seed,
-                thread=plan.environments.thread,
-            ),
-            sinks=(),
-            checkpoints=StepCheckpoints(
-                trainer=trainer, config=config.trainer.checkpoint, folder=str(folder / "checkpoints")
-            ),
-        )
+    def __init__(
+        self, *, recorded: SwitchedSpans, recorder: SwitchedRecorder, sinks: Sequence[Sink], told: RunSinks
+    ) -> None:
+        self.times: dict[str, list[float]] = {side: [] for side in SIDES}
+        self._recorded, self._recorder, self._sinks, self._told = recorded, recorder, sinks, told
         self._num_steps = 0
+        self._begin()
 
-    async def start(self, config: Controller.Config, plan: Plan) -> None:
-        """Serve the first weights, measure the machine, and open the sinks."""
-        limits = await run_limits(config, self._fleet, spec=plan.start.spec)
-        assert limits is not None, "the machine was not measured"
-        self._told: RunSinks = open_sinks(
-            SINKS,
-            folder=self._folder,
-            title="observed",
-            num_steps=config.loop.num_steps,
-            stream=io.StringIO(),
-        )
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._told.attempt())
-        self._sinks = [LimitSink(limits=limits, sinks=[self._metrics, self._told])]
-        await self._loop._sync.begin()
-        published = await self._loop._sync.served()
-        self._loop._progress.step_of_version[published.policy_version] = 0
+    @property
+    def _side(self) -> str:
+        return order(self._num_steps // len(SIDES))[self._num_steps % len(SIDES)]
 
-    async def step(self, side: str) -> float:
-        """Return the seconds of one step, including all that it writes."""
-        reward = await self._reward.current()
-        groups: Sequence[Group] = (self._fleet.trainer, *self._fleet.pool.members, reward)
-        await asyncio.gather(*(group.call("observe", side) for group in groups))
-        observe(side)
-        self._loop.sinks = self._sinks if side == "all" else ()
-        self._loop.recorder = self._recorder if side == "all" else None
+    def _begin(self) -> None:
+        self._recorded.is_on = self._side in ("timeline", "all")
+        self._recorder.is_on = self._side == "all"
+        self._started = time.perf_counter()
+
+    def write(self, record: Record) -> None:
+        if self._side == "all":
+            for sink in self._sinks:
+                sink.write(record)
+            self._await_loggers()
+        took_s = time.perf_counter() - self._started
+        if self._num_steps >= NUM_WARMUP_ROUNDS * len(SIDES):
+            self.times[self._side].append(took_s)
+            print(f"step {self._num_steps + 1}, {self._side}: {took_s:.3f} s", flush=True)
         self._num_steps += 1
-        started = time.perf_counter()
-        await self._loop._step(self._num_steps)
-        await self._loop._writer.finish()
-        if side == "all":
-            await self._caught_up()
-        return time.perf_counter() - started
+        self._begin()
 
-    async def _caught_up(self) -> None:
-        """Wait until every sink has this step."""
+    def _await_loggers(self) -> None:
         until = time.monotonic() + CAUGHT_UP_S
         for thread in self._told.threads:
             while not thread.is_idle:
-                assert not thread.num_lost, f"{thread.name} takes nothing"
-                assert time.monotonic() < until, f"{thread.name} lacks step {self._num_steps}"
-                await asyncio.sleep(0.0005)
-
-    async def close(self) -> None:
-        observe("off")
-        await self._loop._writer.close()
-        await self._loop._producer.close()
-        await self._loop._sync.close()
-        self._stack.close()
-        await self._told.close()
-        self._metrics.close()
-        await self._fleet.close()
+                assert time.monotonic() < until, f"{thread.name} has not written step {self._num_steps + 1}"
+                time.sleep(0.0005)
+            assert not thread.num_lost, f"{thread.name} failed"
 
 
-async def measure(
-    config: Controller.Config, plan: Plan, folder: Path, *, rounds: int
-) -> dict[str, list[float]]:
+async def measure(folder: Path, *, rounds: int, tokens: int) -> dict[str, list[float]]:
     """Return the seconds of each side's steps by round."""
-    logs = folder / "logs"
-    record_process(logs, role="controller", rank=0)
-    fleet = await start_cluster(
-        config,
-        store=config.weights.build(dtype=config.generator.dtype),
-        check=ParityCheck(plan.parity),
-        model_spec=plan.start.spec,
-        hf_assets_path=str(plan.start.folder),
-        rubric=plan.task.rubric(seed=config.seed),
-        failure_folder=folder,
-        logs=LogSettings(folder=logs, console_level="ERROR"),
+    config = tiny()
+    assets = write_random_model(folder / "model", spec=config.model, seed=0)
+    tokenizer, ends = open_tokenizer(assets)
+    num_steps = (NUM_WARMUP_ROUNDS + rounds) * len(SIDES)
+    loop_config = config.loop
+    loop_config.num_steps = loop_config.max_empty_steps = num_steps
+    loop_config.sampling.max_tokens, loop_config.eval_every = tokens, 0
+    loop_config.groups_per_batch, loop_config.group_size = 8, 4
+    config.trainer.optimizer.lr = 0.0  # steps stay alike
+    config.trainer.lr_scheduler.warmup_steps = 0
+    config.trainer.checkpoint.enable = False
+    engine = TrainingEngine.Config(
+        optimizer=config.trainer.optimizer,
+        lr_scheduler=config.trainer.lr_scheduler,
+        training=config.trainer.training,
+        loss=config.trainer.loss,
     )
-    observed = Observed(config, fleet, plan, folder)
-    await observed.start(config, plan)
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
-    for number in range(NUM_WARMUP_ROUNDS + rounds):
-        for side in order(number):
-            took_s = await observed.step(side)
-            if number >= NUM_WARMUP_ROUNDS:
-                times[side].append(took_s)
-        if number >= NUM_WARMUP_ROUNDS:
-            took = ", ".join(f"{side} {times[side][-1]:.3f} s" for side in SIDES)
-            print(f"round {number - NUM_WARMUP_ROUNDS + 1}: {took}", flush=True)
-    await observed.close()
-    return times
+    recorded = SwitchedSpans()
+    spans.RECORDER = recorded
+    recorded.start(folder / "logs", role="controller", rank=0, timeline=spans.TimelineConfig())
+    recorder = SwitchedRecorder(folder / "rollouts.jsonl", config=RecorderConfig())
+    metrics = MetricsWriter(folder / "metrics.jsonl")
+    opened = open_sinks(SINKS, folder=folder, title="observed", num_steps=num_steps, stream=io.StringIO())
+    backend = LocalBackend(engine, spec=config.model, hf_assets_path=str(assets), device="cpu")
+    async with opened as told, backend as local:
+        with told.attempt():
+            sides = Sides(recorded=recorded, recorder=recorder, sinks=(metrics, told), told=told)
+            task = config.task.build()
+            loop: Loop = loop_config.build(
+                trainer=local,
+                publisher=local,
+                rollouts=RolloutSetup(
+                    generator=local,
+                    rewarder=LocalRewarder(rubric=task.rubric(seed=0)),
+                    renderer=make_renderer(config.renderer, tokenizer=tokenizer, stop_token_ids=ends),
+                    task=task,
+                    max_sequence_tokens=config.generator.max_model_len,
+                    seed=config.seed,
+                ),
+                sinks=[sides],
+                recorder=recorder,
+                checkpoints=StepCheckpoints(
+                    trainer=local, config=config.trainer.checkpoint, folder=str(folder / "checkpoints")
+                ),
+            )
+            await loop.run()
+    metrics.close()
+    recorded.stop()
+    return sides.times
 
 
 def order(number: int) -> list[str]:
@@ -253,7 +221,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="eight rounds")
     parser.add_argument("--rounds", type=int, help="of a step of each side; 60")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(arguments)
     rounds = args.rounds or (8 if args.quick else 60)
     if rounds < 1:
@@ -261,23 +228,11 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["TRACKIO_DIR"] = str(folder / "trackio")
-        num_steps = (NUM_WARMUP_ROUNDS + rounds) * len(SIDES)
-        config = settings(folder, tokens=args.tokens, num_steps=num_steps, threads=args.threads)
-        plan = make_plan(config)
-        times = launch.run(measure(config, plan, folder, rounds=rounds))
-        spans = read_spans(folder / "logs")
-    print(
-        json.dumps(
-            {
-                "benchmark": "observability",
-                "tokens": args.tokens,
-                "threads": args.threads,
-                "rounds": rounds,
-                "spans_per_step": round(len(spans) / (num_steps * 2 / len(SIDES))),
-                **figures(times),
-            }
-        )
-    )
+        times = asyncio.run(measure(folder, rounds=rounds, tokens=args.tokens))
+        num_spans = len(read_spans(folder / "logs"))
+    spans_per_step = round(num_spans / (2 * (NUM_WARMUP_ROUNDS + rounds)))
+    told = {"tokens": args.tokens, "rounds": rounds, "spans_per_step": spans_per_step, **figures(times)}
+    print(json.dumps({"benchmark": "observability", **told}))
 
 
 if __name__ == "__main__":
