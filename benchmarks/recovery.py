@@ -1,4 +1,4 @@
-"""Time to recover a lost process: `python -m benchmarks.recovery [--cases ...] [--repeats 3]`.
+"""Time to recover a lost process: `python -m benchmarks.recovery [--quick] [--cases ...] [--repeats 3]`.
 
 The actors of the tiny config (a trainer and a generator of two threads each, a reward process) with a random
 model. An idle process is killed by SIGKILL; measured are the seconds until
@@ -121,13 +121,16 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one repeat of a generator and a reward process")
     options = parser.parse_args()
+    if options.quick:
+        options.cases, options.repeats = ("generator", "reward"), 1
     found: dict[str, list[float]] = {}
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
             found[case] = launch.run(measure(case, options.repeats, Path(folder)))
         print(f"{case}: {', '.join(f'{s:.1f}' for s in found[case])} s", flush=True)
-    print(json.dumps(found))
+    print(json.dumps({"benchmark": "recovery", "repeats": options.repeats, "recovery_s": found}))
 
 
 if __name__ == "__main__":
