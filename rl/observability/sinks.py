@@ -212,6 +212,7 @@ class LoggerThread:
         self._thread.join(max(0.0, timeout_s))
         if not self._thread.is_alive() and not self.num_lost:
             return True
+        self._has_warned = True  # what its thread reports from now on is no news
         how = "was not done when the run ended" if self._thread.is_alive() else "has not taken everything"
         logger.warning("%s %s: it lacks %d records, which are in %s", self.name, how, self.num_lost, METRICS)
         return False

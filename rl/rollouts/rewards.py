@@ -2,9 +2,9 @@
 
 A reward function is foreign code: it may loop forever in Python (a signal interrupts it) or in C (its process
 is killed and started again), or end its process. Whatever it does, only its own call fails: one score, or those
-of a group. The process calls sync functions one at a time in its main thread; async functions overlap in an
-event loop. If the process ends while several calls are under way, each of them is repeated alone in a second
-process to find the guilty one.
+of a group. The process calls sync functions one at a time in its main thread, and has the next few at hand;
+async functions overlap in an event loop. If the process ends while several calls are under way, each of them is
+repeated alone in a second process to find the guilty one.
 
     to the process      (id, RubricCall or StatesCall)
     from the process    (0, None) once it is ready; then (id, CallResult or random states)
@@ -16,19 +16,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Concurrency, Rubric, RubricCall
 from rl.types import Rollout, Score
@@ -42,6 +43,12 @@ STATES_S = 5.0
 """Time in which the process must send its random states."""
 START_S = 120.0
 """Time in which the process must have imported the rubric's module."""
+MAX_SENT = 16
+"""Calls of sync functions that the process has at a time, so that it never waits for the next one."""
+WATCH_S = 0.02
+"""Interval in which time limits are checked."""
+AGAIN_S = 0.25
+"""Time after which a function is interrupted again; an exception is lost where Python calls a `__del__`."""
 SIGNAL = signal.SIGRTMIN + 5
 """Signal that interrupts the main thread; C libraries use the first few real-time signals themselves."""
 
@@ -99,7 +106,9 @@ class RewardProcess:
         self._process = _Child(rubric, time_limit_s)
         self._second = _Child(rubric, time_limit_s)
         """Process for calls that are repeated alone."""
-        self._sync = asyncio.Lock()
+        self._sync = asyncio.Semaphore(MAX_SENT)
+        self._turn = asyncio.Lock()
+        """Held by the sync call that the process works on, the first that was sent."""
         self._alone = asyncio.Lock()
         self._concurrency = Concurrency(max_concurrency)
         self._tasks: set[asyncio.Task[CallResult]] = set()
@@ -155,29 +164,38 @@ class RewardProcess:
             return None
 
     async def _result(self, call: RubricCall) -> CallResult:
-        slot: contextlib.AbstractAsyncContextManager[None] = self._sync
         if self.rubric.is_async(call):
-            slot = self._concurrency.slot(self.rubric.criterion(call.names[0]))
-        async with slot:
-            result = await self._attempt(call, self._process)
+            async with self._concurrency.slot(self.rubric.criterion(call.names[0])):
+                result = await self._attempt(call, self._process)
+        else:
+            async with self._sync:
+                result = await self._attempt(call, self._process, turn=self._turn)
         if result is None:
             async with self._alone:
                 result = await self._attempt(call, self._second)
         assert result is not None, "a call alone in a process has a result"
         return result
 
-    async def _attempt(self, call: RubricCall, process: _Child) -> CallResult | None:
-        """Make a call in a process; return None if the process ended, perhaps because of another call."""
+    async def _attempt(
+        self, call: RubricCall, process: _Child, *, turn: asyncio.Lock | None = None
+    ) -> CallResult | None:
+        """Make a call in a process; return None if the process ended, perhaps because of another call.
+
+        The call's time begins with its turn.
+        """
         if not self._closed:
             await process.start()
         if self._closed:
             raise RunError("the reward process was closed")
         answer = process.send(call)
-        await asyncio.wait({answer}, timeout=self.time_limit_s * len(call.rollouts))
-        if not answer.done():  # the second wait also lets this event loop, if it was busy, read the answer
-            await asyncio.wait({answer}, timeout=self.grace_s)
-        if overdue := not answer.done():
-            process.kill()
+        async with turn or contextlib.nullcontext():
+            await asyncio.wait({answer}, timeout=self.time_limit_s * len(call.rollouts))
+            if (
+                not answer.done()
+            ):  # the second wait also lets this event loop, if it was busy, read the answer
+                await asyncio.wait({answer}, timeout=self.grace_s)
+            if overdue := not answer.done():
+                process.kill()
         try:
             result: CallResult = await answer
             return result
@@ -311,46 +329,72 @@ def _write(link: Connection, outgoing: SimpleQueue[tuple[int, Any] | None]) -> N
 def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: float) -> list[Score]:
     """Score a problem's rollouts in this process with time limits; in the main thread only (a signal)."""
     calls = rubric.calls(group)
-    results = [
-        run_now(rubric.async_result(call, time_limit_s=time_limit_s))
-        if rubric.is_async(call)
-        else _result_within(rubric, call, time_limit_s=time_limit_s)
-        for call in calls
-    ]
+    with _MainThreadLimit() as limit:
+        results = [
+            run_now(rubric.async_result(call, time_limit_s=time_limit_s))
+            if rubric.is_async(call)
+            else _result_within(rubric, call, time_limit_s=time_limit_s, limit=limit)
+            for call in calls
+        ]
     return rubric.scores(group, calls, results)
 
 
-def _result_within(rubric: Rubric, call: RubricCall, *, time_limit_s: float) -> CallResult:
+def _result_within(
+    rubric: Rubric, call: RubricCall, *, time_limit_s: float, limit: _MainThreadLimit
+) -> CallResult:
     try:
-        with _main_thread_limit(time_limit_s * len(call.rollouts)):
-            return rubric.result(call)
+        return limit.call(lambda: rubric.result(call), limit_s=time_limit_s * len(call.rollouts))
     except TimeLimitError:
         return call.too_long(time_limit_s)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
 
 
-@contextmanager
-def _main_thread_limit(limit_s: float) -> Iterator[None]:
-    """Raise TimeLimitError in the block, which the main thread runs, after `limit_s`.
+class _MainThreadLimit:
+    """Context in which calls by the main thread have time limits.
 
     A thread sends the signal, because the process has a single alarm and reward functions use it: math-verify
     sets and clears the alarm at each parse. Code that stays in C is interrupted only when it returns to Python.
     """
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise TimeLimitError
+    def __init__(self) -> None:
+        self._ends_at = math.inf
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="time limit", daemon=True)
 
-    timer = threading.Timer(limit_s, signal.pthread_kill, (threading.main_thread().ident, SIGNAL))
-    timer.daemon = True
-    handler = signal.signal(SIGNAL, interrupt)
-    try:
-        timer.start()
-        yield
-    finally:
-        signal.signal(SIGNAL, signal.SIG_IGN)
-        timer.cancel()
-        timer.join()
-        signal.signal(SIGNAL, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
+    def __enter__(self) -> Self:
+        self._handler = signal.signal(SIGNAL, self._interrupt)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+        signal.signal(SIGNAL, self._handler)
+
+    def call(self, function: Callable[[], CallResult], *, limit_s: float) -> CallResult:
+        """Return the function's result, or raise TimeLimitError after `limit_s`."""
+        try:
+            try:
+                self._ends_at = time.monotonic() + limit_s
+                return function()
+            finally:
+                self._ends_at = math.inf
+        finally:  # the signal may arrive within the line above
+            self._ends_at = math.inf
+
+    def _watch(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while not self._closed.wait(WATCH_S):
+            if time.monotonic() >= self._ends_at:
+                signal.pthread_kill(main, SIGNAL)
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now >= self._ends_at:  # not if another call has begun since the signal was sent
+            self._ends_at = now + AGAIN_S
+            raise TimeLimitError
 
 
 def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
@@ -381,9 +425,10 @@ def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
 
     threading.Thread(target=_receive, args=(link, take), daemon=True).start()
     send(0, None)
-    while True:
-        call_id, call = calls.get()
-        send(call_id, _result_within(rubric, call, time_limit_s=time_limit_s))
+    with _MainThreadLimit() as limit:
+        while True:
+            call_id, call = calls.get()
+            send(call_id, _result_within(rubric, call, time_limit_s=time_limit_s, limit=limit))
 
 
 def _receive(link: Connection, take: Callable[[int, Any], None]) -> None:

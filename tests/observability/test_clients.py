@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import wandb
 
 from rl.observability.sinks import SinksConfig, WandbConfig, check_sinks
 from tests.support.wandb_server import PlayedServer
@@ -27,6 +28,7 @@ def test_online_mode_without_a_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"there is no key for W&B. Run `wandb login`, set WANDB_API_KEY"):
         check_sinks(SinksConfig(wandb=WandbConfig(enable=True, mode="online")))
+    wandb.teardown()  # its service process would live until this one exits
 
 
 WANDB = """
