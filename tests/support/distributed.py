@@ -11,19 +11,24 @@ it takes each of them 3 s otherwise.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 EXIT_S = 5.0
 """Time for ranks to exit by themselves after they have answered or closed their pipe."""
+STACKS_S = 5.0
+"""Time before the timeout at which ranks that still run write their stacks."""
 _PRELOADED = ["rl.training.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 
 
@@ -33,8 +38,15 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     Raises:
         RuntimeError: with the traceback of the first rank that raised, or the exit code of the one that died; the
             others are killed.
-        TimeoutError: naming the ranks that had not answered.
+        TimeoutError: naming the ranks that had not answered, with their stacks.
     """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
+        return _run_ranks(function, num_ranks, args, timeout_s=timeout_s, stacks=Path(stacks))
+
+
+def _run_ranks(
+    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], *, timeout_s: float, stacks: Path
+) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     port = free_port()
@@ -43,14 +55,22 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     try:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
+            stacks_of_rank = (stacks / f"{rank}.txt", timeout_s - STACKS_S)
             process: BaseProcess = context.Process(
-                target=_child, args=(function, args, rank, num_ranks, port, theirs), daemon=True
+                target=_child,
+                args=(function, args, rank, num_ranks, port, theirs, stacks_of_rank),
+                daemon=True,
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        results = _collect(pipes, processes, name=function.__name__, timeout_s=timeout_s)
+        try:
+            results = _collect(pipes, processes, name=function.__name__, timeout_s=timeout_s)
+        except TimeoutError as error:
+            for file in sorted(stacks.iterdir()):
+                error.add_note(f"rank {file.stem}:\n{file.read_text()}")
+            raise
         for process in processes:
             process.join(EXIT_S)  # Killed ranks would leave their semaphores in /dev/shm.
         return results
@@ -92,7 +112,10 @@ def _child(
     num_ranks: int,
     port: int,
     pipe: Connection,
+    stacks: tuple[Path, float],
 ) -> None:
+    file, after_s = stacks
+    faulthandler.dump_traceback_later(after_s, file=file.open("w"))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {
         "RANK": str(rank),
