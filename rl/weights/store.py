@@ -9,17 +9,7 @@
     await store.prune()                                      # controller, after all of them
 
 A version is a snapshot: it is published under a new key, readable once it is announced, never overwritten,
-and deleted only when nothing reads it. Trainer and generator may be sharded differently.
-
-How a weight gets from the trainer's optimizer into vLLM:
-
-    actors/trainer.py          `push_model_state_dict` hands the sharded model to `WeightStore.push`
-    rl/weights/store.py        this file: the order of the calls, deadlines, errors
-    rl/weights/plan.py         a rank's tensors as boxes; at a pull, the stored boxes cut to the reader's own
-    rl/weights/transport.py    copies boxes into shared memory, messages, RDMA or files, and out
-    rl/weights/volume.py       the actors behind it: volumes keep the boxes, the index knows the versions
-    actors/generator.py        `pull_model_state_dict` waits for a turn between two engine steps, then pulls
-    actors/vllm/core.py        `weights()`: the parameters of the model inside vLLM, written in place
+and deleted only when nothing reads it. Trainer and generator may be sharded differently. docs/architecture.md draws the way of a weight.
 
 Push and pull return checksums of what was sent and of what then was there, for `rl.weights.checksum.check_sums`.
 """
