@@ -84,7 +84,7 @@ def test_calls_beyond_the_configured_number_end_the_episode():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(400)
 def test_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
     short = {
         "warmup.num_steps": "2", "loop.num_steps": "1", "loop.groups_per_batch": "2", "loop.group_size": "2",
@@ -99,7 +99,7 @@ def test_short_run_with_real_actors_ends_with_its_metrics(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     records = read_metrics(tmp_path / "short" / "metrics.jsonl")

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MOST_S = 180
+MOST_S = 300
 
 
 def read(name):

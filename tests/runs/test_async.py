@@ -37,7 +37,8 @@ def test_task_of_three_turns_trains_one_step_off_policy(tmp_path: Path) -> None:
     """`make curves` shows that it learns."""
     run = run_to_the_end(
         tmp_path, "turns", "--module", "alphabet_sort", "--config", "tiny_noise", "--warmup.num_steps", "10",
-        "--loop.num_steps", "4", "--loop.eval_every", "0", "--loop.max_off_policy_steps", "1",
+        "--loop.num_steps", "4", "--loop.groups_per_batch", "8", "--loop.eval_every", "0",
+        "--loop.max_off_policy_steps", "1",
         "--generator.on_update", "keep", "--trainer.num_threads", "1", "--generator.num_threads", "1",
         limit_s=300,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from rl.training.checkpoint_files import read_state, saved_steps
 from rl.types import LoopPosition
 from tests.support.runs import SHORT, run_to_the_end
 
-pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(450)]
 
 
 def checkpoint(**fields):
@@ -20,7 +20,7 @@ def test_continued_run_takes_the_steps_of_an_uninterrupted_one(tmp_path):
     whole = run_to_the_end(
         tmp_path, "whole", *SHORT, "--loop.num_steps", "4",
         *checkpoint(folder=elsewhere, interval=2, async_mode="async", create_seed_checkpoint=True),
-        limit_s=110,
+        limit_s=200,
     )  # fmt: skip
     assert whole.status == 0, whole.output
     assert f"{elsewhere}/step-4" in whole.output
@@ -36,7 +36,7 @@ def test_continued_run_takes_the_steps_of_an_uninterrupted_one(tmp_path):
         *checkpoint(initial_load_path=elsewhere, load_step=2, initial_load_model_only=False),
         *checkpoint(last_save_model_only=True, last_save_in_hf=False),
         "--weights.transport", "files",
-        limit_s=110,
+        limit_s=200,
     )  # fmt: skip
     assert rest.status == 0, rest.output
     assert [record["step"] for record in rest.steps] == [3, 4]

@@ -14,11 +14,11 @@ RUN_LIMIT_S = 8 * 60
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mixture_trains_and_generates_with_a_bias_that_balances_its_load(tmp_path: Path) -> None:
-    """The bias moves in each of the 20 warm-up steps and the 4 steps of the run, and reaches the generator."""
+    """The bias moves in each of the 10 warm-up steps and the 4 steps of the run, and reaches the generator."""
     run = run_to_the_end(
         tmp_path, "mixture", "--config", "tiny_moe", "--trainer.experts.load_balance_rate", "0.001",
-        "--warmup.num_steps", "20", "--loop.num_steps", "4", "--loop.eval_every", "0",
-        "--task.reward", "noise",
+        "--warmup.num_steps", "10", "--loop.num_steps", "4", "--loop.eval_every", "0",
+        "--loop.groups_per_batch", "8", "--task.reward", "noise",
         limit_s=RUN_LIMIT_S,
     )  # fmt: skip
     assert run.status == 0, run.output

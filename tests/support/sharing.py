@@ -10,24 +10,15 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-ONE_PROCESS = {
-    "actors": "actors",
-    "weights": "weights",
-    **dict.fromkeys(("examples", "runs"), "runs"),
-    "tinker": "tinker",
-}
-"""Worker group by path prefix in tests/: these tests share engines and actors, or would start too many at
-once."""
+ONE_PROCESS = ("actors", "weights", "tinker")
+"""Folders of tests whose files share engines and actors, or would start too many at once."""
 
 
 def kept_together(nodeid: str) -> str:
     """Return the name of the group that the test runs in."""
     file = nodeid.partition("::")[0]
-    place = file.removeprefix("tests/")
-    for folder, name in ONE_PROCESS.items():
-        if f"{place}/".startswith(f"{folder}/"):
-            return name
-    return file
+    folder = file.removeprefix("tests/").partition("/")[0]
+    return folder if folder in ONE_PROCESS else file
 
 
 class Scheduling(LoadScopeScheduling):
