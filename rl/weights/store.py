@@ -9,7 +9,8 @@
     await store.prune()                                      # controller, after all of them
 
 A version is a snapshot: it is published under a new key, readable once it is announced, never overwritten,
-and deleted only when nothing reads it. Trainer and generator may be sharded differently. docs/architecture.md draws the way of a weight.
+and deleted only when nothing reads it. Trainer and generator may be sharded differently.
+A drawing of the whole way is in docs/architecture.md.
 
 Push and pull return checksums of what was sent and of what then was there, for `rl.weights.checksum.check_sums`.
 """
