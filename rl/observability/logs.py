@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from rl.utils.errors import optional_write
 from rl.utils.files import AppendFile
 
 OUR_PACKAGES = ("rl", "actors", "losses", "configs", "__main__")
@@ -62,7 +63,7 @@ def setup_logging(
     handlers: list[logging.Handler] = [printed]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        handlers.append(_FileHandler(folder / f"{role}-{rank}.log", console=printed))
+        handlers.append(_FileHandler(folder / f"{role}-{rank}.log"))
     root = logging.getLogger()
     level, hook, thread_hook = root.level, sys.excepthook, threading.excepthook
     for handler in handlers:
@@ -114,27 +115,16 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Handler that appends to a file; if the disk is full, records are lost and the console says so once."""
+    """Handler that appends to a file; records that the disk refuses are lost, and a warning says so once."""
 
-    def __init__(self, path: Path, *, console: logging.Handler) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = AppendFile(path)
-        self._console = console
-        self._fails = False
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._file.append(self.format(record) + "\n")
-            self._fails = False
-        except OSError as error:
-            if not self._fails:
-                text = (
-                    f"{self._file.path} was not written: {error.strerror or error}; the run goes on, and later "
-                    "records are written if they fit"
-                )
-                fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
-                self._console.handle(logging.makeLogRecord(fields))
-            self._fails = True
+            with optional_write(self._file.path):
+                self._file.append(self.format(record) + "\n")
         except Exception:  # noqa: BLE001  (a record that cannot be formatted; every logging handler does this)
             self.handleError(record)
 

@@ -9,8 +9,7 @@ Two files of a run's logs hold the recording of a process:
 - `state/<role>-<rank>.json`: the spans that are open. The file is one JSON object padded to a fixed size and
   rewritten in place by one system call whenever a span begins or ends, so other processes can read it at any
   time, also when the process is stopped or dead, and on a full disk.
-- `spans/<role>-<rank>.jsonl`: the spans that have ended, one Chrome trace event a line. Lines wait up to 0.25 s
-  for each other while other spans are open.
+- `spans/<role>-<rank>.jsonl`: the spans that have ended, one Chrome trace event a line.
 
 `rl.observability.span_reader` reads both.
 """
@@ -51,7 +50,6 @@ MAX_OPEN_NAMES = 12
 """Names of open spans that the state file lists; the oldest are kept."""
 MAX_NAME_CHARACTERS = 100
 MAX_ERROR_CHARACTERS = 200
-BUFFER_S = 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -69,48 +67,13 @@ class TimelineConfig:
         check_bounds(self, "max_megabytes", at_least=0.1, below=math.inf)
 
 
-class SpanLog:
-    """Append-only file of the ended spans of one process. The caller holds a lock."""
-
-    def __init__(self, path: Path, *, max_bytes: int) -> None:
-        """Create the file or continue it; raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines: list[str] = []
-        self._flushed_s = -math.inf
-        self._file = BoundedFile(path, max_bytes=max_bytes)
-        # An earlier process may have been killed in the middle of a line.
-        self._file.append("\n" if path.exists() else "")
-
-    def add(
-        self, name: str, *, start_s: float, end_s: float, version: int | None, error: str | None, more: bool
-    ) -> None:
-        """Add a span that has ended, with times in seconds since 1970.
-
-        Args:
-            more: other spans are open, so that another call will follow.
-        """
-        args = f'"version": {version}' if version is not None else ""
-        if error is not None:
-            args += f'{", " if args else ""}"error": {json.dumps(error)}'
-        self._lines.append(
-            f'{{"ph": "X", "name": {quote(name)}, "ts": {start_s * 1e6:.0f}, '
-            f'"dur": {(end_s - start_s) * 1e6:.1f}, "args": {{{args}}}}}\n'
-        )
-        if not more or end_s - self._flushed_s > BUFFER_S:
-            self.flush()
-            self._flushed_s = end_s
-
-    def flush(self) -> None:
-        """Hand the buffered lines to the kernel; lines that a full disk refuses are lost."""
-        text, self._lines = "".join(self._lines), []
-        if text:
-            with contextlib.suppress(OSError):
-                self._file.append(text)
-
-    def close(self) -> None:
-        """Flush and close the file. Idempotent."""
-        self.flush()
-        self._file.close()
+def open_span_file(path: Path, *, max_bytes: int) -> BoundedFile:
+    """Create the file of a process's ended spans, or continue it; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = BoundedFile(path, max_bytes=max_bytes)
+    # An earlier process may have been killed in the middle of a line.
+    file.append("\n" if path.exists() else "")
+    return file
 
 
 class _OpenSpan(NamedTuple):
@@ -125,7 +88,9 @@ class SpanRecorder:
     the wall clock changes no duration.
     """
 
-    def __init__(self, *, log: SpanLog | None = None, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, log: BoundedFile | None = None, wall_clock: Callable[[], float] = time.time
+    ) -> None:
         """`log` receives the ended spans, until `start` or `stop`."""
         self.log = log
         self.on_begin: Callable[[str], None] | None = None
@@ -135,8 +100,8 @@ class SpanRecorder:
         self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
         self._numbers = itertools.count()
         self._policy_version: int | None = None
-        self._failed = "null"
-        self._head = ""
+        self._failed: dict[str, Any] | None = None
+        self._head: dict[str, Any] = {}
         self._file: Path | None = None
         self._descriptor: int | None = None
         self._num_writes = 0
@@ -150,7 +115,7 @@ class SpanRecorder:
         file.parent.mkdir(parents=True, exist_ok=True)
         process = identify(os.getpid())
         assert process is not None
-        head = {
+        head: dict[str, Any] = {
             "role": role,
             "rank": rank,
             "host": socket.gethostname(),
@@ -163,7 +128,7 @@ class SpanRecorder:
             if self._file is not None and self._file != file:
                 self._file.unlink(missing_ok=True)  # a process has one name at a time
             self._file = file
-            self._head = json.dumps(head)[1:-1]
+            self._head = head
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, STATE_BYTES)
             self._write_state(self._now_s())
@@ -199,19 +164,19 @@ class SpanRecorder:
             if not same_name:
                 del self._open[name]
             if message is not None:
-                self._failed = json.dumps(
-                    {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
-                )
+                self._failed = {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
             self._write_state(end_s)
             if self.log is not None:
-                self.log.add(
-                    name,
-                    start_s=ended.start_s,
-                    end_s=end_s,
-                    version=ended.version,
-                    error=message,
-                    more=bool(self._open),
-                )
+                args = {"version": ended.version, "error": message}
+                event = {
+                    "ph": "X",
+                    "name": name,
+                    "ts": round(ended.start_s * 1e6),
+                    "dur": round((end_s - ended.start_s) * 1e6, 1),
+                    "args": {key: value for key, value in args.items() if value is not None},
+                }
+                with contextlib.suppress(OSError):  # a full disk loses spans
+                    self.log.append(json.dumps(event) + "\n")
 
     def _now_s(self) -> float:
         return time.monotonic() + self._offset_s
@@ -223,22 +188,23 @@ class SpanRecorder:
         spans = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             oldest = next(iter(same_name.values()))
-            spans.append(
-                f'{{"name": {quote(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
-                f'"version": {_or_null(oldest.version)}, "since_s": {oldest.start_s:.3f}}}'
-            )
-        while len(state := self._state(spans, now_s)) > STATE_BYTES:
+            since_s = round(oldest.start_s, 3)
+            name = name[:MAX_NAME_CHARACTERS]
+            spans.append({"name": name, "num": len(same_name), "version": oldest.version, "since_s": since_s})
+        # A reader that finds two different numbers has read during a write.
+        state = {
+            "write": self._num_writes,
+            **self._head,
+            "policy_version": self._policy_version,
+            "failed": self._failed,
+            "changed_s": round(now_s, 3),
+            "open": spans,
+            "end": self._num_writes,
+        }
+        while len(text := json.dumps(state).encode()) > STATE_BYTES:
             spans.pop()
         with contextlib.suppress(OSError):  # a run goes on without its recording
-            os.pwrite(self._descriptor, state.ljust(STATE_BYTES - 1) + b"\n", 0)
-
-    def _state(self, spans: list[str], now_s: float) -> bytes:
-        # A reader that finds two different numbers has read during a write.
-        return (
-            f'{{"write": {self._num_writes}, {self._head}, "policy_version": {_or_null(self._policy_version)}, '
-            f'"failed": {self._failed}, "changed_s": {now_s:.3f}, '
-            f'"open": [{", ".join(spans)}], "end": {self._num_writes}}}'
-        ).encode()
+            os.pwrite(self._descriptor, text.ljust(STATE_BYTES - 1) + b"\n", 0)
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -283,23 +249,13 @@ class span:  # noqa: N801  (used like a function)
         return recorded
 
 
-@functools.lru_cache(maxsize=1024)
-def quote(name: str) -> str:
-    """Return the name as JSON; spans have few names."""
-    return json.dumps(name)
-
-
-def _or_null(value: int | None) -> int | str:
-    return "null" if value is None else value
-
-
 def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR_CHARACTERS]
 
 
-def _open_log(path: Path, timeline: TimelineConfig) -> SpanLog | None:
+def _open_log(path: Path, timeline: TimelineConfig) -> BoundedFile | None:
     try:
-        return SpanLog(path, max_bytes=int(timeline.max_megabytes * 1e6))
+        return open_span_file(path, max_bytes=int(timeline.max_megabytes * 1e6))
     except OSError as error:
         logger.warning("%s: spans are not recorded: %s", path, error.strerror or error)
         return None

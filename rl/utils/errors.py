@@ -52,9 +52,11 @@ def optional_write(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if path not in _FAILING:
-            logger.warning("%s was not written: %s; the run goes on", path, error.strerror or error)
+        is_new = path not in _FAILING
         _FAILING.add(path)
+        if is_new:  # the path may be that of the log, which then refuses the warning too, or takes it
+            logger.warning("%s was not written: %s; the run goes on", path, error.strerror or error)
+            _FAILING.add(path)
     else:
         _FAILING.discard(path)
 

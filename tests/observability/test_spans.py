@@ -10,7 +10,7 @@ import pytest
 
 from rl.observability import spans as spans_module
 from rl.observability.span_reader import read_spans, read_state, read_states
-from rl.observability.spans import SPANS_FOLDER, STATE_BYTES, SpanLog, SpanRecorder, TimelineConfig, span
+from rl.observability.spans import STATE_BYTES, SpanRecorder, TimelineConfig, open_span_file, span
 from tests.support.disks import on_small_disk
 
 
@@ -29,11 +29,12 @@ def open_spans(file):
 
 
 def span_log(logs, *, role="trainer", rank=0, max_bytes=1 << 20):
-    return SpanLog(logs / SPANS_FOLDER / f"{role}-{rank}.jsonl", max_bytes=max_bytes)
+    return open_span_file(logs / "spans" / f"{role}-{rank}.jsonl", max_bytes=max_bytes)
 
 
-def add(log, name, *, start_s=1.0, end_s=2.0, version=None, error=None, more=False):
-    log.add(name, start_s=start_s, end_s=end_s, version=version, error=error, more=more)
+def add(log, name, *, start_s=1.0, end_s=2.0):
+    event = {"ph": "X", "name": name, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6, "args": {}}
+    log.append(json.dumps(event) + "\n")
 
 
 def names(logs):
@@ -153,23 +154,10 @@ def test_ended_spans_are_read_back_by_start_with_process_version_and_error(tmp_p
     assert times == sorted(times)
 
 
-def test_last_spans_are_on_the_disk_while_the_process_is_idle(tmp_path):
-    log = span_log(tmp_path)
-    add(log, "forward_backward", start_s=1.0, end_s=2.0, more=True)  # the first span is written at once
-    add(log, "pack", start_s=2.1, end_s=2.2, more=True)
-    assert names(tmp_path) == ["forward_backward"]
-    add(log, "optim_step", start_s=2.2, end_s=2.24, more=False)
-    assert names(tmp_path) == ["forward_backward", "pack", "optim_step"]
-    add(log, "push", start_s=2.3, end_s=2.4, more=True)
-    assert names(tmp_path)[-1] == "optim_step"
-    add(log, "pull", start_s=2.4, end_s=2.5, more=True)  # 0.25 s after the last write
-    assert names(tmp_path)[-2:] == ["push", "pull"]
-
-
 def test_damaged_lines_are_skipped_and_the_next_process_continues_the_file(tmp_path):
     log = span_log(tmp_path)
     add(log, "push")
-    path = tmp_path / SPANS_FOLDER / "trainer-0.jsonl"
+    path = tmp_path / "spans" / "trainer-0.jsonl"
     with path.open("ab") as torn:
         torn.write(b'[]\n3\n{"name": "push"}\n\xff\n{"name": "forward_backward", "ts": 17640')
     assert names(tmp_path) == ["push"]
