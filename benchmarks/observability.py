@@ -38,16 +38,10 @@ from rl.loop.state import StepCheckpoints
 from rl.models.hf import write_random_model
 from rl.models.tokenizer import open_tokenizer
 from rl.observability import spans
+from rl.observability.loggers import TensorBoardConfig, TrackioConfig, WandbConfig
 from rl.observability.metrics import MetricsWriter, Record, Sink
 from rl.observability.recorder import Recorder, RecorderConfig
-from rl.observability.sinks import (
-    RunSinks,
-    SinksConfig,
-    TensorBoardConfig,
-    TrackioConfig,
-    WandbConfig,
-    open_sinks,
-)
+from rl.observability.sinks import RunSinks, SinksConfig, open_sinks
 from rl.observability.span_reader import read_spans
 from rl.rollouts.group import Group, RolloutId
 from rl.rollouts.renderer import make_renderer

@@ -214,7 +214,7 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
         fields = ", ".join(f"--{child.path}" for child in children(entry.value, prefix=f"{entry.path}."))
         off = f"; --{entry.path} None turns it off" if entry.optional else ""
         raise ConfigError(f"--{entry.path}: has fields of its own: {fields}{off}")
-    if _is_bool(entry):
+    if type_name(entry.annotation) in ("bool", "bool | None"):
         values = [value.capitalize() for value in values] or ["True"]
     holder = dataclasses.make_dataclass("Holder", [("value", entry.annotation)])
     # One value is joined by "=", so that it may start with a dash.
@@ -225,10 +225,6 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
     except SystemExit:
         given = " ".join(values) or "nothing"
         raise ConfigError(f"--{entry.path}: {given!r} is not of type {type_name(entry.annotation)}") from None
-
-
-def _is_bool(entry: ConfigEntry) -> bool:
-    return entry.kind == "leaf" and type_name(entry.annotation) in ("bool", "bool | None")
 
 
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:

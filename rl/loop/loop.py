@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -111,12 +111,6 @@ class RolloutSetup:
         return worker, evaluator
 
 
-class Watch(Protocol):
-    """Shows that something long is running."""
-
-    def __call__(self, title: str, /) -> AbstractContextManager[object]: ...
-
-
 class LogprobMismatchError(RunError):
     """Trainer and generator disagree about the logprobs of on-policy tokens."""
 
@@ -136,7 +130,7 @@ class Loop(Configurable):
         checkpoints: StepCheckpoints,
         sinks: Sequence[Sink],
         recorder: Recorder | None = None,
-        watch: Watch = nullcontext,
+        watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
         state: LoopState | None = None,
         proximal_logprobs: bool = False,
         stop: StopRequest | None = None,
@@ -144,7 +138,7 @@ class Loop(Configurable):
         """
         Args:
             recorder: writes the rollouts of every batch and evaluation.
-            watch: shows evaluations while they run.
+            watch: shows the title of an evaluation while it runs.
             state: the state of an earlier loop to continue from; the trainer has the weights of its step.
             proximal_logprobs: the loss needs the logprobs from before a step's first update
                 (`losses.types.uses_proximal_logprobs`).

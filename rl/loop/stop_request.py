@@ -28,7 +28,8 @@ class StopRequest:
         self._describe: Callable[[], str] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
-        self._was_asked = False
+        self.was_asked = False
+        """True once a stop was requested."""
 
     @contextmanager
     def listening(self, describe: Callable[[], str]) -> Iterator[None]:
@@ -41,20 +42,16 @@ class StopRequest:
 
     def ask(self) -> bool:
         """Request a stop from a signal handler of the loop's thread; return True if the loop will stop."""
-        if self._describe is None or self._loop is None or self._was_asked:
+        if self._describe is None or self._loop is None or self.was_asked:
             return False
-        self._was_asked = True
+        self.was_asked = True
         # A signal may interrupt a print, so the message is printed later.
         self._loop.call_soon_threadsafe(self._begin)
         return True
 
-    @property
-    def was_asked(self) -> bool:
-        return self._was_asked
-
     def check(self) -> None:
         """Raise StopRequestedError if a stop was requested."""
-        if self._was_asked:
+        if self.was_asked:
             raise StopRequestedError
 
     async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:

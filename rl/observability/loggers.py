@@ -1,17 +1,20 @@
-"""Clients of TensorBoard, Weights & Biases and trackio. All calls of one logger come from one thread."""
+"""Configs and clients of TensorBoard, Weights & Biases and trackio. All calls of one logger come from one thread."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rl.config.effect import only_if
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from rl.observability.sinks import TrackioConfig, WandbConfig
+_ENABLED = only_if("enable", True)
 
 
 class MetricsLogger(Protocol):
@@ -30,6 +33,14 @@ class MetricsLogger(Protocol):
     def close(self, *, failed: bool) -> None:
         """Release everything. Idempotent."""
         ...
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorBoardConfig:
+    """Event files for `tensorboard --logdir outputs`, in tensorboard/ of the run's folder."""
+
+    enable: bool = False
+    """Write the event files; needs the extra `sinks`."""
 
 
 class TensorBoardLogger:
@@ -60,6 +71,33 @@ class TensorBoardLogger:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+def _check_project(project: str) -> None:
+    if not project or set(project) & set("/\\#?%:"):
+        raise ValueError(f"project={project!r}: must be a name without / \\ # ? % or :")
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    enable: bool = False
+    """Log to W&B; needs the extra `sinks`."""
+    mode: Literal["offline", "online"] = field(default="offline", metadata=_ENABLED)
+    """offline: write to wandb/ of the run's folder, without network, for a later `wandb sync`; online: send to
+    the server during the run, with the key of `wandb login` or WANDB_API_KEY."""
+    project: str = field(default="relay", metadata=_ENABLED)
+    """Project of the run."""
+    entity: str | None = field(default=None, metadata=_ENABLED)
+    """Team or user; None means the key's default."""
+    group: str | None = field(default=None, metadata=_ENABLED)
+    """Group of runs that are shown together."""
+    tags: tuple[str, ...] = field(default=(), metadata=_ENABLED)
+    """Tags of the run."""
+
+    def __post_init__(self) -> None:
+        _check_project(self.project)
 
 
 class WandbLogger:
@@ -138,6 +176,22 @@ class WandbLogger:
         finally:
             if wandb.run is None:  # no other run of this process needs W&B's service
                 wandb.teardown()
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackioConfig:
+    """Trackio, a local dashboard: `trackio show`."""
+
+    enable: bool = False
+    """Write to trackio's database on this machine, in the folder TRACKIO_DIR or the cache of Hugging Face;
+    needs the extra `sinks`."""
+    project: str = field(default="relay", metadata=_ENABLED)
+    """Project of the run."""
+    group: str | None = field(default=None, metadata=_ENABLED)
+    """Group of runs that are shown together."""
+
+    def __post_init__(self) -> None:
+        _check_project(self.project)
 
 
 class TrackioLogger:

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,13 +215,16 @@ class RunLimits:
         return {name: min(1.0, share) for name, share in shares.items() if share is not None}
 
     def _decode(self, record: Record) -> float | None:
-        drawn, context = record.get("perf/generated_tokens_per_s"), _value(record, "completion/context_mean")
+        drawn, context = (
+            record.get("perf/generated_tokens_per_s"),
+            reduced(record.get("completion/context_mean")),
+        )
         if not (isinstance(drawn, Mean) and drawn.sum > 0 and drawn.count > 0) or context is None:
             return None
         tokens, busy_s = drawn.sum / self.num_replicas, drawn.count
         steps = tokens / self.most_running
         if self.waits_for_the_longest:
-            steps = max(steps, _value(record, "completion/tokens_max") or 0.0)
+            steps = max(steps, reduced(record.get("completion/tokens_max")) or 0.0)
         prompts = record.get("prompt/tokens_mean")
         prompt_tokens = prompts.sum if isinstance(prompts, Mean) else 0.0
         computed = tokens + prompt_tokens / self.num_samples / self.num_replicas
@@ -234,14 +237,14 @@ class RunLimits:
         return least_s * self.num_replicas / self.num_generator_ranks / busy_s
 
     def _train(self, record: Record) -> float | None:
-        context, train_s = record.get("packing/context_mean"), _value(record, "time/train_s")
+        context, train_s = record.get("packing/context_mean"), reduced(record.get("time/train_s"))
         if not isinstance(context, Mean) or not context.count or not train_s:
             return None
         flops = self.trained.training_flops(tokens=context.count, attended=context.sum)
         return flops / self.trainer.flops_per_s / self.num_trainer_ranks / train_s
 
     def _sync(self, record: Record) -> float | None:
-        took_s = sum(_value(record, f"time/{name}_s") or 0.0 for name in ("push", "pull"))
+        took_s = sum(reduced(record.get(f"time/{name}_s")) or 0.0 for name in ("push", "pull"))
         if not took_s:
             return None
         num_bytes = self.sampled.parameters * self.itemsize
@@ -253,18 +256,14 @@ class RunLimits:
 
 
 def _idle(record: Record, *, shares_devices: bool) -> float | None:
-    step_s = _value(record, "time/step_s")
-    idle_s = [_value(record, f"time/{role}_idle_s") for role in ("trainer", "generator")]
+    step_s = reduced(record.get("time/step_s"))
+    idle_s = [reduced(record.get(f"time/{role}_idle_s")) for role in ("trainer", "generator")]
     known = [seconds for seconds in idle_s if seconds is not None]
     if not (known and step_s):
         return None
     if shares_devices:  # each is busy only while the other is not
         return max(0.0, sum(known) / step_s - (len(known) - 1))
     return sum(known) / len(known) / step_s
-
-
-def _value(record: Mapping[str, object], name: str) -> float | None:
-    return reduced(record.get(name))  # type: ignore[arg-type]
 
 
 class LimitSink:
@@ -278,7 +277,7 @@ class LimitSink:
 
     def write(self, record: Record) -> None:
         if "time/step_s" in record:
-            shares, version = self._limits.of_step(record), _value(record, "sync/version")
+            shares, version = self._limits.of_step(record), reduced(record.get("sync/version"))
             if version == self._published:
                 shares.pop("limit/sync", None)  # the sync of an earlier step
             self._published = version

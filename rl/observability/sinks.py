@@ -25,13 +25,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
-from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console, ConsoleConfig, make_console
-from rl.observability.loggers import MetricsLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from rl.observability.loggers import (
+    MetricsLogger,
+    TensorBoardConfig,
+    TensorBoardLogger,
+    TrackioConfig,
+    TrackioLogger,
+    WandbConfig,
+    WandbLogger,
+)
 from rl.observability.metrics import Record, read_metrics, reduced
 from rl.observability.run_folder import METRICS, TENSORBOARD
 from rl.observability.spans import span
@@ -46,58 +53,11 @@ FINISH_SHARE = 0.8
 """Part of `close_s` that W&B may use, so that it can still end in order."""
 CANCELLED_CLOSE_S = 2.0
 """Time to close after a second Ctrl-C."""
-_ENABLED = only_if("enable", True)
 
 logger = logging.getLogger(__name__)
 
 
 # Config
-
-
-@dataclass(kw_only=True, slots=True)
-class TensorBoardConfig:
-    """Event files for `tensorboard --logdir outputs`, in tensorboard/ of the run's folder."""
-
-    enable: bool = False
-    """Write the event files; needs the extra `sinks`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class WandbConfig:
-    """Weights & Biases."""
-
-    enable: bool = False
-    """Log to W&B; needs the extra `sinks`."""
-    mode: Literal["offline", "online"] = field(default="offline", metadata=_ENABLED)
-    """offline: write to wandb/ of the run's folder, without network, for a later `wandb sync`; online: send to
-    the server during the run, with the key of `wandb login` or WANDB_API_KEY."""
-    project: str = field(default="relay", metadata=_ENABLED)
-    """Project of the run."""
-    entity: str | None = field(default=None, metadata=_ENABLED)
-    """Team or user; None means the key's default."""
-    group: str | None = field(default=None, metadata=_ENABLED)
-    """Group of runs that are shown together."""
-    tags: tuple[str, ...] = field(default=(), metadata=_ENABLED)
-    """Tags of the run."""
-
-    def __post_init__(self) -> None:
-        _check_project(self.project)
-
-
-@dataclass(kw_only=True, slots=True)
-class TrackioConfig:
-    """Trackio, a local dashboard: `trackio show`."""
-
-    enable: bool = False
-    """Write to trackio's database on this machine, in the folder TRACKIO_DIR or the cache of Hugging Face;
-    needs the extra `sinks`."""
-    project: str = field(default="relay", metadata=_ENABLED)
-    """Project of the run."""
-    group: str | None = field(default=None, metadata=_ENABLED)
-    """Group of runs that are shown together."""
-
-    def __post_init__(self) -> None:
-        _check_project(self.project)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,11 +81,6 @@ class SinksConfig:
         """Names of the enabled loggers, which are those of their packages too."""
         names = ("tensorboard", "wandb", "trackio")
         return tuple(name for name in names if getattr(self, name).enable)
-
-
-def _check_project(project: str) -> None:
-    if not project or set(project) & set("/\\#?%:"):
-        raise ValueError(f"project={project!r}: must be a name without / \\ # ? % or :")
 
 
 def check_installed(config: SinksConfig) -> None:

@@ -128,7 +128,7 @@ def _numbers(step: list[Any]) -> list[int]:
     return list(dict.fromkeys(map(number_of, prompts)))
 
 
-SYNC = {"num_steps": 5, "groups_per_batch": 2, "eval_every": 2, "checkpoint": CheckpointConfig(interval=2)}
+SYNC = {"num_steps": 5, "groups_per_batch": 2, "eval_every": 2}
 
 
 def odd_ones_fail(prompt: str, sample: int) -> str:
@@ -143,49 +143,28 @@ def saving_policy() -> SavingPolicy:
     return SavingPolicy(reply=odd_ones_fail, generate_s=slow_ones)
 
 
-def undisturbed(settings: dict[str, Any]) -> Lineage:
-    lineage = Lineage(make_policy=saving_policy, settings=settings)
-    assert lineage.run()
-    return lineage
-
-
 @pytest.mark.parametrize("drops", [False, True])
-def test_a_synchronous_run_killed_at_any_time_has_the_same_records(drops):
-    settings = SYNC | {"drop_zero_advantage_groups": drops}
-    whole = undisturbed(settings)
+@pytest.mark.parametrize(("end", "interval"), [("kill_at_s", 2), ("stop_at_s", 100)])
+def test_a_synchronous_run_that_ends_at_any_time_has_the_same_records(end, interval, drops):
+    checkpoint = CheckpointConfig(interval=interval)
+    settings = SYNC | {"drop_zero_advantage_groups": drops, "checkpoint": checkpoint}
+    whole = Lineage(make_policy=saving_policy, settings=settings)
+    assert whole.run()
     assert [int(r["step"] or 0) for r in whole.records] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
-    killed_at = [0.1 * tenth for tenth in range(1, 600, 7)]
-    for at_s in killed_at:
+    num_ended = 0
+    for tenth in range(1, 600, 7):
         lineage = Lineage(make_policy=saving_policy, settings=settings)
-        if lineage.run(kill_at_s=at_s):
+        if lineage.run(**{end: 0.1 * tenth}):
             break
-        assert lineage.run()
-        assert lineage.records == whole.records, at_s
-        assert lineage.trained == whole.trained
-    else:
-        raise AssertionError("no time was after the end")
-    assert at_s > 15  # there were many
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_a_run_stopped_at_any_time_has_the_same_records(drops):
-    settings = SYNC | {"drop_zero_advantage_groups": drops, "checkpoint": CheckpointConfig(interval=100)}
-    whole = undisturbed(settings)
-    num_stopped = 0
-    for tenth in range(2, 600, 7):
-        lineage = Lineage(make_policy=saving_policy, settings=settings)
-        if lineage.run(stop_at_s=0.1 * tenth):
-            break
-        num_stopped += 1
-        num_trained = len(lineage.trained)
-        if num_trained:
-            # Nothing that was trained is lost, though no checkpoint was due.
+        num_ended += 1
+        if end == "stop_at_s" and lineage.trained:
+            # No trained step is lost, though no checkpoint was due.
             assert lineage.saved is not None
-            assert lineage.saved.position.step == num_trained
+            assert lineage.saved.position.step == len(lineage.trained)
         assert lineage.run()
         assert lineage.records == whole.records, tenth
         assert lineage.trained == whole.trained
-    assert num_stopped > 20
+    assert 20 < num_ended < len(range(1, 600, 7))
 
 
 @pytest.mark.parametrize("max_age", [1, 2, 3])

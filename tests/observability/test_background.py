@@ -86,18 +86,6 @@ def test_loop_trains_while_rollouts_are_written(tmp_path):
     assert list(dict.fromkeys(said)) == in_order
 
 
-class BrokenRecorder(Recorder):
-    def step(self, step, batch, advantages_PG):
-        raise KeyError(f"of step {step}")
-
-
-def test_broken_recorder_stops_the_run(tmp_path):
-    loop, _ = make_loop(FakePolicy(reply=half_right))
-    loop.recorder = BrokenRecorder(tmp_path / "rollouts.jsonl", config=RecorderConfig())
-    with pytest.raises(KeyError, match="of step 1"):
-        asyncio.run(loop.run())
-
-
 def fails_from(step: int) -> Rubric:
     """Return a reward function that fails for policy version `step` - 1 and later."""
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import wandb
 
-from rl.observability.sinks import SinksConfig, WandbConfig, check_sinks
+from rl.observability.loggers import WandbConfig
+from rl.observability.sinks import SinksConfig, check_sinks
 from tests.support.wandb_server import PlayedServer
 
 pytestmark = pytest.mark.medium
@@ -38,7 +39,8 @@ from rl.utils.compat import exit_process
 from rl.observability.metrics import MetricsWriter
 from rl.observability.run_folder import METRICS
 from rl.observability.console import ConsoleConfig
-from rl.observability.sinks import SinksConfig, WandbConfig, open_sinks
+from rl.observability.loggers import WandbConfig
+from rl.observability.sinks import SinksConfig, open_sinks
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 folder, mode, records, close_s = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), float(sys.argv[4])
@@ -138,8 +140,7 @@ def test_run_resumed_from_an_earlier_step_is_one_run(mode, tmp_path):
 
 TRACKIO = """
 import json, sys
-from rl.observability.sinks import TrackioConfig
-from rl.observability.loggers import TrackioLogger
+from rl.observability.loggers import TrackioConfig, TrackioLogger
 
 run_id, records = sys.argv[1], json.loads(sys.argv[2])
 made = TrackioLogger(TrackioConfig(enable=True), title="try-1", run_id=run_id, settings={"loop": {"num_steps": 3}})

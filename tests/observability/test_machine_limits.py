@@ -101,7 +101,6 @@ def test_cache_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path):
 # Shares of a step, compared with sums by hand
 
 WORK = ModelWork(parameters=1000, products=900, trained=900, attention=20, cached=10, read=1000)
-MACHINE = MachineLimits(device="a CPU", flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
 LIMITS = RunLimits(
     trainer=MACHINE,
     num_trainer_ranks=2,

@@ -16,11 +16,11 @@ from configs.sum_digits import tiny
 from rl.config.tree import rebuild
 from rl.loop.stop_request import StopRequestedError
 from rl.observability.console import Console
-from rl.observability.loggers import TensorBoardLogger
+from rl.observability.loggers import TensorBoardConfig, TensorBoardLogger
 from rl.observability.metrics import Mean, MetricsWriter
 from rl.observability.recorder import RecorderConfig
 from rl.observability.run_folder import METRICS
-from rl.observability.sinks import LoggerThread, RunSinks, SinksConfig, TensorBoardConfig, open_sinks
+from rl.observability.sinks import LoggerThread, RunSinks, SinksConfig, open_sinks
 from rl.observability.spans import TimelineConfig
 from tests.support.event_files import points
 

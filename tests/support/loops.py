@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
-from rl.loop.loop import Loop, RolloutSetup, Watch
+from rl.loop.loop import Loop, RolloutSetup
 from rl.loop.state import LoopState, StepCheckpoints
 from rl.loop.stop_request import StopRequest
 from rl.protocols import Environment
@@ -55,7 +55,7 @@ def make_loop(
     policy: FakePolicy,
     *,
     rubric: Rubric | None = None,
-    watch: Watch = nullcontext,
+    watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
     checkpoint: CheckpointConfig | None = None,
     state: LoopState | LoopPosition | None = None,
     problems: Iterator[Problem] | None = None,

@@ -1,86 +1,29 @@
-"""Terminal emulator for the control sequences of a live table."""
+"""A program on a pseudo-terminal."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import pty
-import re
 import select
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).parents[2]
-_TOKEN = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|\r\n|[\r\n]|[^\x1b\r\n]")
 DEADLINE_S = 40.0
-
-
-class Screen:
-    """Screen of unlimited height that wraps long lines."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.lines = [""]
-        self.row = self.column = 0
-        self.cursor_is_shown = True
-        self._rest = ""
-
-    def feed(self, text: str) -> None:
-        """Write output to the screen; raise ValueError for an unknown control sequence."""
-        text = self._rest + text
-        cut = text.rfind("\x1b")
-        # The rest of a control sequence may come in the next piece.
-        whole = len(text) if cut < 0 or _TOKEN.match(text, cut) else cut
-        text, self._rest = text[:whole], text[whole:]
-        for match in _TOKEN.finditer(text):
-            if match[2]:
-                self._control(match[1], match[2])
-            elif match[0] == "\r":
-                self.column = 0
-            elif match[0].endswith("\n"):
-                self.row, self.column = self.row + 1, 0 if "\r" in match[0] else self.column
-                self._have_row()
-            else:
-                self._put(match[0])
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
-
-    def _put(self, character: str) -> None:
-        if self.column == self.width:
-            self.row, self.column = self.row + 1, 0
-            self._have_row()
-        line = self.lines[self.row].ljust(self.column)
-        self.lines[self.row] = line[: self.column] + character + line[self.column + 1 :]
-        self.column += 1
-
-    def _control(self, argument: str, kind: str) -> None:
-        if kind == "A":
-            self.row = max(0, self.row - int(argument or 1))
-        elif kind == "K" and argument == "2":
-            self.lines[self.row] = ""
-        elif kind in "hl" and argument == "?25":
-            self.cursor_is_shown = kind == "h"
-        elif kind != "m":
-            raise ValueError(f"\\x1b[{argument}{kind}")
-
-    def _have_row(self) -> None:
-        while len(self.lines) <= self.row:
-            self.lines.append("")
 
 
 class OnTerminal:
     """Context manager for a Python program on a pseudo-terminal whose input is a pipe."""
 
     def __init__(self, module: str, *args: str, width: int = 120, height: int = 40) -> None:
-        self.screen = Screen(width)
+        self.output = ""
         self._module, self._args = module, args
         self._size = struct.pack("HHHH", height, width, 0, 0)
 
@@ -107,12 +50,11 @@ class OnTerminal:
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
-    def until(self, shown: Callable[[str], bool]) -> str:
-        """Return the screen's text once `shown` accepts it; raise AssertionError at the deadline."""
+    def until(self, text: str) -> None:
+        """Wait until the program has written the text; raise AssertionError at the deadline."""
         deadline = time.monotonic() + DEADLINE_S
-        while not shown(self.screen.text):
-            assert self._read(deadline), f"never shown, but:\n{self.screen.text}"
-        return self.screen.text
+        while text not in self.output:
+            assert self._read(deadline), f"never written, but:\n{self.output}"
 
     def end(self) -> int:
         """Read the remaining output and return the exit status."""
@@ -133,7 +75,7 @@ class OnTerminal:
             data = os.read(self._master, 65536) if ready else b""
         except OSError:  # the program has ended
             return False
-        self.screen.feed(data.decode())
+        self.output += data.decode(errors="replace")
         return bool(data)
 
 

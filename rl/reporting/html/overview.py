@@ -48,19 +48,16 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "model": values.get("model"),
         "state": state(run, is_alive=is_alive),
         "started": _time_of(run.events[:1]),
-        "last_event": _time_of(run.events[-1:]),
         "step": last.get("step"),
         "num_steps": run.setting("loop.num_steps"),
-        "policy_version": last.get("policy_version"),
         "reward": _first_and_last(run.steps, "reward/mean"),
         "evaluation": _first_and_last(run.evaluations, "eval/correct"),
-        "num_problems": _last(run.evaluations, "eval/num_problems"),
+        "num_problems": next(reversed(_finite(run.evaluations, "eval/num_problems")), None),
         "step_s": _median(run.steps, "time/step_s"),
         "training_s": sum(_finite(run.steps, "time/step_s")),
         "samples_per_s": _median(run.steps, "perf/samples_per_s"),
         "generated_tokens_per_s": _median(run.steps, "perf/generated_tokens_per_s"),
         "trained_tokens_per_s": _median(run.steps, "perf/trained_tokens_per_s"),
-        "completion_tokens": _last(run.steps, "completion/tokens_mean"),
         "logprob_diff_max": max(_finite(run.steps, "logprob_diff/max"), default=None),
         "num_lost": names.count("lost"),
         "num_recovered": names.count("recovered"),
@@ -118,10 +115,6 @@ def _finite(records: Iterable[Mapping[str, float]], name: str) -> list[float]:
 def _median(records: Records, name: str) -> float | None:
     values = _finite(records, name)
     return median(values) if values else None
-
-
-def _last(records: Records, name: str) -> float | None:
-    return next(reversed(_finite(records, name)), None)
 
 
 def _first_and_last(records: Records, name: str) -> list[float] | None:

@@ -79,7 +79,6 @@ def pack_timeline(
         "start_s": round(start_s, 3),
         "length_s": round(length_s, 4),
         "gap_s": round(gap_s, 4),
-        "num_spans": len(spans),
         "steps": [[step, round(at, 4), round(took, 4)] for step, at, took in steps],
         "events": [_event(e, start_s) for e in events if _is_time(e.get("time"))],
         "lanes": [_lane(lane, of, names, start_s) for lane, of in blocks.items()],
