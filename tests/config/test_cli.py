@@ -11,8 +11,12 @@ from tests.config.example_configs import ClipLoss, Optimizer, Precision, SgdOpti
 MODULE = "tests.config.example_configs"
 
 
+def run_of(*argv, config="tiny"):
+    return parse_cli(argv, default_module=MODULE, default_config=config)
+
+
 def parse(*argv, config="tiny"):
-    return parse_cli(argv, default_module=MODULE, default_config=config).config
+    return run_of(*argv, config=config).config
 
 
 def error_of(capsys, *argv, config="tiny"):
@@ -29,7 +33,7 @@ def error_of(capsys, *argv, config="tiny"):
 def test_module_and_config_choose_the_function():
     argv = ["--module", MODULE, "--config=large"]
     run = parse_cli(argv, default_module="nowhere", default_config="tiny")
-    assert run == parse_cli([], default_module=MODULE, default_config="large")
+    assert run == run_of(config="large")
     assert (run.module, run.function) == (MODULE, "large")
     assert run.config == example_configs.large()
 
@@ -161,15 +165,9 @@ def test_help_shows_every_leaf_with_type_default_and_docstring(capsys):
 
 
 def test_run_starts_again_from_its_json_and_options_override_it(tmp_path):
-    run = parse_cli(
-        ["--trainer.optimizer.lr", "0.25", "--warmup", "None"], default_module=MODULE, default_config="large"
-    )
+    run = run_of("--trainer.optimizer.lr", "0.25", "--warmup", "None", config="large")
     write_json(run, tmp_path / "config.json")
-    again = parse_cli(
-        ["--from_json", str(tmp_path / "config.json"), "--trainer.sequence_length", "64"],
-        default_module="nowhere",
-        default_config="tiny",
-    )
+    again = run_of("--from_json", str(tmp_path / "config.json"), "--trainer.sequence_length", "64")
     assert (again.module, again.function) == (MODULE, "large")
     run.config.trainer.sequence_length = 64
     assert again.config == run.config
@@ -179,16 +177,13 @@ def test_run_starts_again_from_its_json_and_options_override_it(tmp_path):
 
 def test_from_json_resets_name_and_overwrite(tmp_path):
     path = tmp_path / "config.json"
-    first = parse_cli(
-        ["--name", "first", "--overwrite", "--dump_folder", "x"], default_module=MODULE, default_config="tiny"
-    )
-    write_json(first, path)
+    write_json(run_of("--name", "first", "--overwrite", "--dump_folder", "x"), path)
     again = parse("--from_json", str(path))
     assert (again.name, again.overwrite, again.dump_folder) == (None, False, Path("x"))
     again = parse("--from_json", str(path), "--name", "second", "--overwrite")
     assert (again.name, again.overwrite) == ("second", True)
     # Neither does a name that the registry function sets, which the first run of it has.
-    write_json(parse_cli([], default_module=MODULE, default_config="unannotated"), path)
+    write_json(run_of(config="unannotated"), path)
     assert parse("--from_json", str(path)).name is None
 
 
@@ -197,21 +192,13 @@ def killed(tmp_path):
     """The folder of a run."""
     folder = tmp_path / "outputs" / "first"
     folder.mkdir(parents=True)
-    run = parse_cli(
-        ["--name", "first", "--overwrite", "--dump_folder", "x", "--trainer.optimizer.lr", "0.5"],
-        default_module=MODULE,
-        default_config="large",
-    )
-    write_json(run, folder / "config.json")
+    options = ("--name", "first", "--overwrite", "--dump_folder", "x", "--trainer.optimizer.lr", "0.5")
+    write_json(run_of(*options, config="large"), folder / "config.json")
     return folder
 
 
 def test_resume_uses_the_folder_and_its_config(killed):
-    run = parse_cli(
-        ["--resume", str(killed), "--trainer.sequence_length", "64"],
-        default_module="nowhere",
-        default_config="tiny",
-    )
+    run = run_of("--resume", str(killed), "--trainer.sequence_length", "64")
     assert (run.module, run.function, run.resumes) == (MODULE, "large", killed)
     assert (run.config.name, run.config.dump_folder) == ("first", killed.parent)
     assert run.config.overwrite is False
@@ -226,14 +213,13 @@ def test_resume_uses_the_folder_and_its_config(killed):
     [([], None), (["--explain"], "text"), (["--explain", "text"], "text"), (["--explain=json"], "json")],
 )
 def test_forms_of_explain(argv, form):
-    run = parse_cli(argv, default_module=MODULE, default_config="tiny")
+    run = run_of(*argv)
     assert run.explain == form
     assert run.config == example_configs.tiny()
 
 
 def test_run_knows_its_options():
-    argv = ["--explain", "--trainer.optimizer.lr", "0.1", "--trainer.compile-model"]
-    run = parse_cli(argv, default_module=MODULE, default_config="tiny")
+    run = run_of("--explain", "--trainer.optimizer.lr", "0.1", "--trainer.compile-model")
     assert run.options == ("trainer.optimizer.lr", "trainer.compile_model")
     assert run.file is None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rl.types import Rollout, Score, TrainingSample
 from rl.utils.errors import RunError
 from tests.support.conversations import conversation, drawn
 from tests.support.fakes import FakePolicy
-from tests.support.loops import half_right, make_loop, some_right
+from tests.support.loops import make_loop, some_right
 from tests.support.loops import problems as numbered_problems
 
 
@@ -189,37 +190,15 @@ def test_proximal_logprobs_belong_to_the_truncated_samples():
 # Recorded tokens
 
 
-class Telling(FakePolicy):
-    """The trainer's logprob of a token is minus its id; before the step, a half less."""
-
-    def logprobs_of(self, sample: TrainingSample) -> np.ndarray:
-        return -sample.token_ids.astype(np.float32)
-
-    async def compute_logprobs(self, samples: Sequence[TrainingSample]) -> list[np.ndarray]:
-        return [self.logprobs_of(s) - np.float32(0.5) for s in samples]
-
-
 def trained(
     *groups: Group, wanted: Sequence[tuple[int, int]], adds_proximal: bool = False, **config: Any
-) -> tuple[list[list[TrainedRollout]], Telling]:
-    """After all minibatches, and the trainer that was asked."""
-    policy = Telling(reply=half_right)
-
-    async def train() -> list[list[TrainedRollout]]:
-        loop = Loop.Config(**{"groups_per_batch": len(groups), "group_size": 2} | config)
-        batch = Batch(groups=list(groups), dropped=[])
-        made = await make_training_batch(
-            batch, config=loop, trainer=policy, adds_proximal_logprobs=adds_proximal
-        )
-        logprobs: dict[Any, np.ndarray] = {}
-        for number, samples in enumerate(made.minibatches):
-            ids = made.rollout_ids[number]
-            indices = [i for i, rollout_id in enumerate(ids) if rollout_id in wanted]
-            result = await policy.forward_backward(samples, return_logprobs=indices or False)
-            logprobs |= zip([ids[i] for i in indices], result.logprobs or (), strict=True)
-        return trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
-
-    return asyncio.run(train()), policy
+) -> list[list[TrainedRollout]]:
+    """Return the training data if the trainer's logprob of a token is minus its id."""
+    made = make(*groups, adds_proximal=adds_proximal, **config)
+    of_sample = zip(chain(*made.rollout_ids), chain(*made.minibatches), strict=True)
+    logprobs = {i: -s.token_ids.astype(np.float32) for i, s in of_sample if i in wanted}
+    batch = Batch(groups=list(groups), dropped=[])
+    return trained_rollouts(batch, made, recorded=wanted, logprobs=logprobs)
 
 
 def two_turns(sample: int) -> Rollout:
@@ -228,8 +207,7 @@ def two_turns(sample: int) -> Rollout:
 
 
 def test_every_generated_token_has_its_own_logprob():
-    made, policy = trained(group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 1)])
-    (one, other) = made[0]
+    ((one, other),) = trained(group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 1)])
     assert other.trainer_logprobs is not None
     assert other.mask is not None
     assert other.trainer_logprobs.tolist() == [-10, -11, -12, -13, -14]
@@ -237,32 +215,20 @@ def test_every_generated_token_has_its_own_logprob():
     assert other.advantages.tolist() == [0.5] * 5
     assert one.advantages.tolist() == [-0.5] * 5
     assert (one.mask, one.trainer_logprobs) == (None, None)
-    assert policy.asked == [[1]]
-
-
-def test_logprobs_are_requested_for_recorded_samples_in_their_minibatch():
-    short = [conversation((3, drawn(10 + i)), sample=0) for i in range(8)]
-    groups = [group_of(g, short[2 * g], short[2 * g + 1], failed=(0,) if g == 2 else ()) for g in range(4)]
-    made, policy = trained(*groups, wanted=[(0, 1), (2, 0), (3, 0)], num_minibatches=2)
-    # Of the third group one failed: the other is its first scored one, and the first sample of its minibatch.
-    assert policy.asked == [[1], [0, 1]]
-    said = [[None if r.trainer_logprobs is None else r.trainer_logprobs.tolist() for r in of] for of in made]
-    assert said == [[None, [-11]], [None, None], [[-15]], [[-16], None]]
 
 
 def test_proximal_logprobs_are_recorded_if_they_are_known():
     groups = [group_of(g, two_turns(0), two_turns(1)) for g in range(2)]
-    made, _ = trained(*groups, wanted=[(0, 0), (1, 1)], num_minibatches=2, adds_proximal=True)
+    made = trained(*groups, wanted=[(0, 0), (1, 1)], num_minibatches=2, adds_proximal=True)
     for logprobs in (made[0][0].trainer_logprobs, made[1][1].trainer_logprobs):
         assert logprobs is not None
-        assert logprobs.tolist() == [-10.5, -11.5, -12.5, -13.5, -14.5]
+        assert logprobs.tolist() == [11, 12, 13, 14, 15]
 
 
 def test_truncated_tokens_are_masked_and_have_no_logprob():
-    made, _ = trained(
+    ((record, _),) = trained(
         group_of(0, two_turns(0), two_turns(1)), wanted=[(0, 0)], max_sample_tokens=7, long_samples="truncate"
     )
-    record = made[0][0]
     assert record.mask is not None
     assert record.trainer_logprobs is not None
     assert record.mask.tolist() == [True, True, True, False, False]  # 3 + 2 + 1 + 1 tokens are left
@@ -272,23 +238,32 @@ def test_truncated_tokens_are_masked_and_have_no_logprob():
 # Over a loop
 
 
-def recorded(tmp_path, policy, **settings):
+def recorded(tmp_path, policy, *, num_groups=1, **settings):
     loop, _ = make_loop(policy, problems=numbered_problems(), **settings)
-    loop.recorder = Recorder(tmp_path / "rollouts.jsonl", config=RecorderConfig(num_groups=1))
+    loop.recorder = Recorder(tmp_path / "rollouts.jsonl", config=RecorderConfig(num_groups=num_groups))
     return loop, lambda: read_rollouts(tmp_path / "rollouts.jsonl")
 
 
+class Telling(FakePolicy):
+    def logprobs_of(self, sample: TrainingSample) -> np.ndarray:
+        return -sample.token_ids.astype(np.float32)
+
+
 def test_recorded_lines_have_both_logprobs_advantages_and_mask(tmp_path):
-    loop, lines = recorded(
-        tmp_path, FakePolicy(reply=some_right, logprob_diff=0.25), num_steps=2, eval_every=2
-    )
+    policy = Telling(reply=some_right)
+    sizes = {"num_steps": 2, "groups_per_batch": 4, "num_minibatches": 2, "eval_every": 2}
+    loop, lines = recorded(tmp_path, policy, num_groups=3, **sizes)
     asyncio.run(loop.run())
     trains = [line for line in lines() if line["kind"] == "train"]
-    assert [(line["step"], line["sample"]) for line in trains] == [(s, i) for s in (1, 2) for i in range(4)]
+    assert [(line["step"], line["sample"]) for line in trains] == [
+        (step, i) for step in (1, 2) for _ in range(3) for i in range(4)
+    ]
+    # The third recorded group is the first of the second minibatch.
+    assert policy.asked == [[*range(8)], [*range(4)]] * 2
     for line in trains:
         (turn,) = line["turns"]
         assert turn["logprobs"] == [-1.0] * len(turn["token_ids"])
-        assert turn["trainer_logprobs"] == [-1.25] * len(turn["token_ids"])
+        assert turn["trainer_logprobs"] == [-token_id for token_id in turn["token_ids"]]
         assert turn["advantages"] == line["advantage"]
         assert turn["mask"] == 1
     evals = [turn for line in lines() if line["kind"] == "eval" for turn in line["turns"]]

@@ -26,7 +26,7 @@ from losses.policy import (
     ReinforcePlusPlusLoss,
     RLOOLoss,
 )
-from losses.types import Loss, LossInputs
+from losses.types import Loss, LossInputs, LossOutput
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -140,3 +140,9 @@ def value_and_gradients(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tensor,
         zeros if of_logprobs is None else of_logprobs,
         zeros if of_entropy is None else of_entropy,
     )
+
+
+def loss_and_gradient(loss: Loss, inputs: LossInputs) -> tuple[LossOutput, list[float]]:
+    output = loss(inputs)
+    (gradient,) = torch.autograd.grad(output.loss_sum, inputs.logprobs)
+    return output, gradient.tolist()

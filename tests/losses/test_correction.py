@@ -14,6 +14,7 @@ from losses.correction import ImportanceCorrection, effective_sample_share
 from losses.ops import drawn_tokens
 from losses.policy import GRPOLoss
 from losses.types import LossInputs
+from tests.losses.parts import loss_and_gradient
 
 NAN = math.nan
 RATIOS = [4.0, 0.5, 0.125, 2.0, 2.0]
@@ -47,12 +48,6 @@ def make_inputs(*, steps=None, given=True, ratios=RATIOS, advantages=ADVANTAGES,
 def corrected(correction, inputs):
     valid = drawn_tokens(mask_T=inputs.mask, generator_logprobs_T=inputs.generator_logprobs)
     return correction(inputs, valid)
-
-
-def loss_and_gradient(loss, inputs):
-    output = loss(inputs)
-    (gradient,) = torch.autograd.grad(output.loss_sum, inputs.logprobs)
-    return output, gradient.tolist()
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -12,7 +12,14 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.ops import NormalizedLoss
 from losses.policy import DrGRPOLoss, DROLoss, GRPOLoss
 from losses.types import LossInputs, uses_proximal_logprobs
-from tests.losses.parts import LOSSES, POLICY_LOSSES, packed, random_batch, value_and_gradients
+from tests.losses.parts import (
+    LOSSES,
+    POLICY_LOSSES,
+    loss_and_gradient,
+    packed,
+    random_batch,
+    value_and_gradients,
+)
 
 NAN = math.nan
 NORMALIZATIONS: list[dict[str, Any]] = [
@@ -218,12 +225,6 @@ def tokens(advantages, **values):
         "num_sequences": 1,
     }
     return LossInputs(**(defaults | values))
-
-
-def loss_and_gradient(loss, inputs):
-    output = loss(inputs)
-    (gradient,) = torch.autograd.grad(output.loss_sum, inputs.logprobs)
-    return output, gradient.tolist()
 
 
 def test_log_ratio_is_clamped_at_20_nats():

@@ -20,7 +20,7 @@ from losses.policy import (
     PPOLoss,
     RLOOLoss,
 )
-from tests.losses.parts import packed, random_batch
+from tests.losses.parts import packed, random_batch, value_and_gradients
 
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore")]
 
@@ -91,13 +91,8 @@ def theirs(cls, batch, *, old, more=None, **settings):
 def ours(loss, batch):
     """Return the same of our loss, divided as the optimizer step divides it."""
     inputs = packed(batch)
-    assert inputs.entropy is not None
     output = loss(inputs)
-    of_logprobs, of_entropy = torch.autograd.grad(
-        output.loss_sum, (inputs.logprobs, inputs.entropy), allow_unused=True
-    )
-    if of_entropy is None:
-        of_entropy = torch.zeros_like(inputs.entropy)
+    _, of_logprobs, of_entropy = value_and_gradients(loss, inputs)
     assert not of_logprobs[~inputs.mask].any()
     mask, denominator = inputs.mask, output.denominator
     metrics = {name: (value / output.num_tokens).item() for name, value in output.metric_sums.items()}
