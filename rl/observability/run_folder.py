@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from itertools import chain, count
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from filelock import FileLock
@@ -215,9 +214,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

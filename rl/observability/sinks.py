@@ -135,11 +135,6 @@ class LoggerThread:
         """Number of records that the logger has not taken, or not yet."""
         return self._num_given - self._num_taken
 
-    @property
-    def is_idle(self) -> bool:
-        """True if the logger has taken all records so far."""
-        return self._jobs.empty() and self._busy_since is None
-
     def begin(self, last_step: int | None) -> None:
         """Start the logger, or let it continue after this step."""
         if self._thread.ident is None:
@@ -232,7 +227,7 @@ class RunSinks:
         records = read_metrics(self._metrics)
         for thread in self.threads:
             thread.begin(int(records[-1]["step"]) if records else None)
-        with self._tolerate(lambda: self.console.shown(records)):
+        with self._tolerate(self.console.shown(records)):
             yield
 
     def write(self, record: Record) -> None:
@@ -246,14 +241,14 @@ class RunSinks:
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
         """Show the title of a long operation while it runs."""
-        return self._tolerate(lambda: self.console.watch(title))
+        return self._tolerate(self.console.watch(title))
 
     @contextmanager
-    def _tolerate(self, enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    def _tolerate(self, shown: AbstractContextManager[object]) -> Iterator[None]:
         """Enter a context of the console, and go on without the context if the console fails."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(enter())
+                stack.enter_context(shown)
             except Exception as error:  # noqa: BLE001  (a sink never stops training)
                 self._warn(error)
             yield
@@ -263,11 +258,18 @@ class RunSinks:
             logger.warning("the console failed: %r; training goes on", error, exc_info=error)
         self._has_warned = True
 
-    async def close(self, *, failed: bool = False, timeout_s: float = math.inf) -> None:
-        """Let the loggers take the queued records and close, for at most `timeout_s` and `close_s`."""
+    async def __aenter__(self) -> RunSinks:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the loggers take the queued records and close, for at most `close_s`."""
         for thread in self.threads:
-            thread.end(failed=failed)
-        deadline_s = time.monotonic() + min(timeout_s, self._close_s)
+            thread.end(failed=error is not None and not isinstance(error, StopRequestedError))
+        is_cancelled = error is not None and not isinstance(error, Exception)
+        close_s = min(CANCELLED_CLOSE_S, self._close_s) if is_cancelled else self._close_s
+        deadline_s = time.monotonic() + close_s
 
         def join() -> None:
             for thread in self.threads:
@@ -276,16 +278,6 @@ class RunSinks:
         if self.threads:
             with span("waits for its sinks"):
                 await run_aside(join, name="sinks")
-
-    async def __aenter__(self) -> RunSinks:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_cancelled = error is not None and not isinstance(error, Exception)
-        failed = error is not None and not isinstance(error, StopRequestedError)
-        await self.close(failed=failed, timeout_s=CANCELLED_CLOSE_S if is_cancelled else math.inf)
 
 
 def open_sinks(

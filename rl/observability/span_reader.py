@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from rl.observability.spans import SPANS_FOLDER, STATE_FOLDER
 from rl.utils.files import previous_file
@@ -19,7 +19,6 @@ from rl.utils.processes import ProcessId
 Kind = Literal[
     "generate", "reward", "pack", "forward_backward", "optim", "push", "pull", "wait", "checkpoint", "other"
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 WAITS = "waits for "
 """Prefix of the names of spans that wait for another process."""
 MAX_BYTES = 1 << 27

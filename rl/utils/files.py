@@ -149,10 +149,8 @@ def make_folder(path: Path, as_what: str) -> Path | None:
         raise ValueError(f"{path} cannot be {as_what}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{path} cannot be {as_what}: {existing} is not writable")
-    try:
+    with folder_errors(path, as_what):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be made: {error.strerror}") from error
     return missing[-1] if missing else None
 
 

@@ -76,6 +76,7 @@ def test_weights_loss_gradient_and_shares_by_hand(settings, weights, given):
     terms = [-w * a for w, a in zip(weights, ADVANTAGES, strict=True)]
     assert output.loss_sum.item() == pytest.approx(sum(terms))
     assert gradient == pytest.approx([*terms, 0.0, 0.0])
+    assert output.denominator is not None
     assert (output.denominator.item(), output.num_tokens.item()) == (5, 5)
     metrics = {name: value.item() for name, value in output.metric_sums.items()}
     rho = {"token": RATIOS, "sequence": PRODUCTS, "sequence_mean": MEANS}[correction.level]

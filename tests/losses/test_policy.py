@@ -103,19 +103,8 @@ def test_invalid_tokens_have_no_effect_and_no_gradient(name):
 
 def empty(num_sequences):
     """Make a micro-batch without valid tokens: padding alone, or masked sequences."""
-    ids = [min(i, num_sequences) for i in range(4)]
-    nothing = torch.full((4,), NAN)
-    return LossInputs(
-        logprobs=torch.full((4,), -1.0).requires_grad_(),
-        generator_logprobs=nothing,
-        advantages=torch.zeros(4),
-        mask=torch.zeros(4, dtype=torch.bool),
-        sequence_ids=torch.tensor(ids),
-        num_sequences=num_sequences,
-        reference_logprobs=nothing,
-        proximal_logprobs=nothing,
-        entropy=torch.full((4,), 1.0).requires_grad_(),
-    )
+    given = packed(random_batch(3), rows=list(range(num_sequences)))
+    return edited(given, mask=torch.zeros_like(given.mask))
 
 
 @pytest.mark.parametrize("name", ALL)

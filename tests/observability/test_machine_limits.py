@@ -4,6 +4,7 @@ import itertools
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,18 +25,6 @@ from tests.support.fakes import ListSink
 CPU = torch.device("cpu")
 WORKLOAD = Workload(dtype="float32", num_bytes=3_000_000)
 MACHINE = MachineLimits(device="a CPU", flops_per_s=1e6, memory_bytes_per_s=1e5, host_bytes_per_s=1e5)
-
-
-class Measures:
-    """Fake measurement that counts its calls."""
-
-    def __init__(self, *, is_quiet=True):
-        self.is_quiet = is_quiet
-        self.num_asked = 0
-
-    def __call__(self, workload, device):
-        self.num_asked += 1
-        return MACHINE, self.is_quiet
 
 
 def test_measured_rates_match_matrix_products_and_copies():
@@ -62,7 +51,7 @@ def test_measured_rates_match_matrix_products_and_copies():
 
 
 def test_limits_of_a_quiet_machine_are_cached_by_workload(tmp_path):
-    measure = Measures()
+    measure = Mock(return_value=(MACHINE, True))
 
     def ask(**changes):
         workload = replace(WORKLOAD, **changes)
@@ -71,31 +60,31 @@ def test_limits_of_a_quiet_machine_are_cached_by_workload(tmp_path):
     use_threads(1)
     # Copies of 3 and 4 MB are of 4 MiB both.
     assert ask() == ask() == ask(num_bytes=4_000_000) == MACHINE
-    assert measure.num_asked == 1
+    assert measure.call_count == 1
     ask(dtype="bfloat16")
     ask(num_bytes=5_000_000)
     use_threads(2)
     ask()
     use_threads(1)
-    assert measure.num_asked == 4
+    assert measure.call_count == 4
 
 
 def test_limits_of_a_busy_machine_are_not_cached(tmp_path):
-    measure = Measures(is_quiet=False)
+    measure = Mock(return_value=(MACHINE, False))
     for _ in range(2):
         assert machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure) == MACHINE
-    assert measure.num_asked == 2
+    assert measure.call_count == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cache_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path):
-    measure = Measures()
+    measure = Mock(return_value=(MACHINE, True))
     machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure)
     (file,) = tmp_path.iterdir()
     file.write_text("{")
     for cache in (tmp_path, file / "x"):
         assert machine_limits(WORKLOAD, device=CPU, cache=cache, measure=measure) == MACHINE
-    assert measure.num_asked == 3
+    assert measure.call_count == 3
 
 
 # Shares of a step, compared with sums by hand
