@@ -67,13 +67,17 @@ class TimelineConfig:
         check_bounds(self, "max_megabytes", at_least=0.1, below=math.inf)
 
 
-def open_span_file(path: Path, *, max_bytes: int) -> BoundedFile:
-    """Create the file of a process's ended spans, or continue it; raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = BoundedFile(path, max_bytes=max_bytes)
-    # An earlier process may have been killed in the middle of a line.
-    file.append("\n" if path.exists() else "")
-    return file
+def open_span_file(path: Path, *, max_bytes: int) -> BoundedFile | None:
+    """Create the file of a process's ended spans, or continue it; if it cannot be made, log why."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = BoundedFile(path, max_bytes=max_bytes)
+        # An earlier process may have been killed in the middle of a line.
+        file.append("\n" if path.exists() else "")
+        return file
+    except OSError as error:
+        logger.warning("%s: spans are not recorded: %s", path, error.strerror or error)
+        return None
 
 
 class _OpenSpan(NamedTuple):
@@ -100,8 +104,8 @@ class SpanRecorder:
         self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
         self._numbers = itertools.count()
         self._policy_version: int | None = None
-        self._failed: dict[str, Any] | None = None
-        self._head: dict[str, Any] = {}
+        self._failed = "null"
+        self._head = ""
         self._file: Path | None = None
         self._descriptor: int | None = None
         self._num_writes = 0
@@ -115,7 +119,7 @@ class SpanRecorder:
         file.parent.mkdir(parents=True, exist_ok=True)
         process = identify(os.getpid())
         assert process is not None
-        head: dict[str, Any] = {
+        head = {
             "role": role,
             "rank": rank,
             "host": socket.gethostname(),
@@ -128,12 +132,13 @@ class SpanRecorder:
             if self._file is not None and self._file != file:
                 self._file.unlink(missing_ok=True)  # a process has one name at a time
             self._file = file
-            self._head = head
+            self._head = json.dumps(head)[1:-1]
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, STATE_BYTES)
             self._write_state(self._now_s())
             if timeline is not None and timeline.enable:
-                self.log = _open_log(logs / SPANS_FOLDER / f"{role}-{rank}.jsonl", timeline)
+                path = logs / SPANS_FOLDER / f"{role}-{rank}.jsonl"
+                self.log = open_span_file(path, max_bytes=int(timeline.max_megabytes * 1e6))
         return file
 
     def stop(self) -> None:
@@ -164,7 +169,9 @@ class SpanRecorder:
             if not same_name:
                 del self._open[name]
             if message is not None:
-                self._failed = {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
+                self._failed = json.dumps(
+                    {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
+                )
             self._write_state(end_s)
             if self.log is not None:
                 args = {"version": ended.version, "error": message}
@@ -182,29 +189,29 @@ class SpanRecorder:
         return time.monotonic() + self._offset_s
 
     def _write_state(self, now_s: float) -> None:
+        # Twice a span: text put together by hand takes half the time of `json.dumps`.
         if self._descriptor is None:
             return
         self._num_writes += 1
         spans = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
             oldest = next(iter(same_name.values()))
-            since_s = round(oldest.start_s, 3)
-            name = name[:MAX_NAME_CHARACTERS]
-            spans.append({"name": name, "num": len(same_name), "version": oldest.version, "since_s": since_s})
-        # A reader that finds two different numbers has read during a write.
-        state = {
-            "write": self._num_writes,
-            **self._head,
-            "policy_version": self._policy_version,
-            "failed": self._failed,
-            "changed_s": round(now_s, 3),
-            "open": spans,
-            "end": self._num_writes,
-        }
-        while len(text := json.dumps(state).encode()) > STATE_BYTES:
+            spans.append(
+                f'{{"name": {quote(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
+                f'"version": {_or_null(oldest.version)}, "since_s": {oldest.start_s:.3f}}}'
+            )
+        while len(state := self._state(spans, now_s)) > STATE_BYTES:
             spans.pop()
         with contextlib.suppress(OSError):  # a run goes on without its recording
-            os.pwrite(self._descriptor, text.ljust(STATE_BYTES - 1) + b"\n", 0)
+            os.pwrite(self._descriptor, state.ljust(STATE_BYTES - 1) + b"\n", 0)
+
+    def _state(self, spans: list[str], now_s: float) -> bytes:
+        # A reader that finds two different numbers has read during a write.
+        return (
+            f'{{"write": {self._num_writes}, {self._head}, "policy_version": {_or_null(self._policy_version)}, '
+            f'"failed": {self._failed}, "changed_s": {now_s:.3f}, '
+            f'"open": [{", ".join(spans)}], "end": {self._num_writes}}}'
+        ).encode()
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -249,16 +256,18 @@ class span:  # noqa: N801  (used like a function)
         return recorded
 
 
+@functools.lru_cache(maxsize=1024)
+def quote(name: str) -> str:
+    """Return the name as JSON; spans have few names."""
+    return json.dumps(name)
+
+
+def _or_null(value: int | None) -> int | str:
+    return "null" if value is None else value
+
+
 def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR_CHARACTERS]
-
-
-def _open_log(path: Path, timeline: TimelineConfig) -> BoundedFile | None:
-    try:
-        return open_span_file(path, max_bytes=int(timeline.max_megabytes * 1e6))
-    except OSError as error:
-        logger.warning("%s: spans are not recorded: %s", path, error.strerror or error)
-        return None
 
 
 RECORDER = SpanRecorder()

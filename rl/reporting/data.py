@@ -121,7 +121,8 @@ def _record(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _event(line: dict[str, Any]) -> dict[str, Any] | None:
-    return line if isinstance(line.get("event"), str) else None
+    is_event = isinstance(line.get("event"), str) and isinstance(line.get("time"), int | float)
+    return line if is_event else None
 
 
 def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[dict[str, Any]]:

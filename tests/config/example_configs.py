@@ -29,6 +29,8 @@ class Optimizer(Configurable):
         def __post_init__(self) -> None:
             if self.lr < 0:
                 raise ValueError(f"lr must be at least 0, got {self.lr}")
+            if self.max_norm < 0:
+                raise ValueError(f"optimizer.max_norm={self.max_norm} is below 0")
 
     def __init__(self, *, config: Config, num_parameters: int = 0) -> None:
         self.config = config

@@ -44,17 +44,9 @@ class SavingPolicy(SimulatedPolicy):
     save_s: float = 0.3
     checkpoints: list[Saved] = field(default_factory=list)
 
-    async def save_checkpoint(
-        self,
-        folder: str,
-        *,
-        position: LoopPosition | None = None,
-        model_only: bool = False,
-        wait: bool = True,
-        attachments: Mapping[str, bytes] | None = None,
+    async def save_checkpoint(  # type: ignore[override]
+        self, folder: str, *, position: LoopPosition, attachments: Mapping[str, bytes], **options: bool
     ) -> None:
-        assert position is not None
-        assert attachments is not None
         assert all(position.step != saved.position.step for saved in self.checkpoints), "saved twice"
         saved = Saved(version=self.version, position=position, attachment=attachments[ATTACHMENT])
         await asyncio.sleep(self.save_s)

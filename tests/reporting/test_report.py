@@ -8,8 +8,7 @@ import pytest
 
 from rl import report
 from rl.observability.spans import SpanRecorder
-from rl.reporting.html.rollouts import unpack
-from tests.support.report_runs import MadeRun, make_run
+from tests.support.report_runs import MadeRun, make_run, unpack
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ The numbers are made up, by a seed; the files are those that runs write, line fo
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -62,6 +64,11 @@ def make_run(folder: Path, made: MadeRun) -> Path:
         )
         _write_spans(folder / "logs" / "spans", made)
     return folder
+
+
+def unpack(block: str) -> Any:
+    """Return the value of a packed block of a page."""
+    return json.loads(gzip.decompress(base64.b64decode(block)))
 
 
 def _config(name: str, made: MadeRun) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def facts(run: RunData, *, is_alive: bool | None) -> dict[str, Any]:
         "config": ".".join(str(run.config[key]) for key in ("module", "config") if key in run.config),
         "model": values.get("model"),
         "state": state(run, is_alive=is_alive),
-        "started": _time_of(run.events[:1]),
+        "started": run.events[0]["time"] if run.events else None,
         "step": last.get("step"),
         "num_steps": run.setting("loop.num_steps"),
         "reward": _first_and_last(run.steps, "reward/mean"),
@@ -120,10 +120,6 @@ def _median(records: Records, name: str) -> float | None:
 def _first_and_last(records: Records, name: str) -> list[float] | None:
     values = _finite(records, name)
     return [values[0], values[-1]] if values else None
-
-
-def _time_of(events: Sequence[Mapping[str, Any]]) -> float | None:
-    return next((float(e["time"]) for e in events if isinstance(e.get("time"), int | float)), None)
 
 
 # Curves

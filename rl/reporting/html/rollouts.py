@@ -228,11 +228,6 @@ def pack(value: Any) -> str:
     return base64.b64encode(compressed).decode()
 
 
-def unpack(block: str) -> Any:
-    """Return the value of a packed block."""
-    return json.loads(gzip.decompress(base64.b64decode(block)))
-
-
 def json_text(value: Any) -> str:
     """Return compact JSON; numbers that are not finite become strings."""
     try:

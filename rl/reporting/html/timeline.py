@@ -61,7 +61,7 @@ def pack_timeline(
     `num` (merged spans), `busy` (their seconds), and `error` by the block's number. `steps` are [step, at, for].
     `gap_s` is the largest gap between merged spans, 0 if none are merged.
     """
-    times = [float(event["time"]) for event in events if _is_time(event.get("time"))]
+    times = [event["time"] for event in events]
     if not spans:
         return {"lanes": [], "names": [], "steps": [], "events": [], "gap_s": 0, "length_s": 0}
     start_s = min([span.start_s for span in spans] + times)
@@ -80,19 +80,15 @@ def pack_timeline(
         "length_s": round(length_s, 4),
         "gap_s": round(gap_s, 4),
         "steps": [[step, round(at, 4), round(took, 4)] for step, at, took in steps],
-        "events": [_event(e, start_s) for e in events if _is_time(e.get("time"))],
+        "events": [_event(event, start_s) for event in events],
         "lanes": [_lane(lane, of, names, start_s) for lane, of in blocks.items()],
         "names": [[name, category(name)] for name in names],
     }
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _event(event: Mapping[str, Any], start_s: float) -> dict[str, Any]:
     fields = {name: value for name, value in event.items() if name != "time"}
-    return {"at": round(float(event["time"]) - start_s, 3), **fields}
+    return {"at": round(event["time"] - start_s, 3), **fields}
 
 
 def _steps(spans: Iterable[Span], start_s: float) -> Iterable[tuple[int, float, float]]:

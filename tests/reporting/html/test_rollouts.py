@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from rl.models.tokenizer import build_byte_tokenizer
-from rl.reporting.html.rollouts import CHUNK_TOKENS, TokenTexts, open_token_texts, pack_rollouts, unpack
+from rl.reporting.html.rollouts import CHUNK_TOKENS, TokenTexts, open_token_texts, pack_rollouts
+from tests.support.report_runs import unpack
 
 ROOM = 10_000_000
 
