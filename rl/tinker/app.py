@@ -1,8 +1,4 @@
-"""The HTTP application of the Tinker API: the guard (auth.py), the routes, and errors as `{"detail": text}`.
-
-The official client repeats a call that got 408, 409, 429 or 5xx for five minutes, so these statuses are kept for
-calls that may succeed later.
-"""
+"""The HTTP application of the Tinker API: the guard (auth.py), the routes, and errors as `{"detail": text}`."""
 
 from __future__ import annotations
 
@@ -21,26 +17,11 @@ from starlette.responses import Response
 from rl.tinker.auth import KEY_HEADER, Guard, Keys
 from rl.tinker.routes import ErrorAnswer, router
 from rl.tinker.service import Service
-from rl.tinker.types import (
-    BusyError,
-    GoneError,
-    HttpLimits,
-    InvalidRequestError,
-    LimitReachedError,
-    NotFoundError,
-    TinkerError,
-)
+from rl.tinker.types import HttpLimits, TinkerError
 
 log = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-STATUSES: dict[type[TinkerError], int] = {
-    InvalidRequestError: 400,
-    LimitReachedError: 403,
-    NotFoundError: 404,
-    GoneError: 410,
-    BusyError: 429,
-}
 DOCUMENTED = (400, 401, 403, 404, 405, 408, 410, 413, 415, 421, 422, 429, 500)
 """Statuses in the OpenAPI description of every call."""
 MAX_SHOWN_ERRORS = 3
@@ -80,8 +61,8 @@ def _answer(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 
 
 async def _tinker_error(request: Request, error: Exception) -> Response:
-    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
-    return _answer(status, str(error)) if status is not None else await _unexpected(request, error)
+    assert isinstance(error, TinkerError)
+    return _answer(error.status, str(error))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

@@ -68,7 +68,6 @@ class Sampler:
     """Task that opens the weights; None for snapshots, which exist from the start."""
     closed: str | None = None
     """Reason why no more samples are accepted."""
-    closing: asyncio.Task[None] | None = None
 
     @property
     def could_not_open(self) -> bool:
@@ -97,10 +96,10 @@ class Samplers:
                 await self._parts.backend.publish(model_id, sampler_id)
                 break
             except LimitReachedError as error:
-                closed = self._close_oldest(owner, str(error))
-                if closed is None or closed.closing is None:
+                closing = self._close_oldest(owner, str(error))
+                if closing is None:
                     raise
-                await asyncio.wait([closed.closing])
+                await asyncio.wait([closing])
         sampler = self._open[sampler_id] = Sampler(key=sampler_id, sampler_id=sampler_id, owner=owner)
         self._make_room(owner)
         return sampler
@@ -133,12 +132,13 @@ class Samplers:
         else:
             self._make_room(sampler.owner)
 
-    def close(self, key: str, why: str) -> None:
-        """Close a sampler once its samples have ended, if it is open."""
+    def close(self, key: str, why: str) -> asyncio.Task[None] | None:
+        """Close a sampler if it is open; return the task that closes it now, or None while it has samples."""
         if (sampler := self._open.pop(key, None)) is not None:
             sampler.closed = why
             if not sampler.num_samples:
-                self._forget(sampler)
+                return self._forget(sampler)
+        return None
 
     def _make_room(self, owner: str | None) -> None:
         most = self._parts.limits.samplers
@@ -150,22 +150,21 @@ class Samplers:
             if self._close_oldest(owner, why) is None:
                 break
 
-    def _close_oldest(self, owner: str, why: str) -> Sampler | None:
-        """Close the owner's least recently used sampler without samples; return it, or None if there is none."""
+    def _close_oldest(self, owner: str, why: str) -> asyncio.Task[None] | None:
+        """Close the owner's least recently used sampler without samples, if there is one."""
         for key, sampler in self._open.items():
             if sampler.owner == owner and not sampler.num_samples:
-                self.close(key, why)
-                return sampler
+                return self.close(key, why)
         return None
 
-    def _forget(self, sampler: Sampler) -> None:
+    def _forget(self, sampler: Sampler) -> asyncio.Task[None]:
         async def forget() -> None:
             if sampler.opening is not None:
                 await asyncio.wait([sampler.opening])
             if not sampler.could_not_open:
                 await self._parts.backend.close_sampler(sampler.sampler_id)
 
-        sampler.closing = self._parts.background.start(forget(), f"closing of {sampler.sampler_id}")
+        return self._parts.background.start(forget(), f"closing of {sampler.sampler_id}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

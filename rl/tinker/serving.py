@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import faulthandler
 import ipaddress
-import os
 import secrets
 import signal
 import socket
@@ -176,13 +175,10 @@ def locked_storage(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 def _kept_key(file: Path) -> str:
     """Return the key in a file that only its owner can read; make it if it is missing."""
-    with contextlib.suppress(FileExistsError), open(file, "x", opener=_private) as stream:
-        stream.write(PREFIX + secrets.token_hex(16))
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(PREFIX + secrets.token_hex(16))
     return file.read_text()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 async def serve(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tinker import types as wire
@@ -219,12 +220,8 @@ class Training:
 
         def check(model: Model, seq_id: int) -> Work:
             name = f"{seq_id:06d}" if body.path is None else body.path
-            save = self._saving(model, "training", name, body, overwrite=body.overwrite)
-
-            async def work() -> Result:
-                return wire.SaveWeightsResponse(path=await save(), type="save_weights")
-
-            return work
+            answer = partial(wire.SaveWeightsResponse, type="save_weights")
+            return self._saving(model, "training", name, body, answer, overwrite=body.overwrite)
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
@@ -234,6 +231,7 @@ class Training:
 
         def check(model: Model, seq_id: int) -> Work:
             number = body.sampling_session_seq_id
+            answer = partial(wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler")
             if body.kind != "snapshot":
                 raise InvalidRequestError(
                     f"kind: {body.kind!a}, must be 'snapshot': the weights of a sampler never change here"
@@ -247,15 +245,10 @@ class Training:
 
                 async def snapshot() -> Result:
                     await self._sampling.publish(model.model_id, new_id, model.session, model.base)
-                    return _saved_sampler(sampling_session_id=new_id)
+                    return answer(sampling_session_id=new_id)
 
                 return snapshot
-            save = self._saving(model, "sampler", body.path, body, overwrite=True)
-
-            async def work() -> Result:
-                return _saved_sampler(path=await save())
-
-            return work
+            return self._saving(model, "sampler", body.path, body, answer, overwrite=True)
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
@@ -265,10 +258,11 @@ class Training:
         kind: CheckpointKind,
         name: str,
         body: wire.SaveWeightsRequest | wire.SaveWeightsForSamplerRequest,
+        answer: Callable[..., Result],
         *,
         overwrite: bool,
-    ) -> Callable[[], Awaitable[str]]:
-        """Check a save and return the function that makes it and returns its path."""
+    ) -> Work:
+        """Check a save and return its work, whose result is the `answer` with the path."""
         check_name(name)
         check_ttl(body.ttl_seconds)
         check_metadata(body.user_metadata)
@@ -276,7 +270,7 @@ class Training:
         async def write(folder: Path) -> None:
             await self._backend.save_model(model.model_id, folder, optimizer=kind == "training")
 
-        async def save() -> str:
+        async def work() -> Result:
             path = CheckpointPath(model_id=model.model_id, kind=kind, name=name)
             await self._parts.storage.save(
                 model.record,
@@ -286,9 +280,9 @@ class Training:
                 ttl_seconds=body.ttl_seconds,
                 user_metadata=body.user_metadata,
             )
-            return str(path)
+            return answer(path=str(path))
 
-        return save
+        return work
 
     def _find_state(self, body: wire.LoadWeightsRequest, owner: str) -> Stored:
         _check_optimizer(body.optimizer_config)
@@ -345,12 +339,6 @@ async def _refused() -> Result:
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:
     if config is not None and config.type != "adamw":
         raise InvalidRequestError(f"optimizer_config.type: {config.type!a:.100}, must be 'adamw'")
-
-
-def _saved_sampler(*, path: str | None = None, sampling_session_id: str | None = None) -> Result:
-    return wire.SaveWeightsForSamplerResponseInternal(
-        path=path, sampling_session_id=sampling_session_id, type="save_weights_for_sampler"
-    )
 
 
 def _seedless(settings: ModelSettings) -> ModelSettings:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from tinker import types as wire
@@ -29,27 +29,44 @@ CheckpointKind = Literal["training", "sampler"]
 
 
 class TinkerError(Exception):
-    """A request that failed; the text is meant for the client."""
+    """A request that failed; the text is meant for the client.
+
+    The official client repeats a call that got 408, 409, 429 or 5xx for five minutes, so these statuses are kept for
+    calls that may succeed later.
+    """
+
+    status: ClassVar[int]
+    """HTTP status of the answer."""
 
 
 class InvalidRequestError(TinkerError, ValueError):
     """A mistake of the caller: the same request never succeeds. The text names field, value and valid values."""
 
+    status = 400
+
 
 class NotFoundError(TinkerError, LookupError):
     """A session, model, sampler, request or checkpoint that does not exist or belongs to another key."""
+
+    status = 404
 
 
 class GoneError(TinkerError):
     """A session, model or result that existed and has ended."""
 
+    status = 410
+
 
 class BusyError(TinkerError):
     """Too much work is waiting: the same request may succeed later."""
 
+    status = 429
+
 
 class LimitReachedError(TinkerError):
     """One owner holds as many models, sessions or checkpoints as allowed."""
+
+    status = 403
 
 
 # Values

@@ -365,17 +365,16 @@ def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Cal
     """Run a test with a `Client`, in virtual time unless the test uses threads; keywords are `Limits`."""
 
     def decorate(test: Test) -> Callable[..., None]:
-        async def run(*args: Any, **kwargs: Any) -> None:
+        async def run() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 async with running_service(Path(folder) / "storage", limits=Limits(**limits)) as client:
-                    await test(client, *args, **kwargs)
+                    await test(client)
 
-        # functools.wraps would make pytest look for a fixture named `client`.
-        def sync(**kwargs: Any) -> None:
+        def sync() -> None:
             if virtual:
-                run_in_virtual_time(run(**kwargs))
+                run_in_virtual_time(run())
             else:
-                asyncio.run(asyncio.wait_for(run(**kwargs), DEADLINE_S))
+                asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
         return _as_test(sync, test)
 
@@ -383,14 +382,9 @@ def service_test(*, virtual: bool = True, **limits: Any) -> Callable[[Test], Cal
 
 
 def _as_test(sync: Callable[..., None], test: Test) -> Callable[..., None]:
-    """Give a wrapper the name and parameters of a test, except the first parameter."""
-    import inspect
-
-    signature = inspect.signature(test)
+    """Give a wrapper the name of a test, but not its parameter, which pytest would look for as a fixture."""
     functools.update_wrapper(sync, test)
     del sync.__wrapped__  # type: ignore[attr-defined]
-    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in list(signature.parameters.values())[1:]]
-    sync.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return sync
 
 
@@ -401,12 +395,13 @@ class Server:
         self.service, self.http = client.service, http
         self.backend, self.folder = client.backend, client.folder
 
-    async def post(self, path: str, body: Any, *, key: str = ME, **headers: str) -> httpx.Response:
-        return await self.http.post(f"/api/v1/{path}", json=body, headers={"x-api-key": key} | headers)
+    async def post(self, path: str, body: Any) -> httpx.Response:
+        return await self.post_raw(path, json.dumps(body))
 
-    async def post_raw(self, path: str, content: str | bytes) -> httpx.Response:
-        """Post JSON as Python writes it, including NaN, huge numbers and lone surrogates."""
-        headers = {"x-api-key": ME, "content-type": "application/json"}
+    async def post_raw(
+        self, path: str, content: str | bytes, media_type: str = "application/json"
+    ) -> httpx.Response:
+        headers = {"x-api-key": ME, "content-type": media_type}
         return await self.http.post(f"/api/v1/{path}", content=content, headers=headers)
 
     async def get(self, path: str, *, key: str = ME) -> httpx.Response:
@@ -417,54 +412,41 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    async def result(self, submitted: Any, **headers: str) -> httpx.Response:
-        return await self.post("retrieve_future", {"request_id": submitted["request_id"]}, **headers)
+    async def result(self, submitted: Any) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": submitted["request_id"]})
 
-    async def session(self) -> str:
-        body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
-        return (await self.ok("create_session", body))["session_id"]
-
-    async def model(self, **fields: Any) -> str:
+    async def model(self) -> str:
         """Create a model in a new session."""
-        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "tiny"} | fields
+        session: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+        session_id = (await self.ok("create_session", session))["session_id"]
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny"}
         return (await self.result(await self.ok("create_model", body))).json()["model_id"]
 
-    async def sampler(self) -> str:
-        body = {"session_id": await self.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
-        return (await self.ok("create_sampling_session", body))["sampling_session_id"]
-
-    async def forward_backward(self, message: Any, *, key: str = ME) -> httpx.Response:
-        return await self.http.post(
-            "/api/v1/forward_backward",
-            content=message.SerializeToString(),
-            headers={"content-type": PROTOBUF, "x-api-key": key},
-        )
+    async def forward_backward(self, message: Any) -> httpx.Response:
+        return await self.post_raw("forward_backward", message.SerializeToString(), PROTOBUF)
 
 
 def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http: Any) -> Any:
     """Run a test with a `Server` and check that no task is left; keywords are `HttpLimits`."""
 
     def decorate(test: Test) -> Callable[..., None]:
-        async def serve(folder: Path, **kwargs: Any) -> None:
+        async def serve(folder: Path) -> None:
             async with running_service(folder, limits=limits) as client:
                 app = make_app(client.service, http=HttpLimits(**http), keys=keys or Keys(), hosts=None)
                 # Errors that the application raises after its answer do not reach the client, as with a real server.
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as to_app:
                     try:
-                        await test(Server(client, to_app), **kwargs)
+                        await test(Server(client, to_app))
                     finally:
                         client.backend.release()
 
-        async def run(**kwargs: Any) -> None:
+        async def run() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 async with asyncio.timeout(DEADLINE_S):
-                    await serve(Path(folder) / "storage", **kwargs)
+                    await serve(Path(folder) / "storage")
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
-        def sync(**kwargs: Any) -> None:
-            asyncio.run(run(**kwargs))
-
-        return _as_test(sync, test)
+        return _as_test(lambda: asyncio.run(run()), test)
 
     return decorate

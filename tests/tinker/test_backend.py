@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import json
 import math
-from collections.abc import Callable, Coroutine
-from functools import wraps
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from tests.tinker.parts import (
     train,
 )
 
+pytestmark = pytest.mark.anyio
 DATA = random_data(5, seed=1)
 PROMPT = [5, 6, 7]
 
@@ -50,25 +49,17 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_backend(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test with a started backend as its first argument."""
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
-    @wraps(test)
-    def run(assets: Path, tmp_path: Path, **kwargs: Any) -> None:
-        async def main() -> None:
-            backend = local_backend(assets)
-            await backend.start()
-            try:
-                await test(backend, tmp_path, **kwargs)
-            finally:
-                await backend.close()
 
-        asyncio.run(asyncio.wait_for(main(), 120))
-
-    parameters = list(inspect.signature(test).parameters.values())[1:]
-    fixture = inspect.Parameter("assets", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    run.__signature__ = inspect.Signature([fixture, *parameters])  # type: ignore[attr-defined]
-    return run
+@pytest.fixture
+async def backend(assets: Path) -> AsyncIterator[LocalTinkerBackend]:
+    started = local_backend(assets)
+    await started.start()
+    yield started
+    await started.close()
 
 
 def engine_of(backend: LocalTinkerBackend, model_id: str) -> Any:
@@ -87,8 +78,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # Training
 
 
-@with_backend
-async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own(backend, tmp_path):
+async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own(backend):
     for model_id, rank in (("a", 4), ("b", 2), ("full", 0)):
         await backend.create_model(model_id, settings(rank))
     frozen = backend._workers.models.frozen
@@ -104,8 +94,7 @@ async def test_lora_models_share_the_bases_memory_and_full_models_have_their_own
     assert equal(before, frozen)
 
 
-@with_backend
-async def test_models_trained_at_once_have_the_bits_of_each_alone(backend, tmp_path):
+async def test_models_trained_at_once_have_the_bits_of_each_alone(backend):
     alone = [await created(backend, f"alone {rank}", rank=rank, steps=3) for rank in (4, 0)]
     for rank in (4, 0):
         await backend.create_model(f"both {rank}", settings(rank))
@@ -114,8 +103,7 @@ async def test_models_trained_at_once_have_the_bits_of_each_alone(backend, tmp_p
         assert_same_outputs(one, other, atol=0)
 
 
-@with_backend
-async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend, tmp_path):
+async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend):
     torch.manual_seed(1)
     expected = torch.rand(1).item()
     torch.manual_seed(1)
@@ -137,16 +125,14 @@ async def test_fresh_adapters_change_nothing_and_follow_their_seed(backend, tmp_
     ],
     ids=["attention", "feed-forward"],
 )
-@with_backend
-async def test_settings_choose_the_adapted_layers(backend, tmp_path, trains, layers):
+async def test_settings_choose_the_adapted_layers(backend, trains, layers):
     await backend.create_model("m", settings(16, **trains))
     assert {name.split(".")[-2] for name in weights(backend, "m")} == layers
     (lora,) = engine_of(backend, "m").policy.converters.members
     assert lora.config.scale == 32 / 16
 
 
-@with_backend
-async def test_smallest_eps_leaves_parameters_without_a_gradient(backend, tmp_path):
+async def test_smallest_eps_leaves_parameters_without_a_gradient(backend):
     await backend.create_model("m", settings())
     await add_gradient(backend, "m", DATA)
     before = weights(backend, "m")
@@ -156,8 +142,7 @@ async def test_smallest_eps_leaves_parameters_without_a_gradient(backend, tmp_pa
         assert torch.equal(tensor, before[name]) == name.endswith("lora_a"), name
 
 
-@with_backend
-async def test_loss_and_weights_that_are_not_finite_are_refused(backend, tmp_path):
+async def test_loss_and_weights_that_are_not_finite_are_refused(backend):
     await backend.create_model("m", settings())
     before = weights(backend, "m")
     huge = datum([1, 2], weights=[3e38, 3e38])
@@ -173,8 +158,7 @@ async def test_loss_and_weights_that_are_not_finite_are_refused(backend, tmp_pat
         await backend.publish("m", "diverged")
 
 
-@with_backend
-async def test_policy_losses_report_sums_and_maxima(backend, tmp_path):
+async def test_policy_losses_report_sums_and_maxima(backend):
     await backend.create_model("m", settings())
     data = random_data(4, seed=6, policy=True)
     metrics = (await add_gradient(backend, "m", data, PPO)).metrics
@@ -189,7 +173,6 @@ async def test_policy_losses_report_sums_and_maxima(backend, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [4, 0], ids=["lora", "all parameters"])
-@with_backend
 async def test_loaded_model_continues_with_the_same_bits(backend, tmp_path, rank):
     await created(backend, "m", rank=rank)
     await backend.save_model("m", tmp_path, optimizer=True)
@@ -221,7 +204,6 @@ def edit(**change: Any) -> Callable[[Path], object]:
     return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | change))
 
 
-@with_backend
 async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
     await created(backend, "m", rank=2)
     before = weights(backend, "m")
@@ -248,7 +230,6 @@ async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
 # Sampling
 
 
-@with_backend
 async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend, tmp_path):
     await backend.create_model("m", settings())
     await backend.open_sampler("base", settings(), None)
@@ -274,35 +255,31 @@ async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend,
     [(4, False), (0, True)],
     ids=["lora of the head too", "all parameters"],
 )
-def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp_path, rank, tie):
-    async def main() -> None:
-        backend = local_backend(tmp_path / "base", tie=tie, batch_invariant=True)
-        await backend.start()
-        await created(backend, "m", rank=rank)
-        await backend.publish("m", "s")
-        (base,) = backend.base_models
-        asked = [request(base, [5, 6, 7, n], num_samples=2, max_tokens=12, stop=()) for n in range(3)]
-        outputs = await asyncio.gather(*(backend.sample("s", one) for one in asked))
-        data = []
-        for one, output in zip(asked, outputs, strict=True):
-            for drawn in output.completions:
-                whole = np.concatenate([one.prompt, drawn.token_ids]).tolist()
-                logprobs = np.append(np.zeros(3), drawn.logprobs)
-                data.append(datum(whole[:-1], whole[1:], logprobs=logprobs, advantages=logprobs != 0))
-        found = await add_gradient(backend, "m", data, PPO)
-        assert found.metrics["logprob_diff:max"] == found.metrics["num_clipped:sum"] == 0.0
-        assert found.metrics["loss:sum"] == -72.0
-        whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
-        scored = await backend.sample("s", request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
-        assert scored.of_prompt is not None
-        assert np.array_equal(scored.of_prompt.logprobs[1:], found.logprobs[0])
-        await backend.close()
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp_path, rank, tie):
+    backend = local_backend(tmp_path / "base", tie=tie, batch_invariant=True)
+    await backend.start()
+    await created(backend, "m", rank=rank)
+    await backend.publish("m", "s")
+    (base,) = backend.base_models
+    asked = [request(base, [5, 6, 7, n], num_samples=2, max_tokens=12, stop=()) for n in range(3)]
+    outputs = await asyncio.gather(*(backend.sample("s", one) for one in asked))
+    data = []
+    for one, output in zip(asked, outputs, strict=True):
+        for drawn in output.completions:
+            whole = np.concatenate([one.prompt, drawn.token_ids]).tolist()
+            logprobs = np.append(np.zeros(3), drawn.logprobs)
+            data.append(datum(whole[:-1], whole[1:], logprobs=logprobs, advantages=logprobs != 0))
+    found = await add_gradient(backend, "m", data, PPO)
+    assert found.metrics["logprob_diff:max"] == found.metrics["num_clipped:sum"] == 0.0
+    assert found.metrics["loss:sum"] == -72.0
+    whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
+    scored = await backend.sample("s", request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
+    assert scored.of_prompt is not None
+    assert np.array_equal(scored.of_prompt.logprobs[1:], found.logprobs[0])
+    await backend.close()
 
 
-@with_backend
-async def test_requests_are_answered_together_without_changing_each_other(backend, tmp_path):
+async def test_requests_are_answered_together_without_changing_each_other(backend):
     await backend.open_sampler("s", settings(), None)
     (base,) = backend.base_models
     mine = request(base, PROMPT, seed=11, num_samples=3)
@@ -324,8 +301,7 @@ async def test_requests_are_answered_together_without_changing_each_other(backen
     assert len(set(map(tuple, alone))) == 3
 
 
-@with_backend
-async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend, tmp_path):
+async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
     said = "naïve: end.Q and on".encode()
     end = backend.base_models[0].stop_token_ids[-1]
     await backend.create_model("m", settings(0))
@@ -350,8 +326,7 @@ async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend, tmp
     assert await ends([]) == "naïve: end.Q and on length"
 
 
-@with_backend
-async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend, tmp_path):
+async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
     await created(backend, "m")
     await backend.publish("m", "s")
     (base,) = backend.base_models
@@ -372,8 +347,7 @@ async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend, 
 # Life and config
 
 
-@with_backend
-async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend, tmp_path):
+async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
     for model_id in ("m", "n"):
         await backend.create_model(model_id, settings())
     await backend.open_sampler("s", settings(), None)

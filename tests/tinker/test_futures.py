@@ -7,7 +7,7 @@ from tinker.types import RequestErrorCategory, RequestFailedResponse
 
 from rl.tinker.futures import SMALL_BYTES
 from rl.tinker.types import BusyError, GoneError, InvalidRequestError
-from tests.support.fake_tinker import ME, YOU, service_test
+from tests.support.fake_tinker import ME, service_test
 from tests.support.virtual_time import now_s
 
 
@@ -58,20 +58,6 @@ async def test_waiting_caller_gets_a_result_that_is_evicted_at_once(client):
     gate.set()
 
     assert [f"{result.model_id}:0" for result in await asyncio.gather(*waiting)] == requests
-
-
-@service_test(waiting=2)
-async def test_limit_on_waiting_requests_holds_per_owner(client):
-    gate = client.backend.hold("create_model")
-    model = client.model()
-    client.add(model, 1, 1)
-    with pytest.raises(BusyError, match="limit waiting: this request would make it 3, above 2"):
-        client.add(model, 2, 2)
-    client.of(YOU).model()
-    gate.set()
-    await asyncio.sleep(1)
-
-    assert (await client.result(client.add(model, 2, 2))).metrics["loss:sum"] == 2
 
 
 @service_test(waiting_bytes=200)

@@ -86,9 +86,13 @@ async def test_session_belongs_to_its_owner_alone(client):
         lambda: service.models.live(model, YOU),
         lambda: service.training.unload(model, owner=YOU),
         lambda: stranger.base_sampler(session=mine),
+        lambda: service.sampling.live("nobody", ME),
+        lambda: service.models.live("nobody:train:0", ME),
     ):
         with pytest.raises(NotFoundError, match="there is no"):
             call()
+    with pytest.raises(NotFoundError):
+        await service.retrieve(f"{model}:0", owner=YOU, wait_s=0)
     assert service.sessions.ids(owner=YOU) == []
     found = service.sessions.live(mine, ME)
     assert (found.user_metadata, found.display_name, found.model_ids) == ({"b": "1"}, "run", [model])

@@ -102,18 +102,15 @@ def test_checkpoint_expires_in_time_with_its_files(tmp_path):
     asyncio.run(main())
 
 
-def test_limit_on_storage_is_named_and_deleting_makes_room(tmp_path):
-    async def main():
-        async with running_service(tmp_path, limits=Limits(storage_bytes=1)) as client:
-            model = await client.trained()
-            path = await client.saved(model, 3, "a")
-            refused = await client.failure(client.save(model, 4, "b"))
-            assert "limit storage_bytes: checkpoints take" in refused.error
-            assert await client.saved(model, 5, "a", overwrite=True) == path
-            await client.service.delete_checkpoint(path, owner=ME)
-            await client.saved(model, 6, "b")
-
-    asyncio.run(main())
+@service_test(virtual=False, storage_bytes=1)
+async def test_limit_on_storage_is_named_and_deleting_makes_room(client):
+    model = await client.trained()
+    path = await client.saved(model, 3, "a")
+    refused = await client.failure(client.save(model, 4, "b"))
+    assert "limit storage_bytes: checkpoints take" in refused.error
+    assert await client.saved(model, 5, "a", overwrite=True) == path
+    await client.service.delete_checkpoint(path, owner=ME)
+    await client.saved(model, 6, "b")
 
 
 @service_test(virtual=False)
