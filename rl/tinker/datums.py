@@ -243,7 +243,7 @@ def _sample(datum: Datum, loss: WireLoss, *, width: int | None, plain: bool) -> 
 def _check_datum(datum: Datum, loss: WireLoss, base: BaseModel, *, where: str) -> None:
     tokens, inputs = datum.tokens, datum.loss_inputs
     longest = base.max_context_length - 1
-    _check_ids(tokens, base.vocab_size, where=f"{where}.model_input")
+    check_ids(tokens, base.vocab_size, where=f"{where}.model_input")
     if not 1 <= len(tokens) <= longest:
         raise InvalidRequestError(
             f"{where}.model_input: has {len(tokens)} tokens: must be 1 to {longest}, the model's context without "
@@ -280,16 +280,17 @@ def _check_targets(
             f"{where}: has shape {shape}: must be [{num_tokens}]{many} with {loss.name}, one for each token of "
             "model_input"
         )
-    _check_ids(targets, base.vocab_size, where=where)
+    check_ids(targets, base.vocab_size, where=where)
 
 
-def _check_ids(ids: np.ndarray, vocab_size: int, *, where: str) -> None:
-    if ids.dtype.kind not in "iu":
+def check_ids(ids: np.ndarray, vocab_size: int, *, where: str) -> None:
+    """Raise InvalidRequestError unless all entries are token ids; Python's integers may be of any size."""
+    if ids.dtype.kind not in "iuO":
         raise InvalidRequestError(f"{where}: has dtype {ids.dtype}: must be integers, token ids")
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         outside = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise InvalidRequestError(
-            f"{where}: has token id {outside}: must be 0 to {vocab_size - 1}, the model's vocabulary"
+            f"{where}: has token id {outside!s:.100}: must be 0 to {vocab_size - 1}, the model's vocabulary"
         )
 
 

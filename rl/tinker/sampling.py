@@ -19,6 +19,7 @@ import numpy as np
 from tinker import types as wire
 
 from rl.tinker.codec import encode_sample
+from rl.tinker.datums import check_ids
 from rl.tinker.futures import Parts, Result
 from rl.tinker.models import find_base
 from rl.tinker.sessions import Session
@@ -35,7 +36,6 @@ from rl.tinker.types import (
     SampleRequest,
     TinkerError,
     check_seq_id,
-    parse_path,
 )
 from rl.types import SamplingParams
 
@@ -204,23 +204,12 @@ class SamplingSessions:
             return sampling_session_id
         stored, name = None, body.base_model
         if body.model_path is not None:
-            stored = self._find_weights(body.model_path, body.base_model, owner)
+            stored = self._parts.storage.find_weights(
+                body.model_path, "sampler", owner, base_model=body.base_model
+            )
             name = stored.record.settings.base_model
         self._add(session, sampling_session_id, find_base(self._parts.backend, name), stored)
         return sampling_session_id
-
-    def _find_weights(self, model_path: str, base_model: str | None, owner: str) -> Stored:
-        path = parse_path(model_path)
-        if path.kind != "sampler":
-            raise InvalidRequestError(
-                f"model_path={model_path}: has weights for training; save_weights_for_sampler saves those to "
-                "sample from"
-            )
-        stored = self._parts.storage.find(path, owner)
-        own = stored.record.settings.base_model
-        if base_model not in (None, own):
-            raise InvalidRequestError(f"base_model={base_model!r}: must be {own!r}, as in {model_path}")
-        return stored
 
     def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
         number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
@@ -329,7 +318,7 @@ def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -
     if "" in stop:
         raise InvalidRequestError("sampling_params.stop: has an empty text, which would end every completion")
     stop_ids = [entry for entry in stop if isinstance(entry, int)]
-    _check_ids("sampling_params.stop", stop_ids, base)
+    check_ids(np.array(stop_ids, object), base.vocab_size, where="sampling_params.stop")
     room = base.max_context_length - prompt.size
     return SampleRequest(
         prompt=prompt,
@@ -361,7 +350,7 @@ def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
             f"prompt: has {len(tokens)} tokens: must be 1 to {longest}; the model's context has "
             f"{base.max_context_length}"
         )
-    _check_ids("prompt", tokens, base)
+    check_ids(np.array(tokens, object), base.vocab_size, where="prompt")
     return np.array(tokens, np.int32)
 
 
@@ -379,11 +368,3 @@ def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel, li
     ):
         if value is not None and not lower <= value <= upper:
             raise InvalidRequestError(f"{name}={value!r:.100}: must be {lower} to {upper}")
-
-
-def _check_ids(name: str, ids: Sequence[int], base: BaseModel) -> None:
-    for token in ids:
-        if not 0 <= token < base.vocab_size:
-            raise InvalidRequestError(
-                f"{name}: has token id {token!s:.100}: must be 0 to {base.vocab_size - 1}, the model's vocabulary"
-            )

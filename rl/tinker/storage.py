@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from rl.tinker.futures import in_thread
 from rl.tinker.types import (
     FOLDERS,
+    CheckpointKind,
     CheckpointPath,
     InvalidRequestError,
     LimitReachedError,
@@ -32,12 +33,17 @@ from rl.tinker.types import (
     ModelSettings,
     NotFoundError,
     is_model_id,
+    parse_path,
 )
 from rl.utils.files import atomic_folder, atomic_write, publish, remove, remove_leftovers, temporary_folder
 
 log = logging.getLogger(__name__)
 
 _RUN, _CHECKPOINT, _DATA = "run.json", "checkpoint.json", "data"
+_OTHER_KIND: dict[CheckpointKind, str] = {
+    "training": "has weights to sample from; only those of save_state can be trained",
+    "sampler": "has weights for training; save_weights_for_sampler saves those to sample from",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +156,21 @@ class Storage:
         stored = self._newest(path) if self.run(path.model_id, owner) is not None else None
         if stored is None:
             raise NotFoundError(f"there is no checkpoint {path}")
+        return stored
+
+    def find_weights(self, path: str, kind: CheckpointKind, owner: str, *, base_model: str | None) -> Stored:
+        """Find the checkpoint at a path, which must be of this kind and, unless None, of this base model.
+
+        Raises:
+            InvalidRequestError, NotFoundError: there is none.
+        """
+        parsed = parse_path(path)
+        if parsed.kind != kind:
+            raise InvalidRequestError(f"path={path}: {_OTHER_KIND[kind]}")
+        stored = self.find(parsed, owner)
+        own = stored.record.settings.base_model
+        if base_model not in (None, own):
+            raise InvalidRequestError(f"base_model={base_model!r}: must be {own!r}, as in {path}")
         return stored
 
     # Writing

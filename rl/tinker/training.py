@@ -27,7 +27,6 @@ from rl.tinker.types import (
     check_name,
     check_seq_id,
     check_ttl,
-    parse_path,
 )
 
 _EITHER = (
@@ -126,12 +125,7 @@ class Training:
             lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
             return ModelSettings(base_model=body.base_model, lora=lora), None
         stored = self._find_state(body, owner)
-        settings = stored.record.settings
-        if body.base_model not in (None, settings.base_model):
-            raise InvalidRequestError(
-                f"base_model={body.base_model!r}: must be {settings.base_model!r}, as in {body.path}"
-            )
-        return settings, stored
+        return stored.record.settings, stored
 
     async def _create(self, model: Model, stored: Stored | None, *, optimizer: bool) -> None:
         try:
@@ -290,12 +284,7 @@ class Training:
             raise InvalidRequestError(
                 "weights_access_token: must be left out, other keys' weights are private"
             )
-        parsed = parse_path(body.path)
-        if parsed.kind != "training":
-            raise InvalidRequestError(
-                f"path={body.path}: has weights to sample from; only those of save_state can be trained"
-            )
-        return self._parts.storage.find(parsed, owner)
+        return self._parts.storage.find_weights(body.path, "training", owner, base_model=body.base_model)
 
     # Submission
 

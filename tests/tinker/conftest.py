@@ -8,6 +8,11 @@ CHUNK_DATA = 3
 """Data per request of the shared server, small enough that the client splits larger batches."""
 
 
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     storage = tmp_path_factory.mktemp("tinker") / "storage"

@@ -50,11 +50,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def backend(assets: Path) -> AsyncIterator[LocalTinkerBackend]:
     started = local_backend(assets)
     await started.start()

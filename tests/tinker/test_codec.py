@@ -20,18 +20,11 @@ from rl.tinker.codec import (
 )
 from rl.tinker.types import InvalidRequestError, SampleOutput, SampleRequest
 from rl.types import Completion, SamplingParams
+from tests.support.tinker_data import floats, ints
 
 
 def datum(tokens, **inputs):
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
-
-
-def ints(values):
-    return tinker.TensorData(data=values, dtype="int64", shape=[len(values)])
-
-
-def floats(values):
-    return tinker.TensorData(data=values, dtype="float32", shape=[len(values)])
 
 
 def request(*data, loss_fn="cross_entropy", config=None):

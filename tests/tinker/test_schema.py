@@ -14,10 +14,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from rl.tinker.auth import PROTOBUF
+from tests.support.fake_tinker import message
 
 pytestmark = pytest.mark.medium
 HEADERS = {"X-API-Key": "tml-schema"}
@@ -105,24 +105,18 @@ def check(operation, url, ids, statuses):
 
 def valid_body(model_id, random_):
     """Return a valid request with one to three data, some with sparse targets."""
-    message = pb.ForwardBackwardRequest(
-        model_id=model_id, seq_id=random_.randrange(1, 50), loss_fn="cross_entropy"
-    )
+    whole = message(model_id, random_.randrange(1, 50))
+    del whole.data[:]
     for _ in range(random_.randrange(1, 4)):
         num_tokens, num_targets = random_.randrange(1, 9), random_.randrange(1, 5)
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = np.arange(num_tokens, dtype="<i4").tobytes()
-        targets = datum.loss_fn_inputs["target_tokens"]
-        targets.dtype = pb.DTYPE_INT64
+        whole.data.extend(message(model_id, 0, *range(num_tokens)).data)
         if random_.random() < 0.5:
-            targets.shape.extend([num_tokens])
-            targets.dense = np.arange(num_tokens, dtype="<i8").tobytes()
-        else:
-            targets.shape.extend([num_tokens, num_targets])
+            targets = whole.data[-1].loss_fn_inputs["target_tokens"]
+            targets.shape[:] = [num_tokens, num_targets]
             targets.sparse_csr.values = np.ones(num_tokens, "<i8").tobytes()
             targets.sparse_csr.crow_indices = np.arange(num_tokens + 1, dtype="<i8").tobytes()
             targets.sparse_csr.col_indices = np.zeros(num_tokens, "<i8").tobytes()
-    return message.SerializeToString()
+    return whole.SerializeToString()
 
 
 def mutated(body, random_):
@@ -146,13 +140,10 @@ def mutated(body, random_):
 
 def test_mutated_protobuf_never_fails_the_server(server, http, ids):
     random_ = random.Random(0)
-    message = pb.ForwardBackwardRequest.FromString(valid_body(ids["model_id"], random_))
-    message.seq_id = 1
     headers = {"content-type": PROTOBUF}
     counts: dict[int, int] = {}
-    first = http.post("forward_backward", content=message.SerializeToString(), headers=headers).json()[
-        "request_id"
-    ]
+    body = message(ids["model_id"], 1, 2, 3).SerializeToString()
+    first = http.post("forward_backward", content=body, headers=headers).json()["request_id"]
     for number in range(NUM_BODIES):
         valid = valid_body(ids["model_id"], random_)
         body = valid if number % 20 == 0 else mutated(valid, random_)

@@ -14,35 +14,34 @@ from rl.tinker.storage import Storage
 from rl.tinker.types import InvalidRequestError, Limits, NotFoundError, parse_path
 from tests.support.fake_tinker import ME, YOU, FakeBackend, running_service, service_test
 
+pytestmark = pytest.mark.anyio
+
 
 def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_checkpoint_is_found_after_a_restart_by_its_owner_only(tmp_path):
-    async def main():
-        async with running_service(tmp_path) as client:
-            path = await client.saved(await client.trained(), 3, "step-1", user_metadata={"a": "b"})
-        async with running_service(tmp_path) as client:
-            catalogue = client.service
-            assert await client.loaded_weight(path) == -5
-            (_, run) = (await catalogue.training_runs(owner=ME, offset=0, limit=9)).training_runs
-            assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (path, {"a": "b"})
-            assert path == f"tinker://{run.training_run_id}/weights/step-1"
-            assert (await catalogue.weights_info(path, owner=ME)).lora_rank == 4
-            with pytest.raises(NotFoundError, match="there is no checkpoint"):
-                client.of(YOU).load(path, session_id=client.of(YOU).session(), model_seq_id=0)
-            for call in (
-                catalogue.weights_info(path, owner=YOU),
-                catalogue.delete_checkpoint(path, owner=YOU),
-                catalogue.set_ttl(path, 5, owner=YOU),
-                catalogue.training_run(run.training_run_id, owner=YOU),
-                catalogue.checkpoints(run.training_run_id, owner=YOU),
-            ):
-                with pytest.raises(NotFoundError):
-                    await call
-
-    asyncio.run(main())
+async def test_checkpoint_is_found_after_a_restart_by_its_owner_only(tmp_path):
+    async with running_service(tmp_path) as client:
+        path = await client.saved(await client.trained(), 3, "step-1", user_metadata={"a": "b"})
+    async with running_service(tmp_path) as client:
+        catalogue = client.service
+        assert await client.loaded_weight(path) == -5
+        (_, run) = (await catalogue.training_runs(owner=ME, offset=0, limit=9)).training_runs
+        assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (path, {"a": "b"})
+        assert path == f"tinker://{run.training_run_id}/weights/step-1"
+        assert (await catalogue.weights_info(path, owner=ME)).lora_rank == 4
+        with pytest.raises(NotFoundError, match="there is no checkpoint"):
+            client.of(YOU).load(path, session_id=client.of(YOU).session(), model_seq_id=0)
+        for call in (
+            catalogue.weights_info(path, owner=YOU),
+            catalogue.delete_checkpoint(path, owner=YOU),
+            catalogue.set_ttl(path, 5, owner=YOU),
+            catalogue.training_run(run.training_run_id, owner=YOU),
+            catalogue.checkpoints(run.training_run_id, owner=YOU),
+        ):
+            with pytest.raises(NotFoundError):
+                await call
 
 
 @service_test(virtual=False)
@@ -73,33 +72,29 @@ async def test_failed_save_leaves_the_older_checkpoint_and_nothing_else(client):
     assert await client.loaded_weight(path) == -5
 
 
-def test_checkpoint_expires_in_time_with_its_files(tmp_path):
+async def test_checkpoint_expires_in_time_with_its_files(tmp_path):
     time_s = [1_000.0]
-
-    async def main():
-        async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
-            catalogue = client.service
-            model = await client.trained()
-            short, long, kept = [
-                await client.saved(model, seq_id, name, ttl_seconds=100)
-                for seq_id, name in enumerate(("short", "long", "kept"), start=3)
-            ]
-            await catalogue.set_ttl(long, 500, owner=ME)
-            await catalogue.set_ttl(kept, None, owner=ME)
-            time_s[0] = 1_100
-            with pytest.raises(NotFoundError):
-                await catalogue.weights_info(short, owner=ME)
-            left = (await catalogue.checkpoints(model, owner=ME)).checkpoints
-            ends = {one.checkpoint_id: one.expires_at and one.expires_at.timestamp() for one in left}
-            assert ends == {"weights/long": 1_500, "weights/kept": None}
-            assert await client.saved(model, 6, "short") == short  # the name is free again
-        time_s[0] = 1_501
-        async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
-            found = (await client.service.checkpoints(model, owner=ME)).checkpoints
-            assert {one.checkpoint_id for one in found} == {"weights/short", "weights/kept"}
-            assert not any("long" in file for file in files(tmp_path))
-
-    asyncio.run(main())
+    async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
+        catalogue = client.service
+        model = await client.trained()
+        short, long, kept = [
+            await client.saved(model, seq_id, name, ttl_seconds=100)
+            for seq_id, name in enumerate(("short", "long", "kept"), start=3)
+        ]
+        await catalogue.set_ttl(long, 500, owner=ME)
+        await catalogue.set_ttl(kept, None, owner=ME)
+        time_s[0] = 1_100
+        with pytest.raises(NotFoundError):
+            await catalogue.weights_info(short, owner=ME)
+        left = (await catalogue.checkpoints(model, owner=ME)).checkpoints
+        ends = {one.checkpoint_id: one.expires_at and one.expires_at.timestamp() for one in left}
+        assert ends == {"weights/long": 1_500, "weights/kept": None}
+        assert await client.saved(model, 6, "short") == short  # the name is free again
+    time_s[0] = 1_501
+    async with running_service(tmp_path, wall_time_s=lambda: time_s[0]) as client:
+        found = (await client.service.checkpoints(model, owner=ME)).checkpoints
+        assert {one.checkpoint_id for one in found} == {"weights/short", "weights/kept"}
+        assert not any("long" in file for file in files(tmp_path))
 
 
 @service_test(virtual=False, storage_bytes=1)
@@ -141,22 +136,19 @@ async def test_ordinary_names_are_accepted_and_the_default_is_the_seq_id(client)
         assert await client.loaded_weight(path) == -5
 
 
-def test_damaged_and_foreign_files_are_ignored(tmp_path):
-    async def main():
-        async with running_service(tmp_path) as client:
-            model = await client.trained()
-            paths = [await client.saved(model, seq_id, f"s{seq_id}") for seq_id in (3, 4)]
-        folder = tmp_path / model.replace(":", ".")
-        (folder / "weights/s3@1/checkpoint.json").write_text('{"format": 1, "settings": []}')
-        (tmp_path / "notes").mkdir()
-        (tmp_path / "notes.txt").write_text("hello")
-        async with running_service(tmp_path) as client:
-            found = await client.service.all_checkpoints(owner=ME, offset=0, limit=9)
-            assert [one.tinker_path for one in found.checkpoints] == paths[1:]
-            with pytest.raises(NotFoundError):
-                await client.service.weights_info(paths[0], owner=ME)
-
-    asyncio.run(main())
+async def test_damaged_and_foreign_files_are_ignored(tmp_path):
+    async with running_service(tmp_path) as client:
+        model = await client.trained()
+        paths = [await client.saved(model, seq_id, f"s{seq_id}") for seq_id in (3, 4)]
+    folder = tmp_path / model.replace(":", ".")
+    (folder / "weights/s3@1/checkpoint.json").write_text('{"format": 1, "settings": []}')
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes.txt").write_text("hello")
+    async with running_service(tmp_path) as client:
+        found = await client.service.all_checkpoints(owner=ME, offset=0, limit=9)
+        assert [one.tinker_path for one in found.checkpoints] == paths[1:]
+        with pytest.raises(NotFoundError):
+            await client.service.weights_info(paths[0], owner=ME)
     assert (tmp_path / "notes.txt").exists()
 
 
@@ -205,49 +197,43 @@ def test_kill_while_a_checkpoint_is_replaced_leaves_the_old_one(tmp_path):
     assert asyncio.run(main()) == -5
 
 
-def test_newer_of_two_versions_left_by_a_kill_is_used(tmp_path):
-    async def main():
-        async with running_service(tmp_path) as client:
-            model = await client.trained()
-            path = await client.saved(model, 3, "final")
-            folder = tmp_path / model.replace(":", ".") / "weights"
-            (folder / "final@1").rename(folder / "held-back")  # as if killed before the removal
-            await client.saved(model, 4, "final")
-            (folder / "final@1").rename(folder / "final@10")
-            (folder / "held-back").rename(folder / "final@9")
-            (folder / "final@10/data/weight.json").write_text("-7.0")
-            storage = Storage(tmp_path, limits=Limits(), wall_time_s=lambda: 0.0)
-            assert storage.find(parse_path(path), ME).folder.name == "final@10"
-        async with running_service(tmp_path) as client:
-            return await client.loaded_weight(path), sorted(p.name for p in folder.iterdir())
-
-    assert asyncio.run(main()) == (-7, ["final@10"])
+async def test_newer_of_two_versions_left_by_a_kill_is_used(tmp_path):
+    async with running_service(tmp_path) as client:
+        model = await client.trained()
+        path = await client.saved(model, 3, "final")
+        folder = tmp_path / model.replace(":", ".") / "weights"
+        (folder / "final@1").rename(folder / "held-back")  # as if killed before the removal
+        await client.saved(model, 4, "final")
+        (folder / "final@1").rename(folder / "final@10")
+        (folder / "held-back").rename(folder / "final@9")
+        (folder / "final@10/data/weight.json").write_text("-7.0")
+        storage = Storage(tmp_path, limits=Limits(), wall_time_s=lambda: 0.0)
+        assert storage.find(parse_path(path), ME).folder.name == "final@10"
+    async with running_service(tmp_path) as client:
+        assert await client.loaded_weight(path) == -7
+        assert [one.name for one in folder.iterdir()] == ["final@10"]
 
 
-def test_runs_are_listed_newest_first_with_their_last_checkpoints(tmp_path):
+async def test_runs_are_listed_newest_first_with_their_last_checkpoints(tmp_path):
     clock = itertools.count(1_000)
-
-    async def main():
-        async with running_service(tmp_path, wall_time_s=lambda: float(next(clock))) as client:
-            catalogue = client.service
-            models = [client.model() for _ in range(3)]
-            paths = [await client.saved(models[0], seq_id, f"s{seq_id}") for seq_id in (1, 2)]
-            paths.append(await client.saved_sampler(models[0], 3, "s3"))
-            runs = await catalogue.training_runs(owner=ME, offset=1, limit=5)
-            assert runs.cursor.total_count == 3
-            assert [run.training_run_id for run in runs.training_runs] == [models[1], models[0]]
-            oldest = runs.training_runs[1]
-            assert oldest.last_checkpoint.tinker_path == paths[1]
-            assert oldest.last_sampler_checkpoint.tinker_path == paths[2]
-            listed = (await catalogue.checkpoints(models[0], owner=ME)).checkpoints
-            assert [one.tinker_path for one in listed] == paths[::-1]
-            some = await catalogue.all_checkpoints(owner=ME, offset=1, limit=1)
-            assert ([one.tinker_path for one in some.checkpoints], some.cursor.total_count) == ([paths[1]], 3)
-            await catalogue.delete_checkpoint(paths[1], owner=ME)
-            left = await catalogue.training_run(models[0], owner=ME)
-            assert left.last_checkpoint.tinker_path == paths[0]
-
-    asyncio.run(main())
+    async with running_service(tmp_path, wall_time_s=lambda: float(next(clock))) as client:
+        catalogue = client.service
+        models = [client.model() for _ in range(3)]
+        paths = [await client.saved(models[0], seq_id, f"s{seq_id}") for seq_id in (1, 2)]
+        paths.append(await client.saved_sampler(models[0], 3, "s3"))
+        runs = await catalogue.training_runs(owner=ME, offset=1, limit=5)
+        assert runs.cursor.total_count == 3
+        assert [run.training_run_id for run in runs.training_runs] == [models[1], models[0]]
+        oldest = runs.training_runs[1]
+        assert oldest.last_checkpoint.tinker_path == paths[1]
+        assert oldest.last_sampler_checkpoint.tinker_path == paths[2]
+        listed = (await catalogue.checkpoints(models[0], owner=ME)).checkpoints
+        assert [one.tinker_path for one in listed] == paths[::-1]
+        some = await catalogue.all_checkpoints(owner=ME, offset=1, limit=1)
+        assert ([one.tinker_path for one in some.checkpoints], some.cursor.total_count) == ([paths[1]], 3)
+        await catalogue.delete_checkpoint(paths[1], owner=ME)
+        left = await catalogue.training_run(models[0], owner=ME)
+        assert left.last_checkpoint.tinker_path == paths[0]
 
 
 def test_paths_have_one_form():

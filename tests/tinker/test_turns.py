@@ -9,6 +9,8 @@ import pytest
 from rl.tinker.backend import Turns
 from tests.support.fake_tinker import settled
 
+pytestmark = pytest.mark.anyio
+
 
 class Room:
     """Requests that run until the test ends them."""
@@ -48,63 +50,53 @@ class Room:
         return found
 
 
-def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overtake():
-    async def main() -> None:
-        room = Room()
-        room.ask("a1", "a2")
-        assert await room.seen() == ["serves 1", "a1", "a2"]
-        room.ask("c1", "a3", "b1", "c2")
-        assert await room.seen() == []
-        await room.end("a1")
-        assert await room.seen() == []
-        await room.end("a2")
-        assert await room.seen() == ["serves 3", "c1", "c2"]
-        await room.end("c1", "c2")
-        assert await room.seen() == ["serves 1", "a3"]
-        await room.end("a3")
-        assert await room.seen() == ["serves 2", "b1"]
-        await room.end("b1")
-        room.ask("b2")
-        assert await room.seen() == ["b2"]  # still served
-        await room.end("b2")
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+async def test_requests_of_one_snapshot_run_at_once_and_later_ones_do_not_overtake():
+    room = Room()
+    room.ask("a1", "a2")
+    assert await room.seen() == ["serves 1", "a1", "a2"]
+    room.ask("c1", "a3", "b1", "c2")
+    assert await room.seen() == []
+    await room.end("a1")
+    assert await room.seen() == []
+    await room.end("a2")
+    assert await room.seen() == ["serves 3", "c1", "c2"]
+    await room.end("c1", "c2")
+    assert await room.seen() == ["serves 1", "a3"]
+    await room.end("a3")
+    assert await room.seen() == ["serves 2", "b1"]
+    await room.end("b1")
+    room.ask("b2")
+    assert await room.seen() == ["b2"]  # still served
+    await room.end("b2")
 
 
-def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
+async def test_cancelled_requests_block_no_other_and_their_weights_are_not_served():
     """A session that ends cancels several at once; the end of one would admit another cancelled one."""
-
-    async def main() -> None:
-        room = Room()
-        room.ask("a1")
-        await settled()
-        room.ask("b1", "a2", "c1")
-        await settled()
-        for name in ("b1", "a2"):
-            room.tasks[name].cancel()
-        assert await room.seen() == ["serves 1", "a1"]
-        room.tasks["a1"].cancel()
-        assert await room.seen() == ["serves 3", "c1"]
-        room.ask("b2")
-        await settled()
-        room.tasks["b2"].cancel()
-        await room.end("c1")
-        room.ask("b3")
-        assert await room.seen() == ["serves 2", "b3"]
-        await room.end("b3")
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+    room = Room()
+    room.ask("a1")
+    await settled()
+    room.ask("b1", "a2", "c1")
+    await settled()
+    for name in ("b1", "a2"):
+        room.tasks[name].cancel()
+    assert await room.seen() == ["serves 1", "a1"]
+    room.tasks["a1"].cancel()
+    assert await room.seen() == ["serves 3", "c1"]
+    room.ask("b2")
+    await settled()
+    room.tasks["b2"].cancel()
+    await room.end("c1")
+    room.ask("b3")
+    assert await room.seen() == ["serves 2", "b3"]
+    await room.end("b3")
 
 
-def test_snapshot_that_cannot_be_served_fails_its_requests_only():
-    async def main() -> None:
-        room = Room()
-        room.ask("x1", "x2")
-        for name in ("x1", "x2"):
-            with pytest.raises(ArithmeticError, match="the pull failed"):
-                await room.tasks[name]
-        room.ask("b1")
-        assert await room.seen() == ["serves 2", "b1"]
-        await room.end("b1")
-
-    asyncio.run(asyncio.wait_for(main(), 10))
+async def test_snapshot_that_cannot_be_served_fails_its_requests_only():
+    room = Room()
+    room.ask("x1", "x2")
+    for name in ("x1", "x2"):
+        with pytest.raises(ArithmeticError, match="the pull failed"):
+            await room.tasks[name]
+    room.ask("b1")
+    assert await room.seen() == ["serves 2", "b1"]
+    await room.end("b1")
