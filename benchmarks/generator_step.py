@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from actors.vllm.engine import GeneratorEngine
-from rl.models.hf import write_random_model
+from benchmarks.processes import tiny_assets
 from rl.models.qwen3 import model_registry
 from rl.types import SamplingParams
 
@@ -174,10 +174,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        assets = write_random_model(Path(folder) / "model", spec=model_registry("tiny"), seed=0)
         repeats = 3 if args.quick else 15
         figures = asyncio.run(
-            benchmark(str(assets), token_limits=args.tokens, repeats=repeats, threads=args.threads)
+            benchmark(
+                tiny_assets(Path(folder)), token_limits=args.tokens, repeats=repeats, threads=args.threads
+            )
         )
     for tokens, row in figures["new_tokens"].items():
         parts = ", ".join(f"{name} {ms} ms" for name, ms in row["parts_ms"].items())

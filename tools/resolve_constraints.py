@@ -12,6 +12,7 @@ from tools.setup_env import GIB_NEEDED, ROOT, TORCH, Environment, read_project
 
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 PLAIN = ("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links")
+COMPILE = ("pip", "compile", "--quiet", "--upgrade", *PLATFORM, *PLAIN)
 
 
 def resolve(device: str) -> None:
@@ -22,20 +23,10 @@ def resolve(device: str) -> None:
     settings = environment.uv_settings()
     if device == "gpu":
         settings.pop("UV_FIND_LINKS", None)  # local CPU builds would be preferred
-    command = [
-        str(ROOT / ".venv/bin/uv"),
-        "pip",
-        "compile",
-        "--quiet",
-        "--upgrade",
-        *PLATFORM,
-        *PLAIN,
-        *extras,
-    ]
     output = ROOT / "tools" / f"constraints-{device}.txt"
     torch = TORCH + ("+cpu" if device == "cpu" else "")
     subprocess.run(
-        [*command, "--constraint", "-", "--output-file", str(output), "pyproject.toml"],
+        [ROOT / ".venv/bin/uv", *COMPILE, *extras, "--constraint", "-", "--output-file", output, "pyproject.toml"],
         input=torch, env=settings, cwd=ROOT, check=True, text=True, stdout=subprocess.DEVNULL, timeout=600,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +27,7 @@ DOCUMENTED = (400, 401, 403, 404, 405, 408, 410, 413, 415, 421, 422, 429, 500)
 MAX_SHOWN_ERRORS = 3
 
 _key = APIKeyHeader(name=KEY_HEADER, auto_error=False)
+"""The key's header in the OpenAPI description; the guard has checked it."""
 
 
 def make_app(service: Service, *, http: HttpLimits, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
@@ -43,12 +44,8 @@ def make_app(service: Service, *, http: HttpLimits, keys: Keys, hosts: Collectio
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(Guard, keys=keys, hosts=hosts, limits=http)
     app.add_api_route(f"{PREFIX}/healthz", _health, methods=["GET"])
-    app.include_router(router, prefix=PREFIX, dependencies=[Security(_described)])
+    app.include_router(router, prefix=PREFIX, dependencies=[Security(_key)])
     return app
-
-
-def _described(key: Annotated[str | None, Security(_key)]) -> None:
-    """Put the key's header into the OpenAPI description; the guard has checked it."""
 
 
 async def _health() -> dict[str, str]:

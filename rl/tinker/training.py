@@ -59,36 +59,8 @@ class Training:
 
     # Creation and end
 
-    def create_model(self, body: wire.CreateModelRequest, *, owner: str) -> str:
+    def create_model(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, *, owner: str) -> str:
         """Create model `<session_id>:train:<model_seq_id>`, to which requests may follow at once."""
-        return self._create_new(body, owner=owner)
-
-    def load_weights(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
-        """Load weights into a model of the same settings, except for the seed, or into a new model."""
-        if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
-            return self._create_new(body, owner=owner)
-        if body.model_id is None:
-            raise InvalidRequestError(_EITHER)
-
-        def check(model: Model, seq_id: int) -> Work:
-            if body.session_id is not None or body.model_seq_id is not None or body.base_model is not None:
-                raise InvalidRequestError(_EITHER)
-            stored = self._find_state(body, owner)
-            if _seedless(stored.record.settings) != _seedless(model.settings):
-                raise InvalidRequestError(
-                    f"path={body.path}: has the weights of a model with {stored.record.settings}, but "
-                    f"{body.model_id} has {model.settings}"
-                )
-
-            async def work() -> Result:
-                await self._load(model, stored, optimizer=body.optimizer, seq_id=seq_id)
-                return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
-
-            return work
-
-        return self._submit(body.model_id, body.seq_id, check, owner=owner)
-
-    def _create_new(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, *, owner: str) -> str:
         session = self._parts.sessions.live(str(body.session_id), owner)
         number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
         model_id = f"{session.session_id}:train:{number}"
@@ -115,6 +87,31 @@ class Training:
 
         model.stream.submit(0, request, work)
         return request_id
+
+    def load_weights(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
+        """Load weights into a model of the same settings, except for the seed, or into a new model."""
+        if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
+            return self.create_model(body, owner=owner)
+        if body.model_id is None:
+            raise InvalidRequestError(_EITHER)
+
+        def check(model: Model, seq_id: int) -> Work:
+            if body.session_id is not None or body.model_seq_id is not None or body.base_model is not None:
+                raise InvalidRequestError(_EITHER)
+            stored = self._find_state(body, owner)
+            if _seedless(stored.record.settings) != _seedless(model.settings):
+                raise InvalidRequestError(
+                    f"path={body.path}: has the weights of a model with {stored.record.settings}, but "
+                    f"{body.model_id} has {model.settings}"
+                )
+
+            async def work() -> Result:
+                await self._load(model, stored, optimizer=body.optimizer, seq_id=seq_id)
+                return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
+
+            return work
+
+        return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
     def _new_settings(
         self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str

@@ -179,10 +179,6 @@ def snapshot(model):
     return model.save_weights_and_get_sampling_client().result(RESULT_TIMEOUT_S)
 
 
-def rest_client(server, key):
-    return tinker.RestClient(base_url=server.url, api_key=key)
-
-
 def group(sampler, seed):
     """Return tokens, logprobs and the share of the wanted token of each sample."""
     sequences = sample(sampler, num_samples=32, seed=seed).sequences
@@ -232,7 +228,7 @@ def test_logprobs_of_samples_and_prompts_equal_those_of_the_trainer(either):
 def test_rest_client_manages_runs_and_checkpoints(server, client):
     model = lora(client, rank=4)
     path = model.save_state("managed", ttl_seconds=3600).result(RESULT_TIMEOUT_S).path
-    rest = rest_client(server, "tml-test")
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-test")
     run = rest.get_training_run_by_tinker_path(path).result(RESULT_TIMEOUT_S)
     (listed,) = rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result(RESULT_TIMEOUT_S)
@@ -244,5 +240,3 @@ def test_rest_client_manages_runs_and_checkpoints(server, client):
     assert listed.size_bytes > 1000
     assert (listed.expires_at is None, kept.expires_at) == (False, None)
     assert rest.list_checkpoints(model.model_id).result(RESULT_TIMEOUT_S).checkpoints == []
-    with pytest.raises(tinker.BadRequestError, match="publish: this server does not support this call"):
-        rest.publish_checkpoint_from_tinker_path(path).result(RESULT_TIMEOUT_S)

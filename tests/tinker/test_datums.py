@@ -183,29 +183,22 @@ def test_one_wide_datum_does_not_enlarge_all_others(monkeypatch):
         wire_samples(data, CROSS_ENTROPY, RULES)
 
 
-def test_policy_losses_train_tokens_with_an_advantage():
-    one = datum([3, 4, 5], logprobs=[0, -1, -2], advantages=[0, 0.5, 0])
-    (sample,) = wire_samples([one], find_loss("ppo"), RULES).samples
-    assert sample.mask.tolist() == [False, False, True, False]
-    assert sample.generator_logprobs.tolist() == [0, 0, -1, -2]
-    assert sample.ratio_mask is None
-
-
-def test_dro_counts_every_token():
-    one = datum([3, 4], logprobs=[-1, -2], advantages=[0, 0])
-    (sample,) = wire_samples([one], find_loss("dro"), RULES).samples
-    assert sample.mask.tolist() == [False, True, True]
-
-
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, [0, 1, 0]), ({"sequence_ratio_mask": [0, 1, 1]}, [0, 1, 1])]
+    ("name", "given", "mask", "ratio_mask"),
+    [
+        ("ppo", {"advantages": [0, 0.5, 0]}, [0, 0, 1, 0], None),
+        ("dro", {"advantages": [0, 0, 0]}, [0, 1, 1, 1], None),
+        ("gspo", {"advantages": [0, 1, 0]}, [0, 0, 1, 0], [0, 0, 1, 0]),
+        ("gspo", {"advantages": [0, 1, 0], "sequence_ratio_mask": [0, 1, 1]}, [0, 0, 1, 0], [0, 0, 1, 1]),
+    ],
 )
-def test_gspo_ratio_covers_its_mask_or_the_tokens_with_advantages(given, expected):
-    one = datum([3, 4, 5], logprobs=[0, -1, -2], advantages=[0, 1, 0], **given)
-    (sample,) = wire_samples([one], find_loss("gspo"), RULES).samples
-    assert sample.ratio_mask is not None
-    assert sample.ratio_mask.tolist() == [False, *map(bool, expected)]
-    assert sample.mask.tolist() == [False, False, True, False]
+def test_policy_losses_train_tokens_with_an_advantage_and_dro_all(name, given, mask, ratio_mask):
+    one = datum([3, 4, 5], logprobs=[0, -1, -2], **given)
+    (sample,) = wire_samples([one], find_loss(name), RULES).samples
+    assert sample.mask.tolist() == mask
+    assert sample.generator_logprobs.tolist() == [0, 0, -1, -2]
+    assert (sample.ratio_mask is None) == (ratio_mask is None)
+    assert sample.ratio_mask is None or sample.ratio_mask.tolist() == ratio_mask
 
 
 def with_inputs(**inputs: Any) -> list[Datum]:

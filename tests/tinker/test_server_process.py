@@ -34,14 +34,11 @@ def refused(argv, capsys):
 
 
 def test_invalid_configs_are_refused_before_anything_starts(tmp_path, capsys):
-    (tmp_path / "keys").write_text("tml-short")
-    (tmp_path / "keys").chmod(0o600)
     (tmp_path / "file").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = {
             ("--host", "0.0.0.0"): "API keys are needed",
-            ("--keys_file", str(tmp_path / "keys")): "API key 1: 9 characters, must be at least 20",
             ("--keys_env", "NO_SUCH_VARIABLE"): "keys_env='NO_SUCH_VARIABLE': API keys: there are none",
             ("--port", port): f"port={port}: cannot listen there: Address already in use",
             ("--port", "65536"): "port=65536: must be from 0 to 65535",
