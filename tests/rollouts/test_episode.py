@@ -164,13 +164,10 @@ class Broken(Counting):
             return observation
         if self.how == "hang":
             await asyncio.sleep(1e6)
-        if self.how == "none":
-            return None
         raise {
             "raise": KeyError("board"),
             "timeout": TimeoutError(),
             "run": RunError("no sandbox is left"),
-            "cancelled": asyncio.CancelledError(),
         }[self.how]
 
 
@@ -179,9 +176,7 @@ class Broken(Counting):
     [
         ("raise", r"the environment raised KeyError\('board'\)"),
         ("timeout", r"the environment raised TimeoutError\(\)"),
-        ("cancelled", r"the environment raised RuntimeError\('CancelledError of an environment'\)"),
         ("hang", r"the environment took longer than step_timeout_s=3"),
-        ("none", r"the environment raised TypeError\('`step` returned None, which is not an Observation'\)"),
     ],
 )
 def test_environment_that_breaks_is_a_failed_rollout(how, says, caplog):

@@ -1,14 +1,13 @@
 """Reward functions that obey a rollout: wait, hang, or kill their process."""
 
 import asyncio
-import hashlib
 import os
 import random
 import signal
 import time
 
 from rl.rollouts.rewards import RewardProcess
-from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric, UnparsedAnswer
+from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 
 LIMIT_S = 0.5
 
@@ -39,15 +38,6 @@ def swallow(rollout):
 def busy_in_c(rollout):
     """Hold the interpreter's lock, so that no other thread runs."""
     return 3 ** (10**9)
-
-
-def away_in_c(rollout):
-    """Release the interpreter's lock, but react to no signal."""
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
-
-
-def no_answer(rollout):
-    raise UnparsedAnswer(value=-1.0)
 
 
 def clear_the_alarm(rollout):
@@ -89,8 +79,6 @@ SYNC = {
         loop,
         swallow,
         busy_in_c,
-        away_in_c,
-        no_answer,
         clear_the_alarm,
         set_an_alarm,
         wait_a_little,
@@ -124,8 +112,6 @@ async def later(rollout):
 
 
 def together(rollouts):
-    if rollouts[0].prompt.problem.answer == "slow":
-        time.sleep(0.75)
     return [100.0 * len(rollouts)] * len(rollouts)
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
@@ -88,6 +89,24 @@ def test_problems_with_one_key_are_on_the_same_side():
     trained = {int(p.question) for p in islice(task.train_problems(seed=0), 10_000)}
     assert not {int(q) ^ 1 for q in held_out(task)} & trained
     assert {n ^ 1 for n in trained} == trained
+
+
+@pytest.mark.parametrize(
+    ("config", "num_different"),
+    [
+        (AlphabetSort.Config(num_words=(2, 1), letters="abcdefghij", num_eval=64), 120),  # 10 choose 3
+        (SumDigits.Config(num_integers=2, num_eval=256), 4095),
+    ],
+)
+def test_no_reordering_of_a_held_out_problem_is_trained_on(config, num_different):
+    def content(problem):
+        return tuple(sorted(re.findall(r"\w+", problem.id.partition("/")[2])))
+
+    task = config.build()
+    out = {content(p) for p in task.eval_sets()["held_out"]}
+    trained = {content(p) for p in islice(task.train_problems(seed=0), 20_000)}
+    assert not out & trained
+    assert 0.7 * num_different < len(trained) < num_different
 
 
 def test_problems_depend_on_the_seed():

@@ -65,6 +65,8 @@ def test_gold_stands_in_its_place(build, rows, gold, answers):
         (" 4", "whole", "4"),
         ("<think>3, no, 4</think>\n\n4\n", "whole", "4"),
         ("<think>\n4", "whole", None),
+        (r"<think>\boxed{3}</think>\boxed{4}", "boxed", "4"),
+        ("<think>#### 4</think>no", "hashes", None),
         ("<think><answer>3</answer></think><answer>4</answer>", "tags", "4"),
         ("<think><answer>4</answer></think>I do not know", "tags", None),
     ],
@@ -104,21 +106,6 @@ def test_part_of_the_reward_can_be_for_the_form(build):
     assert rubric.score(reply(problem(), r"\boxed{8}")).reward == pytest.approx(0.2)
     cut_off = reply(problem(), r"\boxed{8} and", finish_reason="length")
     assert AnswerInPlace(place="boxed")(cut_off) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("place", "right"), [("boxed", r"\boxed{72}"), ("hashes", "#### 72"), ("whole", "72")]
-)
-def test_thoughts_are_not_graded(build, place, right):
-    rubric = build(GSM8K, reply=place, format_reward=0.5).rubric(seed=0)
-    wrong = right.replace("72", "8")
-    texts = (f"<think>{wrong}</think>\n\n{right}", f"<think>{right}</think>{wrong}", f"<think>{right}\n no,")
-    scores = [rubric.score(reply(problem(), text)) for text in texts]
-    assert [(s.reward, s.correct, s.unparsed) for s in scores] == [
-        (1.0, True, ()),
-        (0.5, False, ()),
-        (0.0, False, ("answer",)),
-    ]
 
 
 @pytest.mark.parametrize("text", ["72", r"\boxed{", r"\boxed{\frac{}", ""])
