@@ -17,6 +17,7 @@ from torch import nn
 
 from actors.controller import Controller
 from configs.sum_digits import tiny
+from rl.config.tree import check_bounds
 from rl.distributed.sharding import local_tensor
 from rl.models.converter import ModelConverter
 from rl.models.decoder import Decoder
@@ -31,10 +32,8 @@ class TopBlocks(ModelConverter):
         """No trained weight gets larger than that."""
 
         def __post_init__(self) -> None:
-            if self.num_trained_blocks < 1:
-                raise ValueError(f"num_trained_blocks={self.num_trained_blocks}: must be at least 1")
-            if not self.max_abs > 0:
-                raise ValueError(f"max_abs={self.max_abs}: must be above 0")
+            check_bounds(self, "num_trained_blocks", at_least=1)
+            check_bounds(self, "max_abs", above=0)
 
     config: Config
 

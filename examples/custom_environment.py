@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.config.tree import check_bounds
 from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.renderer import RendererConfig
 from rl.tasks.generated import GeneratedTask
@@ -42,12 +43,9 @@ class GuessNumber(GeneratedTask):
         def __post_init__(self) -> None:
             # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
             GeneratedTask.Config.__post_init__(self)
-            if not 2 <= self.width <= 20:
-                raise ValueError(f"width={self.width} is not between 2 and 20")
-            if self.max_guesses < 1:
-                raise ValueError(f"max_guesses={self.max_guesses} is less than 1")
-            if not 0 <= self.halving <= 1:
-                raise ValueError(f"halving={self.halving} is not between 0 and 1")
+            check_bounds(self, "width", at_least=2, at_most=20)
+            check_bounds(self, "max_guesses", at_least=1)
+            check_bounds(self, "halving", at_least=0, at_most=1)
 
     config: Config
 
@@ -71,13 +69,7 @@ class GuessNumber(GeneratedTask):
             guess = (low + high) // 2 if generator.random() < self.config.halving else low
             guesses.append(guess)
             low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
-        return Problem(
-            id=problem.id,
-            question=problem.question,
-            answer=problem.answer,
-            demonstration=tuple(map(str, guesses)),
-            info=problem.info,
-        )
+        return replace(problem, demonstration=tuple(map(str, guesses)))
 
     def environment(self, problem: Problem) -> HigherOrLower:
         return HigherOrLower(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from actors.controller import Controller
 from actors.trainer import PolicyTrainer
 from configs.sum_digits import tiny
+from rl.config.tree import check_bounds
 from rl.training.engine import TrainingEngine
 from rl.types import OptimParams, OptimStepResult
 
@@ -29,10 +30,8 @@ class AnnealedClipTrainer(PolicyTrainer):
         def __post_init__(self) -> None:
             # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
             PolicyTrainer.Config.__post_init__(self)
-            if not self.final_max_norm > 0:
-                raise ValueError(f"final_max_norm={self.final_max_norm}: must be above 0")
-            if self.anneal_steps < 1:
-                raise ValueError(f"anneal_steps={self.anneal_steps}: must be at least 1")
+            check_bounds(self, "final_max_norm", above=0)
+            check_bounds(self, "anneal_steps", at_least=1)
 
     def make_engine(self, hf_assets_path: str) -> TrainingEngine:
         assert isinstance(self.config, AnnealedClipTrainer.Config)

@@ -20,6 +20,7 @@ from functools import cached_property
 
 from actors.controller import Controller
 from configs import sum_digits
+from rl.config.tree import check_bounds
 from rl.loop.warmup import SupervisedWarmup
 from rl.rollouts.renderer import RendererConfig
 from rl.rollouts.rubric import answer_part
@@ -57,11 +58,8 @@ class Arithmetic(GeneratedTask):
         def __post_init__(self) -> None:
             # Not super(): a dataclass with slots is another class than the one that `super` was compiled in.
             GeneratedTask.Config.__post_init__(self)
-            for name in ("python_share", "guesses"):
-                if not 0 <= getattr(self, name) <= 1:
-                    raise ValueError(f"{name}={getattr(self, name)} is not between 0 and 1")
-            if not 2 <= self.num_digits <= 9:
-                raise ValueError(f"num_digits={self.num_digits} is not between 2 and 9")
+            check_bounds(self, "python_share", "guesses", at_least=0, at_most=1)
+            check_bounds(self, "num_digits", at_least=2, at_most=9)
 
     config: Config
 

@@ -179,13 +179,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval_every", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--num_eval", type=int, default=256, help="held-out problems")
     args = parser.parse_args(argv)
-    for name, least in (
-        ("steps", 1),
-        ("warmup_steps", 1),
-        ("groups_per_batch", 1),
-        ("group_size", 2),
-        ("eval_every", 1),
-    ):
+    for name in ("steps", "warmup_steps", "groups_per_batch", "group_size", "eval_every"):
+        least = 2 if name == "group_size" else 1
         if getattr(args, name) < least:
             parser.error(f"--{name}={getattr(args, name)}: must be at least {least}")
     return args

@@ -30,10 +30,10 @@ from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
 from rl.models.tokenizer import open_tokenizer
 from rl.rollouts.renderer import Renderer, RendererConfig, make_renderer
-from rl.rollouts.samples import TokenSpan, supervised_sample
+from rl.rollouts.samples import TokenSpan, demonstrated_completion, supervised_sample
 from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
-from rl.types import Completion, Message, OptimParams, Role, TrainingSample
+from rl.types import Message, OptimParams, Role, TrainingSample
 
 
 def read_conversations(path: Path) -> list[tuple[Message, ...]]:
@@ -74,12 +74,7 @@ def conversation_sample(messages: Sequence[Message], renderer: Renderer) -> Trai
         if reply is None:
             prompt = renderer.opening(told)
         else:  # What follows a reply may depend on how that ended.
-            undrawn = np.full(len(reply), np.nan, dtype=np.float32)
-            versions = np.full(len(reply), -1, dtype=np.int32)
-            said = Completion(
-                token_ids=reply, logprobs=undrawn, policy_versions=versions, finish_reason="stop"
-            )
-            prompt = renderer.continuation(told, after=said)
+            prompt = renderer.continuation(told, after=demonstrated_completion(reply))
         reply = renderer.reply(message.content)
         spans += [TokenSpan(prompt, is_reply=False), TokenSpan(reply, is_reply=True)]
         told = []

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from rl.rollouts.environment import Environments, SingleTurn
 from rl.rollouts.samples import demonstrated_now
 from rl.starting_point import NUM_KEYED_DEMONSTRATIONS, StartingPoint, random_model, warmed_up_model
 from rl.tasks.sum_digits import SumDigits
-from rl.types import Message, Observation, Problem, Reply
+from rl.types import Problem
+from tests.support.conversations import Factory
 from tests.support.fakes import RENDERER
 
 SPEC = model_registry("tiny")
@@ -87,31 +88,11 @@ def test_what_shapes_the_warm_up_gets_one_of_its_own(tmp_path, change):
     assert planned(tmp_path, **change).warmed_up != planned(tmp_path).warmed_up
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answering:
-    """Says something after the first reply."""
-
-    problem: Problem
-    answer: str
-    said: list[str] = field(default_factory=list)
-
-    def opening(self) -> tuple[Message, ...]:
-        return (Message(role="user", content=self.problem.question),)
-
-    async def step(self, reply: Reply) -> Observation:
-        self.said.append(reply.text)
-        more = len(self.said) == 1
-        return Observation(messages=(Message(role="user", content=self.answer),) if more else ())
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
 def test_what_an_environment_says_between_the_replies_shapes_the_warm_up(tmp_path):
     two_turns = [Problem(id="p", question="q", answer="b", demonstration=("a", "b"))]
 
     def folder(answer: str) -> Path | None:
-        environments = Environments(make=lambda p: Answering(problem=p, answer=answer))
+        environments = Environments(make=Factory(turns=1, says=answer))
         samples = demonstrated_now(two_turns, environments, renderer=RENDERER)
         return planned(tmp_path, demonstrations=samples).warmed_up
 

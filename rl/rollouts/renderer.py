@@ -41,19 +41,13 @@ class RendererConfig:
     their thoughts, trimmed); the tokens keep them as they were produced. Only for kind template."""
 
     def __post_init__(self) -> None:
-        of_other_kinds = [
-            name
-            for name, is_set, kinds in (
-                ("thinking=False", not self.thinking, ("template", "qwen3")),
-                ("separator", self.separator != "\n", ("raw",)),
-                ("keep_replies=True", self.keep_replies, ("template",)),
-            )
-            if is_set and self.kind not in kinds
-        ]
-        if of_other_kinds:
-            raise ValueError(
-                f"renderer.{of_other_kinds[0]}: has no effect with kind={self.kind!r}; leave it out"
-            )
+        for option, is_set, kinds in (
+            ("thinking=False", not self.thinking, ("template", "qwen3")),
+            ("separator", self.separator != "\n", ("raw",)),
+            ("keep_replies=True", self.keep_replies, ("template",)),
+        ):
+            if is_set and self.kind not in kinds:
+                raise ValueError(f"renderer.{option}: has no effect with kind={self.kind!r}; leave it out")
 
 
 class Renderer:

@@ -88,6 +88,16 @@ def demonstration_sample(prompt_T: np.ndarray, completion_C: np.ndarray) -> Trai
     return supervised_sample([TokenSpan(prompt_T, is_reply=False), TokenSpan(completion_C, is_reply=True)])
 
 
+def demonstrated_completion(token_ids_C: np.ndarray) -> Completion:
+    """Return a reply as a completion that no policy sampled: its logprobs are NaN, its versions -1."""
+    return Completion(
+        token_ids=token_ids_C,
+        logprobs=np.full(len(token_ids_C), np.nan, dtype=np.float32),
+        policy_versions=np.full(len(token_ids_C), -1, dtype=np.int32),
+        finish_reason="stop",
+    )
+
+
 def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
     """Return the first tokens of a sample."""
     arrays: dict[str, Any] = {
@@ -165,11 +175,4 @@ class _Recital:
     async def generate(
         self, prompts: Sequence[np.ndarray], *, sampling: SamplingParams, session: str | None = None
     ) -> list[list[Completion]]:
-        reply_C = next(self._replies)
-        completion = Completion(
-            token_ids=reply_C,
-            logprobs=np.full(len(reply_C), np.nan, dtype=np.float32),
-            policy_versions=np.full(len(reply_C), -1, dtype=np.int32),
-            finish_reason="stop",
-        )
-        return [[completion]]
+        return [[demonstrated_completion(next(self._replies))]]

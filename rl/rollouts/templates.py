@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import TemplateError
 
@@ -57,12 +57,10 @@ class ChatML:
     sequence only grows.
     """
 
+    end_of_turn: ClassVar[str] = IM_END
+
     reply_begins: str = ""
     """Text at the beginning of every reply: `NO_THOUGHTS` for Qwen3 without thinking."""
-
-    @property
-    def end_of_turn(self) -> str:
-        return IM_END
 
     def opening(self, messages: Sequence[Message]) -> str:
         text = ""

@@ -88,12 +88,10 @@ class Countdown(GeneratedTask):
         )
 
     def _combine(self, numbers: list[int], generator: random.Random) -> tuple[str, Fraction]:
-        """Combine all numbers from left to right; return the expression and its value (0 for division by 0)."""
+        """Combine all numbers from left to right; return the expression and its value."""
         text, value = str(numbers[0]), Fraction(numbers[0])
         for i, number in enumerate(numbers[1:]):
             sign = generator.choice(self.config.operations)
-            if sign == "/" and number == 0:
-                return text, Fraction(0)
             text = f"({text}){sign}{number}" if i and sign in "*/" else f"{text}{sign}{number}"
             value = OPERATIONS[sign](value, Fraction(number))
         return text, value

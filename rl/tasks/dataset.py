@@ -173,7 +173,7 @@ class DatasetTask(Configurable):
 
     def rubric(self, *, seed: int) -> Rubric:
         """Give 1 for a reply that equals the answer, ignoring thoughts and surrounding spaces."""
-        return Rubric(criteria=(Criterion(name="answer", function=is_answer),), correct=is_correct)
+        return Rubric(criteria=(Criterion(name="answer", function=is_correct),), correct=is_correct)
 
     def _ordered(self, rows: Sequence[Row], seed: str) -> Iterator[Problem]:
         return shuffled_problems(
@@ -296,10 +296,6 @@ class DatasetTask(Configurable):
 
 def is_correct(rollout: Rollout) -> bool:
     return answer_part(rollout.text) == rollout.prompt.problem.answer.strip()
-
-
-def is_answer(rollout: Rollout) -> float:
-    return float(is_correct(rollout))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,7 +25,6 @@ from rl.types import Problem, Rollout
 PLAIN_NUMBER = re.compile(r"-?\$?-?\d[\d,]*(\.\d+)?%?")
 GOLD_TIMEOUT_S = 5
 BOXED = "{question}\n\nThink step by step, then give the final answer as \\boxed{answer}."
-HASHES = "{question}\n\nThink step by step, then give the final answer after #### on a line of its own."
 
 
 class MathProblems(DatasetTask):

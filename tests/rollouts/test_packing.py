@@ -161,11 +161,7 @@ SHORT = make_sample([1, 2])
         ([SHORT, make_sample([1, 2, 3])], {"max_length": 2}, "has 3 tokens, more than max_sequence_length=2"),
         ([make_sample([1])], {}, "sample 0 has 1 tokens"),
         ([replace(SHORT, mask=np.array([True]))], {}, r"mask has shape \[1\]: must be \[2\]"),
-        (
-            [replace(SHORT, ratio_mask=np.array([True, True])), SHORT],
-            {},
-            "sample 1: ratio_mask must be set in all",
-        ),
+        ([replace(SHORT, ratio_mask=np.array([1, 1])), SHORT], {}, "sample 1: ratio_mask must be set in all"),
     ],
 )
 def test_sample_that_cannot_be_packed_is_refused(samples, settings, message):

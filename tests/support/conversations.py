@@ -102,12 +102,13 @@ def _drawn(text: str, version: int, max_tokens: int) -> Completion:
 
 @dataclass(kw_only=True)
 class Counting:
-    """Environment of `turns` further turns that counts its steps and closes."""
+    """Environment of `turns` further turns, in which it says `says`, that counts its steps and closes."""
 
     runs_inline: ClassVar[bool] = True
     """Runs on the event loop, so that its seconds are virtual."""
     problem: Problem
     turns: int = 2
+    says: str = "more"
     seconds: float = 0.0
     reward: float = 0.0
     num_steps: int = 0
@@ -121,7 +122,7 @@ class Counting:
         await asyncio.sleep(self.seconds)
         self.replies.append(reply)
         self.num_steps += 1
-        more = (Message(role="user", content=f"more {self.num_steps}"),)
+        more = (Message(role="user", content=f"{self.says} {self.num_steps}"),)
         return Observation(messages=more if self.num_steps <= self.turns else (), reward=self.reward)
 
     async def close(self) -> None:

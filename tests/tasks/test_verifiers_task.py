@@ -214,7 +214,11 @@ def odd(*names, **options):
     """Return a task of these classes, named or given."""
     relay_odd = importlib.import_module("relay_odd")
     classes = tuple(getattr(relay_odd, name) if isinstance(name, str) else name for name in names)
-    return VerifiersTask.Config(taskset="odd_one", classes=classes, **{"held_out": 0.3, **options}).build()
+    given = {"taskset": "odd_one", "classes": classes, "held_out": 0.3, **options}
+    return VerifiersTask.Config(**given).build()
+
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": "look"}]}
 
 
 def rows(**data):
@@ -225,11 +229,7 @@ def rows(**data):
     ("names", "options", "message"),
     [
         ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
-        (
-            [lambda: rows(prompt=[{"role": "user", "content": [{"type": "text", "text": "look"}]}])],
-            {},
-            "odd_one/0 cannot be trained on: its prompt has parts that are not text",
-        ),
+        ([lambda: rows(prompt=[PARTS])], {}, "odd_one/0 cannot be trained on: its prompt has parts"),
         ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
         (["Boxed"], {}, "BoxedTask needs a container runtime"),
         (["Endless"], {}, "is endless: set max_problems"),
@@ -237,6 +237,8 @@ def rows(**data):
         (["Scored", "Duo"], {"seat": "judge"}, "seat='judge': Duo has player, partner"),
         (["Scored", "Duo"], {"seat": "player"}, "partner of Duo have no model"),
         (["Scored"], {"settings": {"nonsense": 1}}, "nonsense"),
+        ([], {"taskset": "nowhere_v1"}, "taskset 'nowhere_v1' not found"),
+        ([], {"taskset": "relay_earlier"}, "for verifiers before 0.4 have load_environment and no Taskset"),
         (["Scored"], {"held_out": 0.0}, "30 rows leave 30 to train on and 0 to evaluate on"),
     ],
 )
@@ -246,35 +248,14 @@ def test_unsuitable_environment_is_refused_with_the_reason(names, options, messa
     assert message in str(caught.value)
 
 
-def test_missing_or_outdated_module_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="taskset 'nowhere_v1' not found"):
-        VerifiersTask.Config(taskset="nowhere_v1").build()
-    (tmp_path / "relay_earlier.py").write_text("def load_environment(): ...\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"defines no `__all__`.*for verifiers before 0\.4 have load_environment"
-    ):
-        VerifiersTask.Config(taskset="relay_earlier").build()
-
-
 @pytest.mark.parametrize(
     ("names", "options", "texts", "message"),
     [
-        (
-            ["Scored", "Twice"],
-            {},
-            ["a", "b"],
-            "seat 'agent' plays several runs in one episode; relay trains one",
-        ),
+        (["Scored", "Twice"], {}, ["a", "b"], "seat 'agent' plays several runs in one episode"),
         (["Scored", "Ventriloquist"], {}, ["a", "b"], "it contains a reply that the model has not given"),
         (["Scored", "Preface"], {}, ["a"], "it does not continue the conversation, but begins another or"),
         ([rows], {}, ["a"], "it has no rewards, so nothing can be learned from it"),
-        (
-            ["Stuck"],
-            {"settings": {"scoring_s": 0.05}},
-            ["a"],
-            "it was ended before its rewards were computed",
-        ),
+        (["Stuck"], {"settings": {"scoring_s": 0.05}}, ["a"], "ended before its rewards were computed"),
     ],
 )
 def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message):

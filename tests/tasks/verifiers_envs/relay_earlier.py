@@ -1,0 +1,4 @@
+"""Environment for verifiers before 0.4, which has no Taskset."""
+
+
+def load_environment(): ...
