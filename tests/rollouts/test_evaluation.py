@@ -6,12 +6,7 @@ import itertools
 import pytest
 
 from rl.observability.metrics import reduced
-from rl.rollouts.evaluation import (
-    SEED,
-    Evaluation,
-    Evaluator,
-    pass_at,
-)
+from rl.rollouts.evaluation import SEED, Evaluation, Evaluator, pass_at
 from rl.rollouts.rubric import Criterion, GroupCriterion, Rubric
 from rl.tasks.sum_digits import format_reward, is_correct, make_problem
 from rl.types import Rollout, SamplingParams
@@ -35,9 +30,12 @@ def evaluator(rubric, *, policy=None, sets=None, settings=None, **episode):
     )
 
 
-def evaluated(rubric, **settings):
-    result = asyncio.run(evaluator(rubric, **settings).run())
+def numbers(result):
     return {name: reduced(metric) for name, metric in result.metrics().items()}
+
+
+def evaluated(rubric, **settings):
+    return numbers(asyncio.run(evaluator(rubric, **settings).run()))
 
 
 RUBRIC = Rubric(
@@ -71,8 +69,7 @@ FAILS_ON_FIVE = Rubric(criteria=(Criterion(name="answer", function=fails_on_five
 def test_allowed_failures_are_counted_and_left_out_of_the_means():
     judged = evaluator(FAILS_ON_FIVE)
     judged.max_failed = 0.25
-    result = asyncio.run(judged.run())
-    metrics = {name: reduced(metric) for name, metric in result.metrics().items()}
+    metrics = numbers(asyncio.run(judged.run()))
     judged.max_failed = 0.2
     with pytest.raises(RunError, match=r"1 of 4 rewards failed.*reward 'answer' raised ZeroDivisionError"):
         asyncio.run(judged.run())
@@ -100,7 +97,7 @@ def test_failed_samples_are_counted_and_left_out_of_pass_at_k():
     )
     judged.max_failed = 5 / 8
     result = asyncio.run(judged.run())
-    metrics = {name: reduced(metric) for name, metric in result.metrics().items()}
+    metrics = numbers(result)
     assert metrics["eval/num_failed"] == 5
     # Three replies to the first problem are left, of which one is right; none to the second.
     assert metrics["eval/pass@1"] == pytest.approx(1 / 3)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import trl
+
 from rl.models.tokenizer import build_byte_tokenizer, byte_characters, load_tokenizer
 
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
     "deepseek": "<\uff5cend▁of▁sentence\uff5c>",
-    "diffusion_gemma": "<turn|>",
-    "gemma4": "<turn|>",
     "gemma": "<end_of_turn>",
     "glm4moe": "<|user|>",
     "gptoss": "<|return|>",
     "idefics3": "<end_of_utterance>",
     "llama3": "<|eot_id|>",
     "llava": "</s>",
-    "muse": "<|eot|>",
     "phi3": "<|end|>",
     "smolvlm": "<end_of_utterance>",
 }
@@ -37,19 +36,9 @@ TEXT = (
 _SPECIAL = re.compile(r"<[|\uff5c][^<>\n{}' ]+>|<turn\|>|\[/?INST\]")
 
 
-def template_files() -> dict[str, Path]:
-    """Return the template files by name."""
-    spec = importlib.util.find_spec("trl")
-    assert spec is not None, "the set-up of the tests installs trl"
-    folder = Path(str(spec.origin)).parent / "chat_templates"
-    files = {path.stem: path for path in sorted(folder.glob("*.jinja"))}
-    assert len(files) > 50
-    return files
-
-
 def byte_tokenizer(folder: Path, name: str) -> Any:
     """Return a tokenizer of bytes with a published template and its special tokens."""
-    template = template_files()[name].read_text(encoding="utf-8")
+    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     end = next((token for prefix, token in ENDS.items() if name.startswith(prefix)), "<|im_end|>")
     build_byte_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from rl.types import Message, Observation, Problem, Prompt, Rollout, Turn
-from tests.support.fakes import completion, completion_of
+from tests.support.fakes import completion, completion_of, rollout_of
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 COMPLETION = completion_of([1, 0])
@@ -46,12 +47,8 @@ def reply(
     observation: Observation | None = None,
 ) -> Rollout:
     """Return the rollout of one reply to a problem."""
-    token_ids = np.frombuffer(problem.question.encode(), dtype=np.uint8).astype(np.int32)
-    turn = Turn(
-        messages=(Message(role="user", content=problem.question),),
-        prompt_ids=token_ids,
-        completion=completion(text, finish_reason=finish_reason),
-        text=text,
-        observation=observation or Observation(),
+    rollout = rollout_of(
+        Prompt(problem=problem, token_ids=NO_TOKENS), completion(text, finish_reason=finish_reason), text=text
     )
-    return Rollout(prompt=Prompt(problem=problem, token_ids=token_ids), sample=0, turns=(turn,))
+    turn = replace(rollout.turns[0], observation=observation or Observation())
+    return replace(rollout, turns=(turn,))

@@ -1,14 +1,12 @@
-from pathlib import Path
-
 import pytest
-import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rl.tools.calculator import Calculator
 from rl.tools.function_tool import FunctionTool
 from rl.tools.tool import BadCall, ToolCall, announce, check_call, describe, parse_calls, render_call
+from tests.support.chat_templates import TEMPLATES
 
-QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+QWEN3 = (TEMPLATES / "qwen3.jinja").read_text()
 
 
 def search(query: str, limit: int = 3, sources: list[str] | None = None) -> str:
