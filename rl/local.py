@@ -187,10 +187,7 @@ class LocalBackend:
         self._closed.set()
         for thread in (self._generator, self._trainer):
             thread.stop(timeout_s=threading.TIMEOUT_MAX)
-        if self._gathers:
-            self.models.close()
-        else:
-            self.engine.close()
+        (self.models if self._gathers else self.engine).close()
 
     async def _call(self, thread: WorkerThread, name: str, function: Callable[[], ResultT]) -> ResultT:
         """Return the result of a function in a thread, unless the call is cancelled before it starts."""
@@ -240,7 +237,7 @@ class LocalBackend:
 
     def _answered(self, call: _Call) -> list[list[Completion]]:
         if call.groups is None:
-            self._answer(self._group(call) if self._gathers else [call])
+            self._answer(self._group(call))
             self._check_open()  # `close` may have cut the completions short.
         assert call.groups is not None
         return call.groups
@@ -269,23 +266,19 @@ class LocalBackend:
         if self._served_version is None:
             raise RuntimeError("no weights to sample from: await serve(await push()) first")
         own = [call for call in group for _ in call.prompts]
-        texts = any(call.sampling.stop_texts for call in group)
-        sampling = group[0].sampling
-        if self._gathers or texts:
-            longest = max(call.sampling.max_tokens for call in group)
-            sampling = replace(sampling, max_tokens=longest, stop_token_ids=(), stop_texts=())
+        longest = max(call.sampling.max_tokens for call in group)
         completions = iter(
             generate(
                 self._model,
                 [prompt for call in group for prompt in call.prompts],
-                sampling=sampling,
+                sampling=replace(group[0].sampling, max_tokens=longest, stop_token_ids=(), stop_texts=()),
                 policy_version=self._served_version,
                 max_sequences=self._max_sequences,
                 is_cancelled=lambda: self._closed.is_set() or all(call.cancelled.is_set() for call in group),
                 limits=[call.sampling.max_tokens for call in own],
                 # A prompt that occurs twice in one call draws different samples.
                 seeds=[call.sampling.seed for call in own] if self._gathers else None,
-                ends=[self._end_of(call) for call in own] if self._gathers or texts else None,
+                ends=[self._end_of(call) for call in own],
             )
         )
         for call in group:

@@ -76,14 +76,17 @@ MAX_BAD_OPENINGS = 0.03
 class Import:
     path: str
     line: int
-    source: str
-    """The importing module."""
     target: str
     """The imported module, without the name of what is imported from a module of the tree."""
     type_checking: bool
     """True under `if TYPE_CHECKING`."""
     dynamic: bool
     """True for `import_module` with a literal name."""
+
+    @property
+    def source(self) -> str:
+        """The importing module."""
+        return module_name(self.path)
 
     @property
     def where(self) -> str:
@@ -112,7 +115,6 @@ def imports(sources: Sources) -> list[Import]:
                     Import(
                         path=path,
                         line=node.lineno,
-                        source=module_name(path),
                         target=target,
                         type_checking=type_checking,
                         dynamic=dynamic,
@@ -122,23 +124,18 @@ def imports(sources: Sources) -> list[Import]:
 
 
 @functools.cache
-def _import_nodes(text: str) -> tuple[tuple[ast.stmt | ast.expr, bool], ...]:
-    """Return the imports and calls of a file; cached, as several rules read the whole tree."""
-    found = _statements(ast.parse(text), type_checking=False)
-    return tuple(pair for pair in found if isinstance(pair[0], ast.Import | ast.ImportFrom | ast.Call))
+def _import_nodes(text: str) -> list[tuple[ast.stmt | ast.expr, bool]]:
+    """Return the imports and calls of a file, each with True if only type checkers see it.
 
-
-def _statements(node: ast.AST, *, type_checking: bool) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for inner in child.body:
-                yield from _statements(ast.Module([inner], []), type_checking=True)
-            for inner in child.orelse:
-                yield from _statements(ast.Module([inner], []), type_checking=type_checking)
-            continue
-        if isinstance(child, ast.stmt | ast.expr):
-            yield child, type_checking
-        yield from _statements(child, type_checking=type_checking)
+    Cached, as several rules read the whole tree.
+    """
+    tree = ast.parse(text)
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    names = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    guarded = [child for node in branches if ast.unparse(node.test) in names for child in node.body]
+    for_types = {node for child in guarded for node in ast.walk(child)}
+    kinds = (ast.Import, ast.ImportFrom, ast.Call)
+    return [(node, node in for_types) for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def _targets(node: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:

@@ -13,6 +13,7 @@ import pytest
 from rl.rollouts.rubric import UnparsedAnswer
 from rl.tasks.verifiers_task import EpisodeReward, VerifiersTask
 from rl.types import Problem, Reply
+from tests.support.chat_server import ChatServer
 from tests.support.fakes import completion
 from tests.support.scored import reply
 
@@ -287,33 +288,15 @@ def test_endless_episode_ends_when_it_is_closed():
 
 
 def test_other_seat_is_played_by_its_own_client():
-    from aiohttp import web
-
-    async def answer(request):
-        body = await request.json()
-        message = {"role": "assistant", "content": f"{body['model']} heard {body['messages'][-1]['content']}"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response(
-            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        )
-
-    async def scenario():
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        partner = {"model": "elder", "client": {"base_url": f"http://127.0.0.1:{port}/v1"}}
-        task = odd("Scored", "Duo", seat="player", environment_settings={"partner": json.dumps(partner)})
-        try:
-            return await play(task, first(task), "my words", "thanks")
-        finally:
-            await asyncio.to_thread(task.close)
-            await runner.cleanup()
-
-    asked, end = asyncio.run(scenario())
+    server = ChatServer()
+    server.answers = [lambda request: f"{request['model']} heard {request['messages'][-1]['content']}"]
+    partner = json.dumps({"model": "elder", "client": {"base_url": server.url}})
+    task = odd("Scored", "Duo", seat="player", environment_settings={"partner": partner})
+    try:
+        asked, end = played(task, first(task), "my words", "thanks")
+    finally:
+        task.close()
+        server.close()
     assert contents(asked.messages) == [("user", "partner: elder heard my words")]
     assert end.metrics["verifiers/reward"] == 2.0
 

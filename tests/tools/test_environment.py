@@ -117,7 +117,7 @@ def test_calls_of_one_reply_run_at_the_same_time():
 
 @pytest.mark.parametrize("ends", ["broken", "cancelled"])
 def test_calls_end_with_a_defect_of_another_tool_and_with_the_step(ends):
-    held = []
+    held: list[None] = []
     taken = asyncio.Event()
 
     async def hold() -> str:
