@@ -197,7 +197,7 @@ def cycles(sources: Sources) -> list[str]:
         if imported.target in modules and imported.target != imported.source:
             edges[imported.source].add(imported.target)
     try:
-        TopologicalSorter(edges).prepare()
+        TopologicalSorter({module: sorted(edges[module]) for module in sorted(modules)}).prepare()
     except CycleError as error:
         return [" -> ".join(reversed(error.args[1]))]
     return []

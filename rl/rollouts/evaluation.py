@@ -115,10 +115,10 @@ class Evaluator:
     """Sampling of training, from which the length and the stop tokens are taken."""
     max_failed: float = 0.0
     """Largest share of failed rollouts among the greedy ones of a set, and among its sampled ones."""
-    num_problems: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.num_problems = sum(map(len, self.sets.values()))
+    @property
+    def num_problems(self) -> int:
+        return sum(map(len, self.sets.values()))
 
     async def run(self) -> EvaluationResult:
         """Evaluate the weights that the generator has now.

@@ -10,6 +10,7 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import ClassVar
 
 from rl.config.tree import check_bounds
@@ -52,12 +53,9 @@ class AlphabetSort(GeneratedTask):
                     f"num_letters={self.num_letters}: must be at least 1, and enough for "
                     f"{sum(self.num_words)} different words"
                 )
-            if (
-                len(set(self.letters)) != len(self.letters)
-                or len(self.letters) < 2
-                or not self.letters.isalpha()
-            ):
-                raise ValueError(f"letters={self.letters!r}: must be different letters")
+            letters = self.letters
+            if len(set(letters)) < max(2, len(letters)) or not letters.isalpha():
+                raise ValueError(f"letters={letters!r}: must be different letters")
 
     config: Config
 
@@ -65,11 +63,9 @@ class AlphabetSort(GeneratedTask):
         words: dict[str, None] = {}
         while len(words) < sum(self.config.num_words):
             words["".join(generator.choices(self.config.letters, k=self.config.num_letters))] = None
-        drawn, turns = list(words), []
-        for count in self.config.num_words:
-            turns.append(drawn[:count])
-            del drawn[:count]
-        answers = sorted_lists(turns)
+        drawn = iter(words)
+        turns = [list(islice(drawn, count)) for count in self.config.num_words]
+        answers = [" ".join(sorted(so_far)) for so_far in accumulate(turns)]
         return Problem(
             id="alphabet-sort/" + "/".join("-".join(turn) for turn in turns),
             question=instructed(self.config.instruction, " ".join(turns[0])),
@@ -134,13 +130,3 @@ class SortingTurns:
 
     async def close(self) -> None:
         pass
-
-
-def sorted_lists(turns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the sorted list of all words up to each turn."""
-    so_far: list[str] = []
-    lists = []
-    for words in turns:
-        so_far = sorted([*so_far, *words])
-        lists.append(" ".join(so_far))
-    return lists

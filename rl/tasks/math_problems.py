@@ -80,14 +80,11 @@ class MathProblems(DatasetTask):
         config = self.config
         import_for_tasks("math_verify", needed_by="grading mathematics")
         answer = MathAnswer(place=config.reply, unparsed_value=config.unparsed_value)
-        criteria = [Criterion(name="answer", function=answer, weight=1.0 - config.format_reward)]
-        if config.format_reward:
-            criteria.append(
-                Criterion(
-                    name="format", function=AnswerInPlace(place=config.reply), weight=config.format_reward
-                )
-            )
-        return Rubric(criteria=tuple(criteria), correct=Solved(reward=answer))
+        share, is_there = config.format_reward, AnswerInPlace(place=config.reply)
+        criteria: tuple[Criterion, ...] = (Criterion(name="answer", function=answer, weight=1.0 - share),)
+        if share:
+            criteria += (Criterion(name="format", function=is_there, weight=share),)
+        return Rubric(criteria=criteria, correct=Solved(reward=answer))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
