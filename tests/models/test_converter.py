@@ -7,7 +7,7 @@ from torch import nn
 
 from rl.models.converter import ModelConverter
 from rl.training.checkpoint_files import read_state
-from tests.training.parts import engine_config, make_samples, small_spec
+from tests.training.parts import make_engine, make_samples
 
 SAMPLES = make_samples()
 
@@ -49,10 +49,8 @@ class Dropper(ModelConverter):
 
 
 def make(*converters):
-    config = engine_config()
-    config.converters = converters
     Recorder.calls = []
-    return config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")
+    return make_engine(None, converters=converters)
 
 
 def test_converters_are_called_in_order_and_after_each_step(tmp_path):

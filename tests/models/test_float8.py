@@ -12,7 +12,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.distributed.mesh import Degrees
 from rl.models.float8 import Float8
 from rl.models.lora import LoRA
-from tests.training.parts import engine_config, even_spec, make_samples, small_spec
+from tests.training.parts import even_spec, make_engine, make_samples, small_spec
 
 SAMPLES = make_samples()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -24,9 +24,7 @@ def converter(config, *, tp=1):
 
 
 def make(*converters, spec=None):
-    config = engine_config()
-    config.converters = converters
-    return config.build(model_spec=spec or even_spec(), hf_assets_path=None, device="cpu")
+    return make_engine(None, spec=spec or even_spec(), converters=converters)
 
 
 def rounded(x, dtype, *, dim=None):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.lora import ALL_LINEAR, LoRA
 from rl.models.peft import write_peft_folder
-from tests.training.parts import engine_config, make_engine, make_samples, small_spec, write_assets
+from tests.training.parts import assert_near, make_engine, make_samples, small_spec, write_assets
 
 SAMPLES = make_samples()
 RANK, SCALE = 3, 2.0
@@ -21,13 +21,12 @@ def assets(tmp_path_factory):
 
 
 def make(assets, *, tie=True, **settings):
-    config = engine_config()
-    config.converters = (LoRA.Config(**({"rank": RANK, "alpha": SCALE * RANK} | settings)),)
-    return config.build(model_spec=small_spec(tie=tie), hf_assets_path=assets, device="cpu")
+    lora = LoRA.Config(**({"rank": RANK, "alpha": SCALE * RANK} | settings))
+    return make_engine(assets, spec=small_spec(tie=tie), converters=(lora,))
 
 
 def plain_engine(weights_by_name, *, tie=True):
-    engine = engine_config().build(model_spec=small_spec(tie=tie), hf_assets_path=None, device="cpu")
+    engine = make_engine(None, spec=small_spec(tie=tie))
     engine.policy.model.load_state_dict(weights_by_name)
     return engine
 
@@ -40,13 +39,6 @@ def train(engine, num_steps=1, **options):
     for _ in range(num_steps):
         engine.forward_backward(SAMPLES, **options)
         engine.optim_step()
-
-
-def assert_near(actual, expected, *, relative=1e-5):
-    """Compare each tensor by the norm of the difference."""
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        assert (actual[name] - tensor).norm() <= relative * tensor.norm(), name
 
 
 def random_factors(spec, *, modules):
@@ -190,7 +182,6 @@ def test_invalid_setting_is_rejected(settings, message):
 
 
 def test_two_adapters_on_one_model_are_rejected():
-    config = engine_config()
-    config.converters = LoRA.Config(target_modules=("q_proj",)), LoRA.Config(target_modules=("o_proj",))
+    two = LoRA.Config(target_modules=("q_proj",)), LoRA.Config(target_modules=("o_proj",))
     with pytest.raises(ValueError, match=r"converters\.1: the model has adapters of an earlier LoRA"):
-        config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")
+        make_engine(None, converters=two)

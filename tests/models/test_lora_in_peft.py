@@ -1,5 +1,7 @@
 """Exchange of adapters and merged weights with PEFT and transformers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from losses.cross_entropy import CrossEntropyLoss
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head
 from rl.models.lora import LoRA
-from tests.training.parts import engine_config, make_samples, small_spec, write_assets
+from tests.training.parts import make_engine, make_samples, small_spec, write_assets
 
 pytestmark = pytest.mark.medium
 
@@ -26,9 +28,7 @@ def assets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(assets):
     """Return an engine after four large steps."""
-    config = engine_config()
-    config.converters = (LORA,)
-    engine = config.build(model_spec=small_spec(tie=False), hf_assets_path=assets, device="cpu")
+    engine = make_engine(assets, spec=small_spec(tie=False), converters=(LORA,))
     for _ in range(4):
         engine.forward_backward(SAMPLES, loss=CrossEntropyLoss())
         engine.optim_step()
@@ -77,11 +77,8 @@ def test_adapter_made_by_peft_is_trained_further(assets, tmp_path):
     )
     theirs = get_peft_model(open_in_transformers(assets), settings)
     theirs.save_pretrained(str(tmp_path / "theirs"), save_embedding_layers=False)
-    config = engine_config()
-    config.converters = (
-        LoRA.Config(rank=4, alpha=6.0, unembedding=True, initial_adapter=str(tmp_path / "theirs")),
-    )
-    engine = config.build(model_spec=small_spec(tie=False), hf_assets_path=assets, device="cpu")
+    lora = replace(LORA, initial_adapter=str(tmp_path / "theirs"))
+    engine = make_engine(assets, spec=small_spec(tie=False), converters=(lora,))
     torch.testing.assert_close(our_logits(engine), their_logits(theirs), atol=1e-5, rtol=1e-5)
     assert np.isfinite(engine.forward_backward(SAMPLES).loss_mean)
     assert engine.optim_step().policy_version == 1

@@ -34,6 +34,7 @@ from rl.training.gradients import sum_partial_gradients
 from tests.training.parts import (
     BIAS_RATE,
     RANK,
+    built,
     engine_config,
     even_spec,
     make_sample,
@@ -101,12 +102,8 @@ def config_of(kind: str, layout: str, assets: Assets, **training: Any) -> Traini
 def make(
     kind: str, layout: str, assets: Assets, *, failure_folder: str | None = None, **training: Any
 ) -> TrainingEngine:
-    return config_of(kind, layout, assets, **training).build(
-        model_spec=spec_of(kind),
-        hf_assets_path=assets.get(kind),
-        device="cpu",
-        failure_folder=failure_folder,
-    )
+    config = config_of(kind, layout, assets, **training)
+    return built(config, assets.get(kind), spec=spec_of(kind), failure_folder=failure_folder)
 
 
 def join(layout: str) -> None:
@@ -185,7 +182,7 @@ def measure_losses(layout: str, assets: Assets) -> tuple[dict[str, float], Tenso
     """
     config = config_of("dense", layout, assets)
     config.loss, config.reference.enable = LOSS, True
-    engine = config.build(model_spec=small_spec(), hf_assets_path=assets["dense"], device="cpu")
+    engine = built(config, assets["dense"])
     samples = make_samples()
     assert engine.forward_backward(samples).loss_metrics["kl"] == 0.0
     engine.optim_step()
@@ -205,7 +202,7 @@ def step_with_muon(case: Case, assets: Assets) -> tuple[Tensors, Tensors]:
     config.optimizer.name = "Muon"
     # Products in bfloat16 would turn rounding of a sum's last bits into differences of 2^-9.
     config.optimizer.muon.compute_dtype = "float32"
-    engine = config.build(model_spec=spec_of(case[0]), hf_assets_path=assets[case[0]], device="cpu")
+    engine = built(config, assets[case[0]], spec=spec_of(case[0]))
     start = whole_weights(engine)
     for _ in range(2):
         engine.forward_backward(make_samples())
@@ -290,7 +287,7 @@ def _measure_options(kind: str, layout: str, options: Options, assets: Assets) -
     if "float8" in kind:
         config.training.max_tokens_per_microbatch = 20
         samples = float8_samples()
-    engine = config.build(model_spec=spec_of(kind), hf_assets_path=assets.get(kind), device="cpu")
+    engine = built(config, assets.get(kind), spec=spec_of(kind))
     counted: list[int] = []
     embedding = engine.policy.model.get_submodule("embed_tokens")
     handle = embedding.register_forward_pre_hook(lambda _, inputs: counted.append(inputs[0].numel()))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rl.distributed.mesh import ParallelismConfig
 from rl.models import qwen3_moe
 from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
 from rl.models.hf import write_hf_folder
@@ -158,22 +157,28 @@ def with_targets(sample: TrainingSample, *, k: int | None = None, seed: int = 0)
     )
 
 
-def engine_config(*, parallelism: ParallelismConfig | None = None, **training: Any) -> TrainingEngine.Config:
-    settings: dict[str, Any] = {"max_tokens_per_microbatch": 40, "max_norm": 0.5} | training
+def engine_config(**settings: Any) -> TrainingEngine.Config:
+    """Return a config; settings are fields of the engine's config or of its training."""
+    own = {f.name: settings.pop(f.name) for f in fields(TrainingEngine.Config) if f.name in settings}
+    training: dict[str, Any] = {"max_tokens_per_microbatch": 40, "max_norm": 0.5} | settings
     return TrainingEngine.Config(
         # A large eps keeps the first steps from being mere signs of tiny gradients.
         optimizer=Optimizer.Config(lr=1e-2, eps=1e-2, weight_decay=0.1),
-        parallelism=parallelism or ParallelismConfig(),
-        training=TrainingConfig(**settings),
+        training=TrainingConfig(**training),
+        **own,
     )
 
 
-def make_engine(assets: str | None, **kwargs: Any) -> TrainingEngine:
+def make_engine(assets: str | None, *, spec: ModelSpec | None = None, **kwargs: Any) -> TrainingEngine:
     """Build an engine; `failure_folder` and `world` go to `build`, all other keywords to `engine_config`."""
     runtime = {name: kwargs.pop(name) for name in ("failure_folder", "world") if name in kwargs}
-    return engine_config(**kwargs).build(
-        model_spec=small_spec(), hf_assets_path=assets, device="cpu", **runtime
-    )
+    return built(engine_config(**kwargs), assets, spec=spec, **runtime)
+
+
+def built(
+    config: TrainingEngine.Config, assets: str | None = None, *, spec: ModelSpec | None = None, **runtime: Any
+) -> TrainingEngine:
+    return config.build(model_spec=spec or small_spec(), hf_assets_path=assets, device="cpu", **runtime)
 
 
 def step(engine):

@@ -1,6 +1,7 @@
 """The trainer in the batch-invariant mode: refused settings, and equal bits in all layouts."""
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
-from rl.distributed.process_group import World
 from rl.models import qwen3_moe
 from rl.models.attention import SequenceLayout
 from rl.models.batch_invariant.model import make_batch_invariant, pad_rows
@@ -23,17 +23,15 @@ from rl.types import TrainingSample
 from tests.support.distributed import run_ranks
 from tests.test_architecture import ROOT, import_with_blocked
 from tests.training.layouts import join, parallelism
-from tests.training.parts import engine_config, make_samples, small_spec
+from tests.training.parts import engine_config, make_engine, make_samples, small_spec
 
 RANKS_TIMEOUT_S = 120
 SPEC = replace(small_spec(), batch_invariant=True)
 
 
-def engine(assets: str, layout: str, *, checkpointed: bool = False) -> TrainingEngine:
-    config = engine_config(parallelism=replace(parallelism(layout), loss_parallel=False))
-    if checkpointed:
-        config.activation_checkpoint = ActivationCheckpointConfig(mode="full")
-    return config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu")
+def engine(assets: str, layout: str, **settings: Any) -> TrainingEngine:
+    own_vocabulary = replace(parallelism(layout), loss_parallel=False)
+    return make_engine(assets, spec=SPEC, parallelism=own_vocabulary, **settings)
 
 
 def trained_logprobs(assets: str, layouts: list[str]) -> dict[str, list[np.ndarray]]:
@@ -134,18 +132,17 @@ def test_logprobs_have_the_same_bits_in_every_micro_batch(assets, one_device):
     made = engine(assets, "one")
     assert same_bits(made.compute_logprobs(samples), one_device)
     assert same_bits(made.compute_logprobs(samples[::-1])[::-1], one_device)
-    chunked = engine_config(logits_chunk_tokens=32, max_tokens_per_microbatch=200)
-    other = chunked.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
+    other = engine(assets, "one", logits_chunk_tokens=32, max_tokens_per_microbatch=200)
     assert same_bits(other.compute_logprobs(samples), one_device)
-    plain = engine_config().build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
-    assert not same_bits(plain.compute_logprobs(samples), one_device)
+    assert not same_bits(make_engine(assets).compute_logprobs(samples), one_device)
 
 
 @pytest.mark.medium
 def test_recomputed_activations_give_the_same_gradients(assets):
     gradients = []
-    for checkpointed in (False, True):
-        made = engine(assets, "one", checkpointed=checkpointed)
+    modes: tuple[Literal["none", "full"], ...] = ("none", "full")
+    for mode in modes:
+        made = engine(assets, "one", activation_checkpoint=ActivationCheckpointConfig(mode=mode))
         made.forward_backward(make_samples())
         gradients.append([p.grad.numpy() for p in made.policy.parameters.values() if p.grad is not None])
     assert len(gradients[0]) == len(made.policy.parameters)
@@ -173,8 +170,7 @@ def test_trainer_and_generator_have_the_same_bits_on_two_tensor_parallel_ranks(a
 
 @pytest.mark.medium
 def test_prompt_logprobs_have_the_trainers_bits(assets):
-    config = engine_config(param_dtype="bfloat16")
-    made = config.build(model_spec=SPEC, hf_assets_path=assets, device="cpu", world=World())
+    made = engine(assets, "one", param_dtype="bfloat16")
     model = SPEC.model.build()
     model.load_state_dict(made.policy.model.state_dict())
     model = model.to(torch.bfloat16)

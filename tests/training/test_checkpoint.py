@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,13 @@ from rl.distributed.runtime import seed_everything
 from rl.models.hf import HFFolder, read_parameters
 from rl.models.lora import LoRA
 from rl.models.peft import CONFIG_FILE
-from rl.training.checkpoint_config import find_load_source
+from rl.training.checkpoint_config import CheckpointConfig, find_load_source
 from rl.training.checkpoint_files import DamagedCheckpointError, read_state
 from rl.training.checkpoint_tensors import saved_names
+from rl.training.config import ReferenceConfig
+from rl.training.optimizer import LRSchedule
 from rl.types import LoopPosition
-from tests.training.parts import (
-    assert_near,
-    engine_config,
-    make_engine,
-    make_samples,
-    small_spec,
-    step,
-    weights,
-)
+from tests.training.parts import assert_near, make_engine, make_samples, small_spec, step, weights
 
 SAMPLES = make_samples()
 
@@ -52,12 +45,8 @@ def trained(assets, tmp_path_factory):
 
 
 def test_run_continues_with_the_same_bits(assets, tmp_path):
-    def engine(folder):
-        made = make_engine(folder)
-        made.schedule.config.warmup_steps = 8
-        return made
-
-    first = engine(assets)
+    schedule = LRSchedule.Config(warmup_steps=8)
+    first = make_engine(assets, lr_scheduler=schedule)
     step(first)
     step(first)
     first.save_checkpoint(str(tmp_path / "at_2"), position=LoopPosition(step=3, num_problems=96))
@@ -65,7 +54,7 @@ def test_run_continues_with_the_same_bits(assets, tmp_path):
     drawn = torch.rand(3)
     expected = [step(first) for _ in range(2)]
 
-    fresh = engine(None)
+    fresh = make_engine(None, lr_scheduler=schedule)
     seed_everything(99)
     assert fresh.load_checkpoint(str(tmp_path / "at_2")) == fresh.policy_version == 2
     assert torch.equal(torch.rand(3), drawn)
@@ -84,16 +73,23 @@ def test_existing_folder_is_not_overwritten(trained):
     assert [path.name for path in Path(folder).parent.iterdir()] == ["at_2"]
 
 
-def test_attachments_are_checked_before_anything_is_loaded(assets, tmp_path):
+@pytest.mark.parametrize("name", ["loop.pickle", "__0_0.distcp"])
+def test_every_file_is_checked_before_anything_is_loaded(assets, tmp_path, name):
     engine = make_engine(assets)
     folder = tmp_path / "checkpoint"
     engine.save_checkpoint(str(folder), attachments={"loop.pickle": b"state of the loop"}, wait=False)
     engine.checkpointer.wait()
     assert (folder / "loop.pickle").read_bytes() == b"state of the loop"
     assert engine.load_checkpoint(str(folder)) == 0
-    (folder / "loop.pickle").write_bytes(b"state of the lopp")
-    with pytest.raises(DamagedCheckpointError, match=r"loop.pickle is corrupted"):
+    step(engine)
+    before, before_moments = weights(engine), moments(engine)
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 16
+    (folder / name).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=rf"checkpoint file .*/{name} is corrupted"):
         engine.load_checkpoint(str(folder))
+    assert_same(weights(engine), before)
+    assert_same(moments(engine), before_moments)
 
 
 def test_saving_with_an_accumulated_gradient_is_refused(assets, tmp_path):
@@ -175,14 +171,12 @@ def test_export_has_the_configured_dtype_and_the_tokenizer(assets, tmp_path):
         assert torch.equal(tensor, weights(engine)[name].to(torch.float16))
 
 
-def with_adapters(assets):
-    config = engine_config()
-    config.converters = (LoRA.Config(rank=2, target_modules=("q_proj", "down_proj")),)
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+def with_lora(assets, **settings):
+    return make_engine(assets, converters=(LoRA.Config(rank=2, **settings),))
 
 
 def test_adapters_continue_with_optimizer_state_and_frozen_weights(assets, tmp_path):
-    engine = with_adapters(assets)
+    engine = with_lora(assets, target_modules=("q_proj", "down_proj"))
     step(engine)
     engine.save_checkpoint(str(tmp_path / "adapters"))
     names = saved_names(tmp_path / "adapters")
@@ -191,32 +185,13 @@ def test_adapters_continue_with_optimizer_state_and_frozen_weights(assets, tmp_p
         f"optimizer.{name}" for name in engine.policy.trained_parameters
     }
     expected = [step(engine) for _ in range(2)]
-    fresh = with_adapters(None)
+    fresh = with_lora(None, target_modules=("q_proj", "down_proj"))
     assert fresh.load_checkpoint(str(tmp_path / "adapters")) == 1
     assert [step(fresh) for _ in range(2)] == expected
     assert_same(weights(fresh), weights(engine))
 
 
-def test_peft_adapter_is_loaded_as_a_new_start_over_the_present_weights(assets, tmp_path):
-    engine = with_adapters(assets)
-    step(engine)
-    engine.save_adapter(str(tmp_path / "adapter"))
-    merged = weights(engine)
-    step(engine)
-    fresh = with_adapters(assets)
-    assert engine.load_checkpoint(str(tmp_path / "adapter")) == engine.policy_version == 0
-    fresh.load_checkpoint(str(tmp_path / "adapter"))
-    assert_same(weights(engine), merged)
-    assert step(fresh) == step(engine)  # Both optimizers were reset.
-
-
 # A saved adapter records the Hugging Face folder of its base weights.
-
-
-def with_lora(assets, **settings):
-    config = engine_config()
-    config.converters = (LoRA.Config(rank=2, **settings),)
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
 
 
 def recorded_base(engine, folder):
@@ -276,13 +251,14 @@ def earlier(trained, tmp_path):
     return tmp_path / "earlier"
 
 
-def kl_engine(assets, checkpoint=None, *, enable=True, lora=False, **training):
-    config = engine_config(**training)
-    config.loss = GRPOLoss(kl_coef=0.3 if enable else 0.0)
-    config.reference.enable = enable
-    config.checkpoint = replace(config.checkpoint, **(checkpoint or {}))
-    config.converters = (LoRA.Config(rank=2),) if lora else ()
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+def kl_engine(assets, checkpoint=None, *, enable=True, **settings):
+    return make_engine(
+        assets,
+        loss=GRPOLoss(kl_coef=0.3 if enable else 0.0),
+        reference=ReferenceConfig(enable=enable),
+        checkpoint=CheckpointConfig(**(checkpoint or {})),
+        **settings,
+    )
 
 
 def started(assets, checkpoint, **settings):
@@ -306,23 +282,16 @@ def assert_same_step(actual, expected):
     assert_same(actual[2], expected[2])
 
 
-def save(engine, folder):
-    position = LoopPosition(step=engine.policy_version, num_problems=13)
-    engine.save_checkpoint(str(folder / f"step-{engine.policy_version}"), position=position)
-
-
 def stepped_and_saved(engine, folder):
     step(engine)
-    save(engine, folder)
+    position = LoopPosition(step=engine.policy_version, num_problems=13)
+    engine.save_checkpoint(str(folder / f"step-{engine.policy_version}"), position=position)
     return engine
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        ("step-2", {"param_dtype": "bfloat16"}),
-        ("hf", {"lora": True}),
-    ],
+    [("step-2", {"param_dtype": "bfloat16"}), ("hf", {"converters": (LoRA.Config(rank=2),)})],
 )
 def test_continued_run_keeps_the_reference_policy_of_its_start(assets, earlier, tmp_path, name, settings):
     checkpoint = {

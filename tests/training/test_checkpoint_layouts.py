@@ -12,10 +12,12 @@ from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import saved_steps, step_folder
 from rl.training.engine import TrainingEngine
 from rl.training.failures import CheckpointError
+from rl.training.optimizer import LRSchedule
 from tests.support.distributed import run_ranks
 from tests.support.forked import limit_files
+from tests.training import parts
 from tests.training.layouts import parallelism
-from tests.training.parts import engine_config, make_samples, small_spec
+from tests.training.parts import make_samples
 
 pytestmark = pytest.mark.medium
 SAVED_STEP, LAST_STEP = 5, 15
@@ -24,10 +26,12 @@ Losses = list[tuple[float, float]]
 
 
 def make_engine(layout: str, assets: str | None) -> TrainingEngine:
-    config = engine_config(parallelism=parallelism(layout))
-    config.checkpoint = CheckpointConfig(async_mode="async", keep_latest_k=0)
-    config.lr_scheduler.warmup_steps = 8
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    return parts.make_engine(
+        assets,
+        parallelism=parallelism(layout),
+        checkpoint=CheckpointConfig(async_mode="async", keep_latest_k=0),
+        lr_scheduler=LRSchedule.Config(warmup_steps=8),
+    )
 
 
 def train(engine: TrainingEngine, *, until: int) -> Losses:

@@ -28,14 +28,29 @@ class HeldCheckpointer(Checkpointer):
         super()._publish(*args, **kwargs)
 
 
-def engine_with(assets, config=None, **fields):
+def engine_with(assets, **fields):
     """Build an engine with these fields of the checkpointer's config."""
-    engine = make_engine(assets)
-    config = config or Checkpointer.Config()
-    for name, value in fields.items():
-        setattr(config, name, value)
-    engine.checkpointer = config.build(policy=engine.policy, optimizer=engine.optimizer)
-    return engine
+    return make_engine(assets, checkpoint=Checkpointer.Config(**fields))
+
+
+def held_engine(assets, **fields):
+    return make_engine(assets, checkpoint=HeldCheckpointer.Config(async_mode="async", **fields))
+
+
+def error_on_full_disk(save, *, num_bytes):
+    """Return the error of `save` in a process that can write only `num_bytes` to a file."""
+
+    def limited():
+        limit_files(num_bytes)
+        try:
+            save()
+        except CheckpointError as error:
+            return str(error)
+        return "nothing raised"
+
+    status, error = run_in_fork(limited)
+    assert status == 0
+    return error
 
 
 def state(engine):
@@ -54,7 +69,7 @@ def entries(folder):
 
 
 def test_steps_during_a_background_save_do_not_change_the_checkpoint(assets, tmp_path):
-    engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async"))
+    engine = held_engine(assets)
     step(engine)
     saved = state(engine)
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
@@ -79,7 +94,7 @@ def test_background_saves_run_one_at_a_time_and_close_waits(assets, tmp_path):
 
 
 def test_background_save_that_hangs_is_an_error(assets, tmp_path):
-    engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async", timeout_s=0.01))
+    engine = held_engine(assets, timeout_s=0.01)
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
     with pytest.raises(CheckpointError, match=r"step-1 is not written after checkpoint\.timeout_s=0\.01"):
         engine.close()
@@ -90,7 +105,7 @@ def test_background_save_that_hangs_is_an_error(assets, tmp_path):
 
 
 def test_error_of_a_background_save_is_logged_and_raised_once_by_the_next_call(assets, tmp_path, caplog):
-    engine = engine_with(assets, HeldCheckpointer.Config(async_mode="async"))
+    engine = held_engine(assets)
     engine.save_checkpoint(str(tmp_path / "step-1"), wait=False)
     (tmp_path / "step-1").mkdir()  # Another program takes the name.
     (tmp_path / "step-1" / "file").write_text("")
@@ -154,17 +169,11 @@ def test_full_disk_is_reported_and_the_checkpoint_before_loads(assets, tmp_path,
     engine.save_checkpoint(str(tmp_path / "step-1"))
     before = state(engine)
 
-    def save_on_full_disk():
-        limit_files(num_bytes)
-        try:
-            engine.save_checkpoint(str(tmp_path / "step-2"), wait=wait)
-            engine.save_checkpoint(str(tmp_path / "step-3"))
-        except CheckpointError as error:
-            return str(error)
-        return "nothing raised"
+    def save_twice():
+        engine.save_checkpoint(str(tmp_path / "step-2"), wait=wait)
+        engine.save_checkpoint(str(tmp_path / "step-3"))
 
-    status, error = run_in_fork(save_on_full_disk)
-    assert status == 0
+    error = error_on_full_disk(save_twice, num_bytes=num_bytes)
     assert "step-2 was not written, earlier checkpoints are unchanged" in error
     assert os.strerror(27) in error  # File too large
     assert entries(tmp_path) == ["step-1"]
@@ -173,30 +182,6 @@ def test_full_disk_is_reported_and_the_checkpoint_before_loads(assets, tmp_path,
 
 def test_full_disk_leaves_nothing_of_an_export(assets, tmp_path):
     engine = make_engine(assets)
-
-    def export_on_full_disk():
-        limit_files(3_000)
-        try:
-            engine.export_hf(str(tmp_path / "hf"))
-        except CheckpointError as error:
-            return str(error)
-        return "nothing raised"
-
-    status, error = run_in_fork(export_on_full_disk)
-    assert status == 0
+    error = error_on_full_disk(lambda: engine.export_hf(str(tmp_path / "hf")), num_bytes=3_000)
     assert f"{tmp_path / 'hf'} was not written, earlier content is unchanged: " in error
     assert entries(tmp_path) == []
-
-
-def test_damaged_file_is_named_and_nothing_is_loaded(assets, tmp_path):
-    engine = engine_with(assets)
-    engine.save_checkpoint(str(tmp_path / "step-1"))
-    step(engine)
-    before = state(engine)
-    file = tmp_path / "step-1" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 16
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"checkpoint file .*/__0_0\.distcp is corrupted"):
-        engine.load_checkpoint(str(tmp_path / "step-1"))
-    assert_near(state(engine), before, relative=0.0)

@@ -10,26 +10,20 @@ import pytest
 import torch
 
 from rl.models.lora import LoRA
-from tests.training.parts import assert_near, engine_config, make_engine, small_spec, step, write_assets
+from tests.training.parts import assert_near, make_engine, step, write_assets
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0, "target_modules": ("q_proj", "v_proj")}
 
 
-def make(assets, *converters):
-    config = engine_config()
-    config.converters = converters
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
-
-
 def with_lora(assets, **settings):
-    return make(assets, LoRA.Config(**(LORA | settings)))
+    return make_engine(assets, converters=(LoRA.Config(**(LORA | settings)),))
 
 
 @pytest.fixture(scope="module")
 def saved(assets, tmp_path_factory):
     """Checkpoints after one step, plain and with LoRA."""
     folder = tmp_path_factory.mktemp("saved")
-    engines = {"plain": make(assets), "lora": with_lora(assets)}
+    engines = {"plain": make_engine(assets), "lora": with_lora(assets)}
     for name, engine in engines.items():
         step(engine)
         engine.save_checkpoint(str(folder / name))
@@ -62,14 +56,14 @@ def test_adapters_with_other_settings_are_refused(assets, saved, settings):
 
 
 def test_adapters_can_be_excluded_on_either_side(assets, saved):
-    plain = make(assets)
+    plain = make_engine(assets)
     plain.load_checkpoint(str(saved / "plain"), model_only=True)
     lora = with_lora(assets)
     lora.load_checkpoint(str(saved / "plain"), model_only=True, exclude=["model.*_lora.*"])
     # The product of a fresh adapter is zero.
     assert_near(lora.model_state_dict(), plain.model_state_dict(), relative=0.0)
     plain.load_checkpoint(str(saved / "lora"), model_only=True, exclude=["model.*_lora.*"])
-    assert_near(plain.model_state_dict(), make(assets).model_state_dict(), relative=0.0)
+    assert_near(plain.model_state_dict(), make_engine(assets).model_state_dict(), relative=0.0)
 
 
 def test_another_architecture_is_refused(assets, saved, tmp_path):
@@ -77,11 +71,13 @@ def test_another_architecture_is_refused(assets, saved, tmp_path):
     assert "model.lm_head.weight is missing" in refused(untied, saved / "plain")
     assert "another architecture or size" in refused(untied, assets)
     untied.save_checkpoint(str(tmp_path / "own"))
-    assert "model.lm_head.weight of shape [320, 36] has no place" in refused(make(assets), tmp_path / "own")
+    assert "model.lm_head.weight of shape [320, 36] has no place" in refused(
+        make_engine(assets), tmp_path / "own"
+    )
 
 
 def test_tensor_of_another_shape_is_refused_and_can_be_excluded(assets, saved):
-    other = make(assets)
+    other = make_engine(assets)
     other.policy.model.get_submodule("norm").weight = torch.nn.Parameter(torch.ones(35))
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[36\], the run needs \[35\]"):
         other.load_checkpoint(str(saved / "plain"))
@@ -89,7 +85,7 @@ def test_tensor_of_another_shape_is_refused_and_can_be_excluded(assets, saved):
 
 
 def test_exclusion_that_names_nothing_is_refused(assets, saved):
-    engine = make(assets)
+    engine = make_engine(assets)
     says = refused(engine, saved / "plain", exclude=["model.nrm"])
     assert "'model.nrm' names nothing that would be loaded" in says
     says = refused(engine, saved / "plain", model_only=True, exclude=["optimizer"])
@@ -107,7 +103,7 @@ def copy_with(assets, folder, *, file, old, new):
 
 def test_other_tokens_are_refused_with_both_folders(assets, saved, tmp_path):
     other = copy_with(assets, tmp_path / "other", file="tokenizer.json", old="[ANSWER]", new="[RESULT]")
-    engine = make(other)
+    engine = make_engine(other)
     for model_only in (False, True):
         says = refused(engine, saved / "plain", model_only=model_only)
         assert (

@@ -7,7 +7,6 @@ import re
 import weakref
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,12 +14,20 @@ from losses.types import LossOutput
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
 from rl.distributed.compile import CompileConfig
 from rl.distributed.mesh import ParallelismConfig
-from rl.models.parallelize import check_decoder_layout
-from rl.models.qwen3 import model_registry
 from rl.training.checks import trainer_checks
 from rl.types import OptimParams
-from tests.training.layouts import whole_gradients
-from tests.training.parts import engine_config, make_engine, make_sample, make_samples, small_spec, weights
+from tests.training.layouts import parallelism
+from tests.training.parts import (
+    assert_near,
+    engine_config,
+    gradients,
+    make_engine,
+    make_sample,
+    make_samples,
+    moe_spec,
+    small_spec,
+    weights,
+)
 
 SAMPLES = make_samples()
 
@@ -60,14 +67,10 @@ def test_engine_refuses_edited_field_that_is_misspelt_or_out_of_range(component,
 
 def test_bound_on_samples_in_a_micro_batch_changes_no_gradient():
     one, many = make_engine(None, max_sequences_per_microbatch=1), make_engine(None)
-    samples = SAMPLES
-    assert len(one.policy.pack(samples)) == len(samples) > len(many.policy.pack(samples))
+    assert len(one.policy.pack(SAMPLES)) == len(SAMPLES) > len(many.policy.pack(SAMPLES))
     for engine in (one, many):
-        engine.forward_backward(samples)
-    expected = whole_gradients(many)
-    for name, gradient in whole_gradients(one).items():
-        difference = np.linalg.norm(gradient - expected[name])
-        assert difference <= 1e-5 * np.linalg.norm(expected[name])
+        engine.forward_backward(SAMPLES)
+    assert_near(gradients(one), gradients(many))
 
 
 def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
@@ -84,14 +87,12 @@ def test_sample_beyond_the_limit_or_the_models_positions_is_refused():
 
 
 def test_limit_beyond_the_models_positions_is_refused():
-    config = engine_config(max_sequence_length=65)
     with pytest.raises(ValueError, match="max_sequence_length=65: must be at most 64, the positions of"):
-        config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")
+        make_engine(None, max_sequence_length=65)
 
 
 def check(*, world_size=1, device_type="cpu", compile=None, **parallelism):
-    config = engine_config(parallelism=ParallelismConfig(**parallelism))
-    config.compile = compile or CompileConfig()
+    config = engine_config(parallelism=ParallelismConfig(**parallelism), compile=compile or CompileConfig())
     for each in trainer_checks(config, small_spec(), world_size=world_size, device_type=device_type):
         each()
 
@@ -121,15 +122,17 @@ def test_async_tensor_parallelism_is_refused_without_effect(device_type, degree,
 
 
 def test_degree_or_interval_that_does_not_fit_the_model_is_refused():
-    spec = model_registry("tiny")
-    with pytest.raises(ValueError, match="tensor_parallel_degree=3 does not divide num_kv_heads=4"):
-        check_decoder_layout(spec.model, ParallelismConfig(tensor_parallel_degree=3))
-    config = engine_config()
-    config.activation_checkpoint = ActivationCheckpointConfig(mode="selective", selective_option="3")
-    with pytest.raises(
-        ValueError, match=r"activation_checkpoint\.selective_option='3': .* up to '2', the la"
-    ):
-        config.build(model_spec=small_spec(), hf_assets_path=None, device="cpu")
+    for settings, spec, world_size, says in (
+        ({"parallelism": parallelism("tp3")}, small_spec(), 3, "degree=3 does not divide num_kv_heads=2"),
+        ({"parallelism": parallelism("ep4")}, moe_spec(), 4, "degree=4 does not divide num_experts=6"),
+        ({"parallelism": parallelism("ep3")}, moe_spec(), 2, "degree=3 does not divide the 2 ranks"),
+        (
+            {"activation_checkpoint": ActivationCheckpointConfig(mode="selective", selective_option="3")},
+            small_spec(), 1, r"activation_checkpoint\.selective_option='3': .* up to '2', the la",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            engine_config(**settings).check(spec, world_size=world_size, device=torch.device("cpu"))
 
 
 @dataclass(frozen=True)

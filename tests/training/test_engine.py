@@ -18,6 +18,7 @@ from rl.training.failures import NonFiniteLossError, read_batch
 from rl.types import OptimParams, Packing
 from tests.training.parts import (
     assert_near,
+    built,
     engine_config,
     gradients,
     logprobs_of,
@@ -26,7 +27,6 @@ from tests.training.parts import (
     make_samples,
     moe_spec,
     plain_model,
-    small_spec,
     weights,
 )
 
@@ -126,23 +126,11 @@ def test_result_reports_the_fill_of_the_micro_batches():
     assert shared.num_tokens == 60
 
 
-def test_packing_changes_nothing(assets):
-    packed = make_engine(assets, max_tokens_per_microbatch=500)
-    alone = make_engine(assets, max_tokens_per_microbatch=max(len(s.token_ids) for s in SAMPLES) - 1)
-    assert len(packed.policy.pack(SAMPLES)) == 1
-    assert len(alone.policy.pack(SAMPLES)) > 6
-    a, b = packed.forward_backward(SAMPLES), alone.forward_backward(SAMPLES)
-    assert_near(gradients(packed), gradients(alone))
-    assert a.denominator == b.denominator
-    assert a.entropy_mean == pytest.approx(b.entropy_mean, rel=1e-6)
-
-
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
 def test_optimizer_implementations_agree(assets, implementation):
     config = engine_config()
     config.optimizer.implementation = implementation
-    other = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
-    fused = make_engine(assets)
+    other, fused = built(config, assets), make_engine(assets)
     for engine in (other, fused):
         for _ in range(2):
             engine.forward_backward(SAMPLES)
@@ -175,7 +163,7 @@ def test_mixing_losses_with_and_without_denominator_is_an_error(assets):
 
 def test_supervised_loss_reports_no_comparison_with_a_generator(assets):
     sample = make_sample(length=8, seed=1)
-    nothing_drawn = dataclasses.replace(sample, generator_logprobs=np.full(8, np.nan, np.float32))
+    nothing_drawn = replace(sample, generator_logprobs=np.full(8, np.nan, np.float32))
     result = make_engine(assets).forward_backward([nothing_drawn], loss=CrossEntropyLoss())
     assert result.num_valid_tokens == 6
     assert (result.ratio_mean, result.clipped_fraction) == (1.0, 0.0)
@@ -186,7 +174,7 @@ def test_supervised_loss_reports_no_comparison_with_a_generator(assets):
 def test_equal_logprobs_are_identical_with_ratio_one(assets):
     engine = make_engine(assets)
     own = engine.compute_logprobs(SAMPLES)
-    on_policy = [dataclasses.replace(s, generator_logprobs=q) for s, q in zip(SAMPLES, own, strict=True)]
+    on_policy = [replace(s, generator_logprobs=q) for s, q in zip(SAMPLES, own, strict=True)]
     result = engine.forward_backward(on_policy)
     assert result.logprobs_identical
     assert (result.ratio_mean, result.logprob_diff_max, result.clipped_fraction) == (1.0, 0.0, 0.0)
@@ -207,29 +195,25 @@ def test_sharing_prompts_changes_no_number(assets):
     )
     assert (num_rows(shared), num_rows(apart)) == (5 + 8 * 12, 8 * 17)
     results = [engine.forward_backward(GROUP, loss=loss) for engine in (shared, apart)]
-    measured = [
-        dataclasses.asdict(dataclasses.replace(r, time_s=0.0, expert_load=None, packing=None))
-        for r in results
-    ]
-    metrics = [values.pop("loss_metrics") for values in measured]
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-6)
-    numbers = [{k: v for k, v in values.items() if v is not None} for values in measured]
-    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6)
+    measured = [dataclasses.asdict(replace(r, time_s=0.0, packing=None)) for r in results]
+    # Metrics beside the other numbers, without the fields that are None.
+    of_both = [{k: v for k, v in (m | m.pop("loss_metrics")).items() if v is not None} for m in measured]
+    assert of_both[0] == pytest.approx(of_both[1], rel=1e-5, abs=1e-6)
     assert_near(gradients(shared), gradients(apart))
     of_shared, of_apart = (np.concatenate(engine.compute_logprobs(GROUP)) for engine in (shared, apart))
     np.testing.assert_allclose(of_shared, of_apart, atol=2e-6)
 
 
-def test_prompts_are_not_shared_if_compiled_or_trained_or_routed_to_experts(assets):
-    compiled = engine_config(max_tokens_per_microbatch=200)
-    compiled.compile = CompileConfig(enable=True, backend="eager")
-    mixture = engine_config(max_tokens_per_microbatch=200)
-    for config, spec in ((compiled, small_spec()), (mixture, moe_spec())):
-        engine = config.build(model_spec=spec, hf_assets_path=None, device="cpu")
-        assert num_rows(engine) == 8 * 17
-    trained_on_prompts = [dataclasses.replace(s, mask=np.ones_like(s.mask)) for s in GROUP]
-    engine = make_engine(assets, max_tokens_per_microbatch=200)
-    assert num_rows(engine, trained_on_prompts) == 8 * 17
+def test_prompts_are_not_shared_if_compiled_or_trained_or_routed_to_experts():
+    compiled = CompileConfig(enable=True, backend="eager")
+    trained_on_prompts = [replace(s, mask=np.ones_like(s.mask)) for s in GROUP]
+    for settings, samples in (
+        ({"compile": compiled}, GROUP),
+        ({"spec": moe_spec()}, GROUP),
+        ({}, trained_on_prompts),
+    ):
+        engine = make_engine(None, max_tokens_per_microbatch=200, **settings)
+        assert num_rows(engine, samples) == 8 * 17
 
 
 def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):
@@ -240,7 +224,7 @@ def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):
     assert all(p.grad is None for p in engine.policy.parameters.values())
     with pytest.raises(ValueError, match="without an accumulated gradient"):
         engine.optim_step()
-    nothing = dataclasses.replace(SAMPLES[3], mask=np.zeros_like(SAMPLES[3].mask))
+    nothing = replace(SAMPLES[3], mask=np.zeros_like(SAMPLES[3].mask))
     engine.forward_backward([nothing])
     with pytest.raises(ValueError, match="no sample had a valid token"):
         engine.optim_step()
@@ -279,7 +263,7 @@ def test_loss_that_is_not_finite_stops_with_its_batch_saved(assets, tmp_path):
     engine = make_engine(assets, failure_folder=str(tmp_path / "failures"))
     engine.forward_backward(SAMPLES[:3])
     engine.optim_step()
-    broken = dataclasses.replace(SAMPLES[4], advantages=np.full_like(SAMPLES[4].advantages, np.nan))
+    broken = replace(SAMPLES[4], advantages=np.full_like(SAMPLES[4].advantages, np.nan))
     engine.forward_backward(SAMPLES[:2])
     with pytest.raises(NonFiniteLossError, match="loss nan at policy version 1") as caught:
         engine.forward_backward([broken, SAMPLES[5]])

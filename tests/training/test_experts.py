@@ -1,4 +1,4 @@
-"""Load balance of experts, and their refused settings. Numbers are compared in test_moe_layouts.py."""
+"""Load balance of experts, and their refused settings. Numbers are compared in test_layouts.py."""
 
 from dataclasses import replace
 
@@ -7,23 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from rl.distributed.mesh import Degrees, ParallelismConfig
-from rl.models.decoder import Decoder, persistent_buffers
+from rl.models.decoder import persistent_buffers
 from rl.models.float8 import Float8
 from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.moe import MoE, Router
-from rl.models.spec import ModelSpec
 from rl.training.checks import check_experts
-from rl.training.engine import TrainingEngine
 from rl.training.experts import ExpertBalance
 from rl.types import ExpertLoad
 from tests.training.layouts import make
 from tests.training.parts import make_sample, make_samples, moe_spec, small_spec
-
-
-def model_of(spec: ModelSpec) -> Decoder.Config:
-    return spec.model
 
 
 def balance(*, num_layers=1, **settings):
@@ -124,33 +117,17 @@ def test_zero_bias_is_not_exported_and_missing_bias_is_zero(moe_assets, tmp_path
     ],
 )
 def test_balance_settings_of_a_dense_model_are_refused_by_name(settings, named):
-    check_experts(model_of(small_spec()), balance=ExpertBalance.Config(), converters=[Float8.Config()])
+    check_experts(small_spec().model, balance=ExpertBalance.Config(), converters=[Float8.Config()])
     with pytest.raises(ValueError, match=named):
-        check_experts(model_of(small_spec()), balance=ExpertBalance.Config(**settings), converters=[])
+        check_experts(small_spec().model, balance=ExpertBalance.Config(**settings), converters=[])
 
 
 def test_float8_is_refused_for_a_mixture():
-    check_experts(model_of(moe_spec()), balance=ExpertBalance.Config(), converters=[LoRA.Config()])
+    check_experts(moe_spec().model, balance=ExpertBalance.Config(), converters=[LoRA.Config()])
     with pytest.raises(ValueError, match="converters has Float8: must not for a model with experts"):
-        check_experts(model_of(moe_spec()), balance=ExpertBalance.Config(), converters=[Float8.Config()])
+        check_experts(moe_spec().model, balance=ExpertBalance.Config(), converters=[Float8.Config()])
 
 
 def test_rate_without_effect_is_refused():
     with pytest.raises(ValueError, match=r"load_balance_rate=0\.1: must be 0 with force_load_balance"):
         ExpertBalance.Config(load_balance_rate=0.1, force_load_balance=True)
-
-
-DEVICE = torch.device("cpu")
-
-
-def test_expert_degree_must_divide_the_experts_and_the_ranks():
-    config = TrainingEngine.Config(parallelism=ParallelismConfig(expert_parallel_degree=2))
-    assert config.check(moe_spec(), world_size=2, device=DEVICE) == Degrees(
-        dp_replicate=1, dp_shard=2, tp=1, ep=2
-    )
-    config.parallelism.expert_parallel_degree = 4
-    with pytest.raises(ValueError, match="expert_parallel_degree=4 does not divide num_experts=6"):
-        config.check(moe_spec(), world_size=4, device=DEVICE)
-    config.parallelism.expert_parallel_degree = 3
-    with pytest.raises(ValueError, match="expert_parallel_degree=3 does not divide the 2 ranks"):
-        config.check(moe_spec(), world_size=2, device=DEVICE)

@@ -18,7 +18,7 @@ from rl.models.lora import LoRA
 from rl.types import OptimParams
 from tests.support.distributed import run_ranks
 from tests.training.layouts import float8_samples, join, parallelism, to_numpy, whole_gradients
-from tests.training.parts import RANK, assert_near, engine_config, even_spec
+from tests.training.parts import RANK, assert_near, even_spec, make_engine
 from tests.training.test_layouts import assert_same_result
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(300)]
@@ -38,9 +38,13 @@ def measure(layout: str, kind: str, folder: str) -> dict[str, Any]:
     ]
     if kind == "float8 and LoRA":
         converters.append(LoRA.Config(rank=RANK))
-    config = engine_config(parallelism=parallelism(layout), max_tokens_per_microbatch=20)
-    config.converters = tuple(converters)
-    engine = config.build(model_spec=even_spec(), hf_assets_path=None, device="cpu")
+    engine = make_engine(
+        None,
+        spec=even_spec(),
+        parallelism=parallelism(layout),
+        max_tokens_per_microbatch=20,
+        converters=tuple(converters),
+    )
     # A gradient of mere rounding, as behind a factor of 0, must not make a whole step. In float8 only whole
     # steps have the same bits in every layout.
     params = OptimParams(eps=1e-3) if len(converters) > 1 else None

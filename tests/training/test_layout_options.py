@@ -18,7 +18,7 @@ from tests.training.layouts import (
     measure_options,
     spec_of,
 )
-from tests.training.parts import make_samples
+from tests.training.parts import built, make_samples
 
 ROWS = (
     Options(checkpoint="none", cpu_offload=True, loss_parallel=False, chunk=7, reshard="never"),
@@ -159,7 +159,7 @@ def count_exchanges(assets):
     for checkpoint in ("none", "op", "full"):
         config = config_of("moe", "fsdp2_ep2", assets)
         Options(checkpoint=checkpoint).apply(config)
-        engine = config.build(model_spec=spec_of("moe"), hf_assets_path=assets["moe"], device="cpu")
+        engine = built(config, assets["moe"], spec=spec_of("moe"))
         assert len(engine.policy.pack(make_samples())) == 2
         with Exchanges() as exchanges:
             engine.forward_backward(make_samples())

@@ -9,14 +9,7 @@ import pytest
 from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import DrGRPOLoss, GRPOLoss, RLOOLoss
 from rl.distributed.compile import CompileConfig
-from tests.training.parts import (
-    assert_near,
-    engine_config,
-    gradients,
-    make_engine,
-    make_samples,
-    small_spec,
-)
+from tests.training.parts import assert_near, gradients, make_engine, make_samples
 
 SAMPLES = make_samples()
 NUM_VALID = sum(int((s.mask & np.isfinite(s.generator_logprobs)).sum()) for s in SAMPLES)
@@ -36,10 +29,11 @@ def of_loss(engine, loss, *, parts=((0, 13),)):
 @pytest.mark.parametrize("change", ["chunks", pytest.param("compiled", marks=pytest.mark.medium)])
 def test_entropy_bonus_is_unchanged_by_chunked_logits_and_a_compiled_head(assets, change):
     expected_value, expected = of_loss(make_engine(assets), BONUS)
-    config = engine_config(logits_chunk_tokens=7 if change == "chunks" else None)
-    if change == "compiled":
-        config.compile = CompileConfig(enable=True, components=("loss",), backend="aot_eager")
-    engine = config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    if change == "chunks":
+        engine = make_engine(assets, logits_chunk_tokens=7)
+    else:
+        compiled = CompileConfig(enable=True, components=("loss",), backend="aot_eager")
+        engine = make_engine(assets, compile=compiled)
     value, actual = of_loss(engine, BONUS)
     assert value == pytest.approx(expected_value, rel=1e-5)
     assert_near(actual, expected)

@@ -12,6 +12,7 @@ from rl.types import OptimParams
 from tests.training.layouts import whole_parameters
 from tests.training.parts import (
     assert_near,
+    built,
     engine_config,
     gradients,
     make_engine,
@@ -88,13 +89,10 @@ def test_plain_matrices_step_like_pytorchs_muon(nesterov, scale):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def muon_engine(assets, parallelism=None, *, compute_dtype="float32", converters=()):
-    config = engine_config(parallelism=parallelism)
-    config.converters = converters
-    config.optimizer.name = "Muon"
-    # Products in bfloat16 would turn rounding of a sum's last bits into differences of 2^-9.
-    config.optimizer.muon.compute_dtype = compute_dtype
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+def muon_engine(assets, **muon):
+    config = engine_config()
+    config.optimizer.name, config.optimizer.muon = "Muon", MuonConfig(**muon)
+    return built(config, assets)
 
 
 def train(engine, num_steps=3, params=None):
@@ -111,7 +109,7 @@ def stepped_alone(optimizer, tensor, gradient):
 
 
 def test_matrices_of_a_fused_weight_step_alone_and_the_rest_with_adamw(assets):
-    engine = muon_engine(assets, compute_dtype="bfloat16")  # as PyTorch's Muon
+    engine = muon_engine(assets)
     adapter = small_spec().adapter(small_spec().model)
     before = whole_parameters(engine)
     engine.forward_backward(make_samples())
@@ -143,8 +141,7 @@ def test_matrices_of_a_fused_weight_step_alone_and_the_rest_with_adamw(assets):
 
 
 def test_momentum_of_one_step_is_accepted_by_muon_only(assets):
-    given, configured = muon_engine(assets), muon_engine(assets)
-    configured.optimizer.config.muon.momentum = 0.5
+    given, configured = muon_engine(assets), muon_engine(assets, momentum=0.5)
     train(given, params=OptimParams(momentum=0.5))
     train(configured)
     for name, tensor in whole_parameters(given).items():
@@ -152,7 +149,7 @@ def test_momentum_of_one_step_is_accepted_by_muon_only(assets):
     given.forward_backward(make_samples())
     with pytest.raises(ValueError, match=r"momentum=1\.5"):
         given.optim_step(OptimParams(momentum=1.5))
-    adam = engine_config().build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    adam = make_engine(assets)
     adam.forward_backward(make_samples())
     with pytest.raises(ValueError, match=r"momentum=0\.5: is Muon's; optimizer\.name='AdamW' has betas"):
         adam.optim_step(OptimParams(momentum=0.5))

@@ -9,21 +9,22 @@ import pytest
 
 from losses.policy import GRPOLoss
 from rl.distributed.sharding import local_tensor
+from rl.training.config import ReferenceConfig
 from rl.training.sleep import TrainerSleep
 from tests.support.distributed import run_ranks
 from tests.training.layouts import parallelism
-from tests.training.parts import engine_config, make_samples, small_spec, step
+from tests.training.parts import built, engine_config, make_samples, step
 
 SAMPLES = make_samples()
 
 
 def make(assets, *, layout="one", name="AdamW"):
     """Return an engine with a reference policy, so that everything that can move is present."""
-    config = engine_config(parallelism=parallelism(layout))
+    config = engine_config(
+        parallelism=parallelism(layout), loss=GRPOLoss(kl_coef=0.1), reference=ReferenceConfig(enable=True)
+    )
     config.optimizer.name = name
-    config.loss = GRPOLoss(kl_coef=0.1)
-    config.reference.enable = True
-    return config.build(model_spec=small_spec(), hf_assets_path=assets, device="cpu")
+    return built(config, assets)
 
 
 def tensors(engine):
