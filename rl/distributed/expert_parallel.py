@@ -44,7 +44,7 @@ class ExpertExchange:
         arrived_PL = all_to_all(sent_PL, sent=one_each, received=one_each, group=self.group.group_name)
         # Both counts in one copy, so that the host waits once.
         num_sent, num_arrived = torch.stack((sent_PL.sum(1), arrived_PL.sum(1))).tolist()
-        arrived_AE = exchange_rows(rows_SE, sent=num_sent, received=num_arrived, group=self.group)
+        arrived_AE = ExchangeRows.apply(rows_SE, num_sent, num_arrived, self.group)
 
         # Rows arrive sorted by rank, then expert; the experts need them sorted by expert, then rank.
         num_local = sent_PL.size(1)
@@ -56,7 +56,8 @@ class ExpertExchange:
             select_rows(arrived_AE, rows_S=order_A, places_S=places_A), arrived_PL.sum(0).cumsum(0)
         )
         returned_AE = select_rows(computed_AE, rows_S=places_A, places_S=order_A)
-        return exchange_rows(returned_AE, sent=num_arrived, received=num_sent, group=self.group)
+        returned_SE: Tensor = ExchangeRows.apply(returned_AE, num_arrived, num_sent, self.group)
+        return returned_SE
 
 
 def select_rows(x_TE: Tensor, *, rows_S: Tensor, places_S: Tensor) -> Tensor:
@@ -93,18 +94,12 @@ def inverse_permutation(order_S: Tensor) -> Tensor:
     return inverse_S
 
 
-def exchange_rows(
-    rows_TE: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
+class ExchangeRows(torch.autograd.Function):
     """Send `sent[p]` rows to each rank p and return the `received[p]` rows from it; gradients travel back.
 
     Every rank of the group has to call it, even with nothing to send.
     """
-    arrived: Tensor = _ExchangeRows.apply(rows_TE, sent, received, group)
-    return arrived
 
-
-class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup

@@ -45,14 +45,15 @@ class SequenceLayout:
         """Build the layout of sequences that fill the packed axis without gaps."""
         runs = _runs(lengths)
         widths = [longest for count, longest in runs for _ in range(count)]
-        return cls(
-            offsets=_offsets(lengths).to(device),
-            slots=_slots(lengths).to(device),
-            run_slots=_slots(lengths, widths).to(device),
+        layout = cls(
+            offsets=_offsets(lengths),
+            slots=_slots(lengths),
+            run_slots=_slots(lengths, widths),
             runs=runs,
             num_sequences=len(lengths),
             max_length=max(lengths),
         )
+        return on_device(layout, device)
 
 
 def _runs(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -68,8 +68,6 @@ def token_logprobs(
     Returns:
         Logprobs [T] or [T, K], float32 nats with gradient, and entropy [T], float32 nats.
     """
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1, or None for no chunks")
     compute = chunk_logprobs or logprobs_of_chunk
     hidden_TE, weight, shard = _local_inputs(hidden_TE, weight_VE, loss_parallel=loss_parallel)
     num_tokens = targets_T.size(0)

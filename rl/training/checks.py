@@ -41,23 +41,18 @@ def trainer_checks(
             device_type=device_type,
         )
     yield partial(check_compiler, config.compile, device_type=device_type)
-    if config.checkpoint.async_mode == "async_with_pinned_mem":
-        yield partial(_check_pinned_memory, device_type=device_type)
     yield partial(check_experts, spec.model, balance=config.experts, converters=config.converters)
-    yield partial(_check_sizes, config, spec)
+    yield partial(_check_limits, config, spec, device_type=device_type)
     yield partial(check_batch_invariant, config, spec)
     yield partial(check_reference, config.reference, loss=config.loss, kl_in_reward=kl_in_reward)
 
 
-def _check_pinned_memory(*, device_type: str) -> None:
-    if device_type != "cuda":
+def _check_limits(config: TrainingEngine.Config, spec: ModelSpec, *, device_type: str) -> None:
+    """Raise ValueError for a setting beyond the model's layers or positions, or the device's abilities."""
+    if config.checkpoint.async_mode == "async_with_pinned_mem" and device_type != "cuda":
         raise ValueError(
             "checkpoint.async_mode='async_with_pinned_mem': page-locked memory needs a GPU; without one use 'async'"
         )
-
-
-def _check_sizes(config: TrainingEngine.Config, spec: ModelSpec) -> None:
-    """Raise ValueError for a setting beyond the model's layers or positions."""
     option, num_layers = config.activation_checkpoint.selective_option, spec.model.num_layers
     if option != "op" and int(option) > num_layers:
         raise ValueError(

@@ -186,20 +186,17 @@ class Transport:
         return await self._receive(reads, await gather_all(get(read) for read in reads))
 
     async def _send(self, outgoing: Sequence[Part], destinations: Iterable[Tensor]) -> list[BoxSum]:
-        return await self._copier.run(
-            [
-                Copy(name=part.name, box=part.box, source=part.local, destination=destination)
-                for part, destination in zip(outgoing, destinations, strict=True)
-            ]
-        )
+        return await self._copy(outgoing, [part.local for part in outgoing], destinations)
 
     async def _receive(self, reads: Sequence[Read], sources: Iterable[Tensor]) -> list[BoxSum]:
-        return await self._copier.run(
-            [
-                Copy(name=read.name, box=read.box, source=source, destination=read.destination)
-                for read, source in zip(reads, sources, strict=True)
-            ]
-        )
+        return await self._copy(reads, sources, [read.destination for read in reads])
+
+    async def _copy(
+        self, boxes: Sequence[Part | Read], sources: Iterable[Tensor], destinations: Iterable[Tensor]
+    ) -> list[BoxSum]:
+        triples = zip(boxes, sources, destinations, strict=True)
+        copies = [Copy(name=b.name, box=b.box, source=s, destination=d) for b, s, d in triples]
+        return await self._copier.run(copies)
 
     def close(self) -> None:
         self._copier.close()

@@ -2,7 +2,7 @@ import torch
 import torch.distributed as dist
 
 from rl.distributed.compat import use_one_gloo_worker
-from rl.distributed.expert_parallel import ExpertExchange, exchange_rows, inverse_permutation, select_rows
+from rl.distributed.expert_parallel import ExchangeRows, ExpertExchange, inverse_permutation, select_rows
 from tests.support.distributed import run_ranks
 
 
@@ -31,7 +31,7 @@ def exchange():
     rows.requires_grad_()
     # Rank 0 sends one row to rank 0 and two to rank 1; rank 1 sends all its rows to rank 0.
     sent, received = ([1, 2], [1, 3]) if rank == 0 else ([3, 0], [2, 0])
-    moved = exchange_rows(rows, sent=sent, received=received, group=group)
+    moved = ExchangeRows.apply(rows, sent, received, group)
     moved.backward(torch.arange(float(len(moved))).view(-1, 1) + 100 * rank)
 
     weights = torch.tensor([2.0, 3.0] if rank == 0 else [5.0, 7.0], requires_grad=True)

@@ -3,7 +3,7 @@ import torch
 
 from rl.models.attention import SequenceLayout
 from rl.models.decoder import linear_head, persistent_buffers, reset_buffers
-from tests.support.policies import ROUTE_BIAS, biased_spec, small_spec
+from tests.support.policies import ROUTE_BIAS, biased_spec, full_logits, small_spec
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -26,14 +26,7 @@ def test_packed_equals_unpacked_in_logits_and_gradients(make_model, sizes):
 
     packed = model(tokens, positions=positions, sequences=layout, head=linear_head)
     packed_gradients = torch.autograd.grad((packed * weights).sum(), list(model.parameters()))
-    alone = torch.cat(
-        [
-            model(
-                part, positions=torch.arange(n), sequences=SequenceLayout.from_lengths([n]), head=linear_head
-            )
-            for part, n in zip(tokens.split(LENGTHS), LENGTHS, strict=True)
-        ]
-    )
+    alone = torch.cat([full_logits(model, part) for part in tokens.split(LENGTHS)])
     alone_gradients = torch.autograd.grad((alone * weights).sum(), list(model.parameters()))
 
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)

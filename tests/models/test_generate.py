@@ -1,4 +1,3 @@
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -6,11 +5,9 @@ import pytest
 import torch
 
 from rl.models import generate as generate_module
-from rl.models.attention import SequenceLayout
-from rl.models.decoder import linear_head
 from rl.models.generate import generate, prompt_logprobs
-from rl.models.logprobs import token_logprobs
 from rl.types import SamplingParams
+from tests.support.policies import full_logits, recomputed_logprobs
 
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9])]
 
@@ -18,24 +15,6 @@ PROMPTS = [np.array(ids, dtype=np.int32) for ids in ([3, 1, 4, 1, 5], [9], [2, 6
 @pytest.fixture(scope="module")
 def model(make_model):
     return make_model()
-
-
-def recomputed(model, prompt, completion, temperature=1.0):
-    """Logprobs of the completion's tokens by one forward over the whole sequence."""
-    tokens = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
-    length = len(tokens) - 1
-    head = partial(token_logprobs, targets_T=tokens[1:], temperatures_T=torch.full((length,), temperature))
-    layout = SequenceLayout.from_lengths([length])
-    with torch.no_grad():
-        logprobs, _ = model(tokens[:-1], positions=torch.arange(length), sequences=layout, head=head)
-    return logprobs[len(prompt) - 1 :]
-
-
-def next_logits(model, tokens):
-    layout = SequenceLayout.from_lengths([len(tokens)])
-    ids = torch.as_tensor(tokens, dtype=torch.int64)
-    with torch.no_grad():
-        return model(ids, positions=torch.arange(len(tokens)), sequences=layout, head=linear_head)[-1]
 
 
 def same(a, b):
@@ -50,8 +29,8 @@ def test_logprobs_equal_those_of_a_forward_over_the_whole_sequence(model, temper
     for prompt, completions in zip(PROMPTS, generate(model, PROMPTS, sampling=sampling), strict=True):
         for completion in completions:
             assert len(completion.token_ids) == 30
-            expected = recomputed(model, prompt, completion, temperature)
-            torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+            expected = recomputed_logprobs(model, prompt, completion, sampling)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_completions_do_not_depend_on_the_rest_of_the_call(model):
@@ -175,8 +154,7 @@ def test_prompt_logprobs_equal_a_plain_forward(model, top_k, monkeypatch):
         answer = prompt_logprobs(model, prompt, top_k=top_k)
         assert np.isnan(answer.logprobs[0])
         assert answer.top_ids[0].tolist() == [-1] * top_k
-        expected = torch.stack([next_logits(model, prompt[:n]) for n in range(1, len(prompt) + 1)])
-        expected = expected[:-1].log_softmax(-1)
+        expected = full_logits(model, prompt)[:-1].detach().log_softmax(-1)
         own = expected.gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))
         np.testing.assert_allclose(answer.logprobs[1:], own.squeeze(1).numpy(), atol=1e-5)
         top = expected.topk(top_k)

@@ -8,11 +8,19 @@ from safetensors.torch import load_file
 
 from losses.cross_entropy import CrossEntropyLoss
 from rl.models.lora import ALL_LINEAR, LoRA
-from rl.models.peft import write_peft_folder
-from tests.training.parts import assert_near, make_engine, make_samples, small_spec, write_assets
+from tests.training.parts import (
+    RANK,
+    assert_near,
+    make_engine,
+    make_samples,
+    random_factors,
+    small_spec,
+    write_adapter,
+    write_assets,
+)
 
 SAMPLES = make_samples()
-RANK, SCALE = 3, 2.0
+SCALE = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +49,6 @@ def train(engine, num_steps=1, **options):
         engine.optim_step()
 
 
-def random_factors(spec, *, modules):
-    """Return random (A, B) by the Hugging Face name of the weight."""
-    generator = torch.Generator().manual_seed(5)
-    adapter = spec.adapter(spec.model)
-    with torch.device("meta"):
-        parameters = dict(spec.model.build().named_parameters())
-    tensors = {n: t for name, p in parameters.items() for n, t in adapter.to_hf(name, p).items()}
-    return {
-        name: (
-            0.2 * torch.randn(RANK, tensor.size(1), generator=generator),
-            0.2 * torch.randn(tensor.size(0), RANK, generator=generator),
-        )
-        for name, tensor in tensors.items()
-        if name.removesuffix(".weight").rpartition(".")[2] in modules
-    }
-
-
-def write_adapter(folder, factors):
-    triples = ((name, a, b) for name, (a, b) in factors.items())
-    write_peft_folder(folder, triples, rank=RANK, alpha=SCALE * RANK, base_model=None)
-    return str(folder)
-
-
 def summed_by_hand(spec, plain, factors):
     """Add s B A to each Hugging Face weight, and fuse the sums into our weights."""
     adapter = spec.adapter(spec.model)
@@ -89,7 +74,7 @@ def test_fresh_adapters_change_no_bit_of_the_model(assets, seeded):
 @pytest.mark.parametrize("modules", [ALL_LINEAR, ("q_proj", "v_proj", "up_proj")], ids=["all", "qvu"])
 def test_each_hugging_face_weight_has_its_own_product(assets, tmp_path, modules):
     """The numbers are those of a plain model with weights W + s B A."""
-    factors = random_factors(small_spec(), modules=modules)
+    factors = random_factors(small_spec(), scale=0.2, modules=modules)
     folder = write_adapter(tmp_path / "adapter", factors)
     engine = make(assets, target_modules=modules, initial_adapter=folder)
     before = weights(engine)
@@ -105,7 +90,7 @@ def test_gradients_follow_from_the_summed_weights_by_the_chain_rule(assets, tmp_
     """dA = s B^T dW and dB = s dW A^T."""
     spec = small_spec(tie=False)
     untied = write_assets(tmp_path / "untied", tie=False)
-    factors = random_factors(spec, modules=(*ALL_LINEAR, "lm_head"))
+    factors = random_factors(spec, scale=0.2)
     folder = write_adapter(tmp_path / "adapter", factors)
     engine = make(untied, tie=False, unembedding=True, initial_adapter=folder)
     engine.forward_backward(SAMPLES)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from losses.cross_entropy import CrossEntropyLoss
-from rl.models.attention import SequenceLayout
-from rl.models.decoder import linear_head
 from rl.models.lora import LoRA
+from tests.support.policies import full_logits
 from tests.training.parts import make_engine, make_samples, small_spec, write_assets
 
 pytestmark = pytest.mark.medium
@@ -35,14 +34,6 @@ def engine(assets):
     return engine
 
 
-@torch.no_grad()
-def our_logits(engine):
-    layout = SequenceLayout.from_lengths([len(TOKENS)])
-    return engine.policy.model(
-        TOKENS, positions=torch.arange(len(TOKENS)), sequences=layout, head=linear_head
-    )
-
-
 def open_in_transformers(folder):
     from transformers import Qwen3ForCausalLM
 
@@ -61,7 +52,7 @@ def test_adapter_opens_in_peft_with_equal_logits(engine, assets, tmp_path):
     base = open_in_transformers(assets)
     before = their_logits(base)
     model = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    logits = our_logits(engine)
+    logits = full_logits(engine.policy.model, TOKENS)
     assert (logits - before).abs().max() > 0.1
     torch.testing.assert_close(their_logits(model), logits, atol=1e-5, rtol=1e-5)
     assert model.peft_config["default"].base_model_name_or_path == assets
@@ -79,6 +70,7 @@ def test_adapter_made_by_peft_is_trained_further(assets, tmp_path):
     theirs.save_pretrained(str(tmp_path / "theirs"), save_embedding_layers=False)
     lora = replace(LORA, initial_adapter=str(tmp_path / "theirs"))
     engine = make_engine(assets, spec=small_spec(tie=False), converters=(lora,))
-    torch.testing.assert_close(our_logits(engine), their_logits(theirs), atol=1e-5, rtol=1e-5)
+    logits = full_logits(engine.policy.model, TOKENS)
+    torch.testing.assert_close(logits, their_logits(theirs), atol=1e-5, rtol=1e-5)
     assert np.isfinite(engine.forward_backward(SAMPLES).loss_mean)
     assert engine.optim_step().policy_version == 1

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rl.models import qwen3, qwen3_moe
-from rl.models.attention import SequenceLayout
-from rl.models.decoder import linear_head
 from rl.models.hf import HFFolder, read_parameters, write_hf_folder
 from rl.models.spec import ModelSpec, model_spec, spec_from_hf
+from tests.support.policies import full_logits
 
 # Published parameter counts, with a tied head counted once.
 NUM_PARAMETERS = {
@@ -75,12 +74,6 @@ def test_unknown_family_flavor_or_model_type_is_rejected_with_the_valid_ones():
         spec_from_hf({"model_type": "gpt2"})
 
 
-def our_logits(model):
-    layout = SequenceLayout.from_lengths([len(TOKENS)])
-    with torch.no_grad():
-        return model(TOKENS, positions=torch.arange(len(TOKENS)), sequences=layout, head=linear_head)
-
-
 def hf_logits(model):
     with torch.no_grad():
         return model(TOKENS[None]).logits[0]
@@ -123,7 +116,7 @@ def test_transformers_opens_our_folder_with_equal_logits(tmp_path, make_model, s
     assert theirs.dtype == torch.float32
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    logits = our_logits(ours)
+    logits = full_logits(ours, TOKENS)
     assert logits.std() > 0.5
     torch.testing.assert_close(hf_logits(theirs), logits, atol=1e-5, rtol=1e-5)
 
@@ -155,9 +148,8 @@ def test_we_open_a_folder_of_transformers_with_equal_logits(tmp_path, sizes, who
     logits = hf_logits(theirs)
     assert logits.std() > 0.5
     ours = load(tmp_path)
-    torch.testing.assert_close(our_logits(ours), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(full_logits(ours, TOKENS), logits, atol=1e-5, rtol=1e-5)
     if "num_experts" in sizes:  # A test of routing needs tokens that go to different experts.
-        ours(TOKENS, positions=torch.arange(11), sequences=SequenceLayout.from_lengths([11]))
         chosen = ours.layers[0].feed_forward.router.last_chosen_TK.sort().values
         assert len({tuple(c.tolist()) for c in chosen}) > 4
 

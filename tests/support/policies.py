@@ -125,14 +125,14 @@ def prompts_of(lengths: Sequence[int], *, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(0, VOCAB_SIZE, length).astype(np.int32) for length in lengths]
 
 
-@torch.no_grad()
-def full_logits(model: Decoder, tokens: np.ndarray) -> Tensor:
-    """Return logits [T, V] of one forward over the whole sequence."""
+def full_logits(model: Decoder, tokens: np.ndarray | Tensor) -> Tensor:
+    """Return logits [T, V] of one forward over the whole sequence, with gradient."""
     layout = SequenceLayout.from_lengths([len(tokens)])
-    ids = torch.from_numpy(tokens.astype(np.int64))
+    ids = torch.as_tensor(tokens, dtype=torch.int64)
     return model(ids, positions=torch.arange(len(tokens)), sequences=layout, head=linear_head)
 
 
+@torch.no_grad()
 def recomputed_logprobs(
     model: Decoder, prompt: np.ndarray, completion: Completion, sampling: SamplingParams
 ) -> np.ndarray:
@@ -143,6 +143,7 @@ def recomputed_logprobs(
     return logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
 
 
+@torch.no_grad()
 def sequence_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """Return logprobs [T] in nats from one forward; entry 0 is 0."""
     logprobs = full_logits(model, tokens).log_softmax(-1).numpy()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.parts import even_spec, moe_spec, small_spec, write_adapter, write_assets
+from tests.training.parts import even_spec, moe_spec, random_factors, small_spec, write_adapter, write_assets
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,6 @@ def all_assets(assets, moe_assets, tmp_path_factory):
         "dense": assets,
         "moe": moe_assets,
         "lora": write_assets(folder / "untied", spec=untied),
-        "adapter": write_adapter(folder / "adapter", untied, scale=0.2),
-        "even adapter": write_adapter(folder / "even", even_spec(), scale=0.02),
+        "adapter": write_adapter(folder / "adapter", random_factors(untied, scale=0.2)),
+        "even adapter": write_adapter(folder / "even", random_factors(even_spec(), scale=0.02)),
     }

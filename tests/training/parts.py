@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rl.models import qwen3_moe
 from rl.models.decoder import Attention, Decoder, FeedForward, RoPE, TransformerBlock
 from rl.models.hf import write_hf_folder
+from rl.models.lora import ALL_LINEAR
 from rl.models.moe import MoE
 from rl.models.peft import write_peft_folder
 from rl.models.qwen3 import model_registry
@@ -22,10 +25,9 @@ from rl.training.config import TrainingConfig
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import Optimizer
 from rl.types import TrainingSample
+from tests.support.policies import full_logits
 
 VOCAB = 320
-
-
 RANK = 3
 """Rank of LoRA's adapters."""
 BIAS_RATE = 0.01
@@ -85,23 +87,29 @@ def write_assets(folder: Path, *, tie: bool = True, spec: ModelSpec | None = Non
     return str(folder)
 
 
-def write_adapter(folder: Path, spec: ModelSpec, *, scale: float) -> str:
-    """Write an adapter whose B is not zero, so that the gradient of A is not zero either."""
+def random_factors(
+    spec: ModelSpec, *, scale: float, modules: Sequence[str] = (*ALL_LINEAR, "lm_head")
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return (A, B) by the Hugging Face name of the weight; B is not zero, so neither is the gradient of A."""
     with torch.device("meta"):
         model = spec.model.build()
     adapter = spec.adapter(spec.model)
     generator = torch.Generator().manual_seed(8)
-    factors = [
-        (
-            name,
+    return {
+        name: (
             scale * torch.randn(RANK, weight.size(1), generator=generator),
             scale * torch.randn(weight.size(0), RANK, generator=generator),
         )
         for ours, parameter in model.named_parameters()
         for name, weight in adapter.to_hf(ours, parameter).items()
-        if "proj" in name or "lm_head" in name
-    ]
-    write_peft_folder(folder, factors, rank=RANK, alpha=2.0 * RANK, base_model=None)
+        if name.removesuffix(".weight").rpartition(".")[2] in modules
+    }
+
+
+def write_adapter(folder: Path, factors: Mapping[str, tuple[Tensor, Tensor]]) -> str:
+    """Write factors, whose products have a scale of 2."""
+    triples = ((name, a, b) for name, (a, b) in factors.items())
+    write_peft_folder(folder, triples, rank=RANK, alpha=2.0 * RANK, base_model=None)
     return str(folder)
 
 
@@ -210,6 +218,11 @@ def logprobs_of(result):
     """Return the logprobs that `return_logprobs` asked for."""
     assert result.logprobs is not None
     return result.logprobs
+
+
+def plain_logprobs(model, sample):
+    """Return logprobs [T - 1, V] of one sample, computed in the plainest way."""
+    return (full_logits(model, sample.token_ids[:-1]) / sample.temperature).log_softmax(-1)
 
 
 def plain_model(engine):

@@ -12,8 +12,6 @@ from losses.cross_entropy import CrossEntropyLoss
 from losses.policy import GRPOLoss
 from losses.types import LossOutput
 from rl.distributed.compile import CompileConfig
-from rl.models.attention import SequenceLayout
-from rl.models.decoder import linear_head
 from rl.training.failures import NonFiniteLossError, read_batch
 from rl.types import OptimParams, Packing
 from tests.training.parts import (
@@ -26,26 +24,12 @@ from tests.training.parts import (
     make_sample,
     make_samples,
     moe_spec,
+    plain_logprobs,
     plain_model,
     weights,
 )
 
 SAMPLES = make_samples()
-
-
-def bare_logprobs(model, sample):
-    """Return logprobs [T - 1] of the targets and [T - 1, V] of all tokens, of one sample in the plainest
-    way."""
-    ids = torch.from_numpy(sample.token_ids).long()
-    length = len(ids) - 1
-    logits = model(
-        ids[:-1],
-        positions=torch.arange(length),
-        sequences=SequenceLayout.from_lengths([length]),
-        head=linear_head,
-    )
-    logprobs_TV = (logits / sample.temperature).log_softmax(-1)
-    return logprobs_TV[torch.arange(length), ids[1:]], logprobs_TV
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,9 +48,10 @@ def naive(engine, samples):
     model = plain_model(engine)
     result = Naive(gradients={})
     for sample in samples:
-        logprobs_T, logprobs_TV = bare_logprobs(model, sample)
+        logprobs_TV = plain_logprobs(model, sample)
         loss = torch.zeros(())
-        for t, p in enumerate(logprobs_T):
+        for t, token in enumerate(sample.token_ids[1:]):
+            p = logprobs_TV[t, token]
             if sample.mask[t + 1]:
                 result.entropies.append(-(logprobs_TV[t].exp() * logprobs_TV[t]).sum().item())
             q = float(sample.generator_logprobs[t + 1])
@@ -174,6 +159,7 @@ def test_supervised_loss_reports_no_comparison_with_a_generator(assets):
 def test_equal_logprobs_are_identical_with_ratio_one(assets):
     engine = make_engine(assets)
     own = engine.compute_logprobs(SAMPLES)
+    assert engine.compute_logprobs([]) == []
     on_policy = [replace(s, generator_logprobs=q) for s, q in zip(SAMPLES, own, strict=True)]
     result = engine.forward_backward(on_policy)
     assert result.logprobs_identical
@@ -233,17 +219,6 @@ def test_step_without_a_gradient_or_a_valid_token_is_refused(assets):
         engine.optim_step(allow_empty=True).grad_norm == other.optim_step(allow_empty=True).grad_norm == 0.0
     )
     assert_near(weights(engine), weights(other), relative=0.0)
-
-
-def test_logprobs_equal_those_of_single_samples(assets):
-    engine = make_engine(assets)
-    model = plain_model(engine)
-    for sample, logprobs in zip(SAMPLES, engine.compute_logprobs(SAMPLES), strict=True):
-        expected, _ = bare_logprobs(model, sample)
-        assert logprobs.dtype == np.float32
-        assert logprobs[0] == 0.0
-        np.testing.assert_allclose(logprobs[1:], expected.detach().numpy(), rtol=1e-5, atol=1e-5)
-    assert engine.compute_logprobs([]) == []
 
 
 def test_params_out_of_range_are_refused_and_the_gradient_is_kept(assets):
