@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,8 +229,13 @@ class RewardClient:
     async def _ask(self, rank: int, asked: list[list[Rollout]], *, alone: bool) -> list[Any]:
         """Return the rank's answer; ask again after a restart if a process of the role is lost."""
         while True:
-            with _naming_problems(asked):
+            try:
                 group = await self._reward.current()
+            except ActorLostError:
+                raise
+            except RunError as error:
+                ids = ", ".join(dict.fromkeys(rollout.prompt.problem.id for of in asked for rollout in of))
+                raise RunError(f"{error}; rollouts of these problems were being scored: {ids}") from error
             # The process first scores what it was sent before, so all of its rollouts count.
             work_s = 0.0 if self._longest_s is None else self._longest_s(self._num_asked[rank])
             try:
@@ -249,18 +253,6 @@ class RewardClient:
                 self._num_asked[rank] += len(piece)
                 shares.setdefault(rank, {}).setdefault(number, []).extend(piece)
         return shares
-
-
-@contextmanager
-def _naming_problems(groups: Sequence[Sequence[Rollout]]) -> Iterator[None]:
-    """Add the problems that were being scored to an error that ends all scoring."""
-    try:
-        yield
-    except ActorLostError:
-        raise
-    except RunError as error:
-        ids = dict.fromkeys(rollout.prompt.problem.id for group in groups for rollout in group)
-        raise RunError(f"{error}; rollouts of these problems were being scored: {', '.join(ids)}") from error
 
 
 _Share = dict[int, list[int]]

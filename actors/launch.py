@@ -151,13 +151,12 @@ class Launcher:
         started = RoleProcesses(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
         self.roles.append(started)
         async with deadline(timeout_s, f"starting role {role!r} ({num_procs} processes a host)"):
-            infos = await started.members.set_up.call(role, logs)
+            answers = await started.members.set_up.call(role, logs)
         started.logs = None if logs is None else logs.folder
-        for info in sorted((info for _, info in infos.items()), key=lambda info: info.rank):
-            started.hostnames.append(info.hostname)
-            process = identify(info.pid) if info.hostname == socket.gethostname() else None
-            if process is not None:
-                started.local[info.rank] = process
+        for rank, (_, (pid, hostname)) in enumerate(answers.items()):
+            started.hostnames.append(hostname)
+            if hostname == socket.gethostname() and (process := identify(pid)) is not None:
+                started.local[rank] = process
         return started
 
     async def stop(self, role: RoleProcesses, *, timeout_s: float = STOP_TIMEOUT_S) -> None:

@@ -41,13 +41,6 @@ class LogSettings:
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessInfo:
-    rank: int
-    pid: int
-    hostname: str
-
-
 def record_process(logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> None:
     """Record the spans of this process in the run's logs, and write its stacks there on request."""
     try:
@@ -64,13 +57,14 @@ class Member(Actor):
     """Per-process helper actor of launch."""
 
     @endpoint
-    async def set_up(self, role: str, logs: LogSettings | None) -> ProcessInfo:
+    async def set_up(self, role: str, logs: LogSettings | None) -> tuple[int, str]:
+        """Return the process's pid and hostname."""
         rank = current_rank().rank
         if logs is not None:
             setup_logging(role, rank=rank, folder=logs.folder, console_level=logs.console_level)
             record_process(logs.folder, role=role, rank=rank, timeline=logs.timeline)
             self._state = logs.folder / STATE_FOLDER / f"{role}-{rank}.json"
-        return ProcessInfo(rank=rank, pid=os.getpid(), hostname=socket.gethostname())
+        return os.getpid(), socket.gethostname()
 
     @endpoint
     async def check(self) -> None:

@@ -155,11 +155,15 @@ class ParityCheck:
         if pushed.expected is not None and pushed.expected.cancelled():
             raise WeightStoreError(f"policy version {version} was given up: an earlier pull of it has failed")
         try:
-            pulled, lost = await pull_checked(
-                version, sums=pushed.sums, generators=generators, drains=self._drains
-            )
+            calls = []
+            for g in generators:
+                extra_s = g.timeouts.generate_s if self._drains else 0.0
+                calls.append((g, g.call("pull_model_state_dict", version, extra_s=extra_s)))
+            answers, lost = await _answers(calls)
+            pulled = {g.name: [s for rank in ranks for s in rank.sums] for g, ranks in answers}
+            check_sums(version=version, pushed=pushed.sums, pulled=pulled)
             started = now_s()
-            diff, lost_later = await self._compare(version, pushed, pulled)
+            diff, lost_later = await self._compare(version, pushed, [g for g, _ in answers])
             parity_s = now_s() - started
         except BaseException:
             if pushed.expected is not None:
@@ -177,38 +181,17 @@ class ParityCheck:
         # The trainer's logprobs first, as trainer and generators may have to take turns on a device.
         logprobs_T = (await pushed.expected)[0][0]
         tokens = [self.text.token_ids]
-        calls = [(g, g.call("compute_logprobs", tokens)) for g in generators]
-        answers, lost = await _answers(calls)
+        answers, lost = await _answers([(g, g.call("compute_logprobs", tokens)) for g in generators])
         found = {g.name: ranks[0][0] for g, ranks in answers}
         if not found:
             return None, lost
         return self.text.check(policy_version=version, expected_T=logprobs_T, found=found), lost
 
 
-async def pull_checked(
-    version: int, *, sums: Sequence[BoxSum], generators: Sequence[Group], drains: bool = False
-) -> tuple[list[Group], list[ActorLostError]]:
-    """Let every generator pull the version and compare its checksums with `sums`.
-
-    Returns the generators that hold the version, and the errors of those that were lost.
-
-    Raises:
-        WeightParityError: names generator, tensor and version.
-    """
-    calls = []
-    for g in generators:
-        extra_s = g.timeouts.generate_s if drains else 0.0
-        calls.append((g, g.call("pull_model_state_dict", version, extra_s=extra_s)))
-    answers, lost = await _answers(calls)
-    pulled = {generator.name: [s for rank in ranks for s in rank.sums] for generator, ranks in answers}
-    check_sums(version=version, pushed=sums, pulled=pulled)
-    return [generator for generator, _ in answers], lost
-
-
 async def _answers(
     calls: Sequence[tuple[Group, Coroutine[Any, Any, list[Any]]]],
 ) -> tuple[list[tuple[Group, list[Any]]], list[ActorLostError]]:
-    """Await all calls and return their answers, and the errors of groups that were lost."""
+    """Await all calls and return the answers with their groups, and the errors of groups that were lost."""
 
     async def answer_of(call: Coroutine[Any, Any, list[Any]]) -> list[Any] | ActorLostError:
         try:
@@ -217,13 +200,12 @@ async def _answers(
             return error
 
     results = await asyncio.gather(*(answer_of(call) for _, call in calls))
-    answers, lost = [], []
-    for (group, _), result in zip(calls, results, strict=True):
-        if isinstance(result, ActorLostError):
-            lost.append(result)
-        else:
-            answers.append((group, result))
-    return answers, lost
+    answers = [
+        (group, result)
+        for (group, _), result in zip(calls, results, strict=True)
+        if not isinstance(result, ActorLostError)
+    ]
+    return answers, [result for result in results if isinstance(result, ActorLostError)]
 
 
 async def give_up(answer: asyncio.Future[list[Any]]) -> None:

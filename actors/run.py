@@ -69,13 +69,9 @@ class CheckedRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(CheckedRun):
     """The actors of a run, ready to be called."""
 
-    config: RunConfig
-    plan: Plan
-    folder: RunFolder
-    events: Events
     cluster: Cluster
     rubric: Rubric
     generator: Router
@@ -242,6 +238,8 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
     """
     config, plan, folder = checked.config, checked.plan, checked.folder
     store = config.weights.build(dtype=config.generator.dtype, run_folder=folder.path)
+    # On policy nothing runs during a pull that it would wait for.
+    drains = config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain"
     # The folder of temporary files is on this machine only.
     on_disk: AbstractContextManager[None] = nullcontext() if config.launch.on_cluster else temporary_files()
     try:
@@ -256,7 +254,7 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
                     logs=LogSettings(
                         folder=folder.logs, console_level=config.console_level, timeline=config.timeline
                     ),
-                    check=ParityCheck(plan.parity, drains=_drains(config)),
+                    check=ParityCheck(plan.parity, drains=drains),
                     rubric=rubric,
                     trainer_arguments={"model_spec": plan.start.spec, "failure_folder": str(folder.path)},
                     events=checked.events.add,
@@ -313,11 +311,6 @@ async def _rewarder(cluster: Cluster, *, config: ClusterConfig, rubric: Rubric) 
         yield process
     finally:
         await process.close()
-
-
-def _drains(config: RunConfig) -> bool:
-    """Return whether a pull waits for running completions."""
-    return config.loop.max_off_policy_steps > 0 and config.generator.on_update == "drain"
 
 
 def _saving_alone(config: CheckpointConfig) -> AbstractContextManager[None]:
