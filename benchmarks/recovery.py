@@ -32,7 +32,6 @@ from configs.sum_digits import tiny
 from rl.models.hf import write_random_model
 from rl.utils.errors import RunError
 from rl.utils.processes import kill
-from tests.support.clusters import start_cluster
 from tests.support.scored import replied
 
 CASES = ("generator", "reward", "trainer", "generator_host", "trainer_host")
@@ -91,16 +90,17 @@ async def measure(case: str, repeats: int, folder: Path) -> list[float]:
     )
     spec = replace(config.model, batch_invariant=True)
     assets = write_random_model(folder / "assets", spec=spec, seed=0)
-    fleet = await start_cluster(
+    fleet = Cluster(
         fleet_config,
         store=config.weights.build(dtype="float32"),
         check=ParityCheck(ParityText(token_ids=TOKENS, max_diff=0.0)),
         model_spec=spec,
         hf_assets_path=str(assets),
         rubric=config.task.build().rubric(seed=0),
-        failure_folder=folder,
+        trainer_arguments={"model_spec": spec, "failure_folder": str(folder)},
         logs=LogSettings(folder=folder / "logs", console_level="ERROR"),
     )
+    await fleet.start()
     room = Room(fleet, folder)
     await TrainerClient(fleet.trainer).save_checkpoint(room.checkpoint)
     await room.publish()

@@ -36,9 +36,8 @@ from tests.support.clusters import (
     processes,
 )
 from tests.support.fakes import rollout_of
-from tests.support.fleet_actors import InspectedGenerator, InspectedStore, InspectedTrainer
+from tests.support.fleet_actors import DeadlyLoss, InspectedGenerator, InspectedStore, InspectedTrainer
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.mortal_actors import DeadlyLoss
 from tests.support.scored import replied
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(400)]

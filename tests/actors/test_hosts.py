@@ -3,30 +3,18 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.actors.test_launch import ROOT, wait_until_gone
-from tests.support.runs import restore_ctrl_c
+from tests.support.runs import start_controller, wait_until_gone
 
 NUM_HOSTS, NUM_ACTORS, NUM_CHILDREN, NUM_GUARDS = 3, 5, 5, 1
 
 
 def start(how):
     """Start a controller process; return it with the description of its run."""
-    controller = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.hosts_controller", how, "process"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=restore_ctrl_c,
-    )
+    controller = start_controller("hosts_controller", how, "process")
     assert controller.stdout is not None
     run = json.loads(controller.stdout.readline())
     assert len(run["pids"]) == NUM_HOSTS + NUM_ACTORS + NUM_CHILDREN + NUM_GUARDS

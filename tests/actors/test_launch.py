@@ -5,9 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +15,7 @@ from rl.utils.processes import identify
 from rl.weights.monarch_env import SETTINGS
 from tests.support.launch_controller import Holder
 from tests.support.monarch_meshes import monarch_meshes
-from tests.support.runs import restore_ctrl_c
-
-ROOT = Path(__file__).parents[2]
+from tests.support.runs import start_controller, wait_until_gone
 
 
 @pytest.mark.parametrize(
@@ -118,25 +113,9 @@ def test_role_that_does_not_start_or_stop_in_time_is_named(meshes, caplog):
 
 def read_run(how):
     """Return the controller's process with the pids and shared-memory files of its run."""
-    controller = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.launch_controller", how],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=restore_ctrl_c,
-    )
+    controller = start_controller("launch_controller", how)
     assert controller.stdout is not None
     return controller, json.loads(controller.stdout.readline())
-
-
-def wait_until_gone(pids):
-    deadline = time.monotonic() + 10
-    while any(identify(pid) for pid in pids) and time.monotonic() < deadline:
-        os.sched_yield()
-    return [pid for pid in pids if identify(pid)]
 
 
 def end(controller, run):

@@ -12,6 +12,7 @@ from actors.vllm.requests import DivergedError, GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (
+    logprob_errors,
     prompts_of,
     random_model,
     recomputed_logprobs,
@@ -67,16 +68,10 @@ in_flight_in_both_modes = pytest.mark.parametrize("engine", ["keep", "recompute"
 def test_tokens_and_logprobs_equal_those_of_the_plain_sampler(engine, settings):
     sampling = SamplingParams(max_tokens=30, num_samples=3, seed=1, **settings)
     completions = engine.run(engine.engine.generate(PROMPTS, sampling=sampling))
-    differences = np.concatenate(
-        [
-            completion.logprobs - recomputed_logprobs(OLD, prompt, completion, sampling)
-            for prompt, of_prompt in zip(PROMPTS, completions, strict=True)
-            for completion in of_prompt
-        ]
-    )
-    assert differences.shape == (len(PROMPTS) * 3 * 30,)
-    assert np.abs(differences).mean() <= 1e-5
-    assert np.abs(differences).max() <= 1e-4
+    errors = logprob_errors(OLD, PROMPTS, completions, sampling)
+    assert errors.shape == (len(PROMPTS) * 3 * 30,)
+    assert errors.mean() <= 1e-5
+    assert errors.max() <= 1e-4
     assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS, sampling=sampling))
 
 
@@ -249,9 +244,7 @@ def test_update_to_equal_weights_changes_no_completion(engine):
     completions, version = updated_in_the_middle(engine, OLD)
     assert {c.policy_versions[-1] for of in completions for c in of} == {version}
     assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS[:3], sampling=LONG))
-    for prompt, completion in with_prompts(completions, PROMPTS[:3]):
-        expected = recomputed_logprobs(OLD, prompt, completion, LONG)
-        np.testing.assert_allclose(completion.logprobs, expected, **EXACT)
+    assert logprob_errors(OLD, PROMPTS[:3], completions, LONG).max() <= 1e-4
 
 
 @in_flight_in_both_modes
@@ -267,13 +260,11 @@ def test_later_requests_read_no_cache_of_old_weights(engine):
 
     late, early, version = engine.run(run())
     assert tokens_of(late) == tokens_of(generate(NEW, PROMPTS, sampling=sampling))
-    waited = [c for _, c in with_prompts(early, PROMPTS[2:] * 9) if c.policy_versions[0] == version]
-    assert len(waited) >= 20
-    for prompts, completions, settings in ((PROMPTS, late, sampling), (PROMPTS[2:] * 9, early, longer)):
-        for prompt, completion in with_prompts(completions, prompts):
-            if completion.policy_versions[0] == version:
-                expected = recomputed_logprobs(NEW, prompt, completion, settings)
-                np.testing.assert_allclose(completion.logprobs, expected, **EXACT)
+    waited = [[c for c in of_prompt if c.policy_versions[0] == version] for of_prompt in early]
+    assert sum(map(len, waited)) >= 20
+    assert {c.policy_versions[0] for of_prompt in late for c in of_prompt} == {version}
+    assert logprob_errors(NEW, PROMPTS, late, sampling).max() <= 1e-4
+    assert logprob_errors(NEW, PROMPTS[2:] * 9, waited, longer).max() <= 1e-4
 
 
 @in_flight
@@ -328,10 +319,8 @@ def test_aborted_call_returns_its_tokens_and_can_be_continued(engine):
     assert tokens_of(parts[-1]) == tokens_of(other) == tokens_of(undisturbed)
     assert reasons_of(parts[-1]) == reasons_of(undisturbed)
     version = engine.engine.policy_version
-    for prompt, completion in with_prompts(parts[-1], PROMPTS):
-        expected = recomputed_logprobs(OLD, prompt, completion, sampling)
-        np.testing.assert_allclose(completion.logprobs, expected, **EXACT)
-        assert completion.policy_versions.tolist() == [version] * len(completion.token_ids)
+    assert logprob_errors(OLD, PROMPTS, parts[-1], sampling).max() <= 1e-4
+    assert {v for of_prompt in parts[-1] for c in of_prompt for v in c.policy_versions} == {version}
     for before, later in zip(parts[0], parts[-1], strict=True):
         for old, new in zip(before, later, strict=True):
             assert np.array_equal(old.logprobs, new.logprobs[: len(old.logprobs)])

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
 
 from actors.vllm.engine import GeneratorEngine
-from rl.distributed.process_group import World
 from rl.models.generate import generate
-from rl.types import Completion, SamplingParams
+from rl.types import SamplingParams
 from tests.support.distributed import run_ranks
 from tests.support.policies import (
-    config_folder,
+    logprob_errors,
     prompts_of,
     random_model,
     recomputed_logprobs,
@@ -26,70 +27,58 @@ from tests.support.policies import (
     tokens_of,
     writer,
 )
+from tests.support.served_engine import make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(240)]
 
 SPEC = small_spec(tie=False, head_dim=32)
 OLD, NEW = random_model(SPEC, seed=0), random_model(SPEC, seed=1)
+EXPERTS = small_spec(tie=False, head_dim=32, experts=True)
+OLD_EXPERTS, NEW_EXPERTS = random_model(EXPERTS, seed=0), random_model(EXPERTS, seed=1)
 PROMPTS = prompts_of([5, 1, 40, 150, 33, 7, 64])
 SAMPLING = SamplingParams(max_tokens=31, num_samples=3, temperature=0.8, seed=1)
 LONG = replace(SAMPLING, max_tokens=60)
 SEQUENCES = prompts_of([2, 150, 256], seed=9)
-
-Completions = list[list[Completion]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Lived:
-    """Results of one rank; rank 1 has no completions."""
-
-    first: Completions
-    """Completions under version 1."""
-    concurrent: list[Completions]
-    """Completions of three concurrent calls, with an update to version 2 requested meanwhile."""
-    waiting: Completions
-    """Completions requested after the update to version 2."""
-    one_rank_failed: str
-    """Error of an update that fails on rank 1."""
-    no_weights: str
-    """Error of a call after the failed update."""
-    healed: Completions
-    """Completions after an update to version 4."""
-    across: Completions
-    """Completions that begin under version 4 and end under version 5, in mode "recompute"."""
-    scored: list[np.ndarray]
-    """Logprobs under version 5, computed while completions run."""
-    threads_left: int
+SETTINGS: dict[str, Any] = {
+    "tensor_parallel_degree": 2,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 65,
+    "rank_timeout_s": 30.0,
+}
 
 
-def live(folder: str) -> Lived:
-    return asyncio.run(_live(folder))
+def live(folder: str) -> dict[str, Any]:
+    """Return the results of one rank; rank 1 has no completions."""
+
+    async def life() -> dict[str, Any]:
+        engine = make_engine(Path(folder), SPEC, can_sleep=True, **SETTINGS)
+        await engine.start()
+        await engine.update_weights(writer(OLD), version=1)
+        results = {"first": await engine.generate(PROMPTS, sampling=SAMPLING)}
+        await hurry(engine)
+        results |= await update_while_calls_run(engine)
+        results |= await fail_and_heal(engine)
+        await engine.sleep()
+        await engine.wake()
+        results |= await update_in_flight(engine)
+        await asyncio.wait_for(engine.close(), 60)
+        return results
+
+    results = asyncio.run(life())
+    results["threads_left"] = sum(thread.name == "vllm-engine" for thread in threading.enumerate())
+    return results
 
 
-async def _live(folder: str) -> Lived:
-    world = World.from_env()
-    config = GeneratorEngine.Config(
-        tensor_parallel_degree=2,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=12,
-        max_num_batched_tokens=65,
-        cpu_kv_cache_gib=0.05,
-        rank_timeout_s=30.0,
-        can_sleep=True,
-    )
-    assets = config_folder(Path(folder) / str(world.rank), SPEC)
-    engine = GeneratorEngine(config=config, model_spec=SPEC, hf_assets_path=assets, world=world)
-    await engine.start()
-    await engine.update_weights(writer(OLD), version=1)
-    first = await engine.generate(PROMPTS, sampling=SAMPLING)
-
-    if world.rank == 0:
+async def hurry(engine: GeneratorEngine) -> None:
+    """Let rank 0 send empty turns in a hurry for a while."""
+    if engine.world.rank == 0:
         lockstep = engine._driver._lockstep
-        lockstep.timeout_s = 0.1  # rank 0 then sends empty turns in a hurry
+        lockstep.timeout_s = 0.1
         await asyncio.sleep(0.5)
-        lockstep.timeout_s = config.rank_timeout_s
+        lockstep.timeout_s = engine.config.rank_timeout_s
 
+
+async def update_while_calls_run(engine: GeneratorEngine) -> dict[str, Any]:
     calls = [asyncio.create_task(engine.generate(PROMPTS[i::3], sampling=SAMPLING)) for i in range(3)]
     await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=1))
     update = asyncio.create_task(engine.update_weights(writer(NEW), version=2))
@@ -97,17 +86,24 @@ async def _live(folder: str) -> Lived:
     waiting = await engine.generate(PROMPTS[:2], sampling=SAMPLING)
     concurrent = await asyncio.gather(*calls)
     await update
+    return {"concurrent": concurrent, "waiting": waiting}
 
+
+async def fail_and_heal(engine: GeneratorEngine) -> dict[str, Any]:
     async def fail_on_rank_1(state_dict: dict[str, Tensor]) -> None:
-        if world.rank == 1:
+        if engine.world.rank == 1:
             raise KeyError("version 3")
 
-    failed = await _error_of(engine.update_weights(fail_on_rank_1, version=3))
-    no_weights = await _error_of(engine.generate(PROMPTS, sampling=SAMPLING)) if world.rank == 0 else ""
+    failed = await error_of(engine.update_weights(fail_on_rank_1, version=3))
+    no_weights = ""
+    if engine.world.rank == 0:
+        no_weights = await error_of(engine.generate(PROMPTS, sampling=SAMPLING))
     await engine.update_weights(writer(OLD), version=4)
     healed = await engine.generate(PROMPTS[:1], sampling=SAMPLING)
-    await engine.sleep()
-    await engine.wake()
+    return {"one_rank_failed": failed, "no_weights": no_weights, "healed": healed}
+
+
+async def update_in_flight(engine: GeneratorEngine) -> dict[str, Any]:
     # Starting a second engine would take 12 s.
     engine._core._on_update, engine._driver._drains = "recompute", False
     await engine.update_weights(writer(OLD), version=4)
@@ -115,27 +111,12 @@ async def _live(folder: str) -> Lived:
     await engine.generate(PROMPTS[:1], sampling=SamplingParams(max_tokens=20))
     await engine.update_weights(writer(NEW), version=5)
     scored = await engine.compute_logprobs(SEQUENCES)
-    across = await call
-    await asyncio.wait_for(engine.close(), 60)
-    return Lived(
-        first=first,
-        concurrent=concurrent,
-        waiting=waiting,
-        one_rank_failed=failed,
-        no_weights=no_weights,
-        healed=healed,
-        across=across,
-        scored=scored,
-        threads_left=sum(thread.name == "vllm-engine" for thread in threading.enumerate()),
-    )
+    return {"scored": scored, "across": await call}
 
 
-async def _error_of(awaitable: object) -> str:
-    try:
-        await awaitable  # type: ignore[misc]
-    except Exception as error:  # noqa: BLE001  (returned to the test)
-        return f"{type(error).__name__}: {error}"
-    return "none"
+async def error_of(awaitable: Awaitable[Any]) -> str:
+    answer: Any = (await asyncio.gather(awaitable, return_exceptions=True))[0]
+    return f"{type(answer).__name__}: {answer}"
 
 
 @pytest.fixture(scope="module")
@@ -147,60 +128,81 @@ def versions_of(completions):
     return {version for of in completions for c in of for version in c.policy_versions.tolist()}
 
 
+def assert_drawn_from(model, completions):
+    assert tokens_of(completions) == tokens_of(generate(model, PROMPTS, sampling=SAMPLING))
+    errors = logprob_errors(model, PROMPTS, completions, SAMPLING)
+    assert errors.shape == (len(PROMPTS) * 3 * 31,)
+    assert errors.mean() <= 1e-5
+
+
 def test_tokens_and_logprobs_equal_those_of_one_rank(ranks):
-    completions = ranks[0].first
-    assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS, sampling=SAMPLING))
-    differences = np.concatenate(
-        [
-            completion.logprobs - recomputed_logprobs(OLD, prompt, completion, SAMPLING)
-            for prompt, of_prompt in zip(PROMPTS, completions, strict=True)
-            for completion in of_prompt
-        ]
-    )
-    assert np.abs(differences).mean() <= 1e-5
-    assert versions_of(completions) == {1}
+    assert_drawn_from(OLD, ranks[0]["first"])
+    assert versions_of(ranks[0]["first"]) == {1}
 
 
 def test_ranks_stay_in_step_under_concurrent_calls_and_an_update(ranks):
-    for i, completions in enumerate(ranks[0].concurrent):
+    for i, completions in enumerate(ranks[0]["concurrent"]):
         assert tokens_of(completions) == tokens_of(generate(OLD, PROMPTS[i::3], sampling=SAMPLING))
         assert versions_of(completions) == {1}
-    assert tokens_of(ranks[0].waiting) == tokens_of(generate(NEW, PROMPTS[:2], sampling=SAMPLING))
-    assert versions_of(ranks[0].waiting) == {2}
+    waiting = ranks[0]["waiting"]
+    assert tokens_of(waiting) == tokens_of(generate(NEW, PROMPTS[:2], sampling=SAMPLING))
+    assert versions_of(waiting) == {2}
 
 
 def test_only_rank_0_answers(ranks):
-    assert ranks[1].first == ranks[1].waiting == ranks[1].healed == []
-    assert ranks[1].concurrent == [[], [], []]
+    names = ("first", "waiting", "healed", "across", "scored")
+    assert [ranks[1][name] for name in names] == [[]] * 5
+    assert ranks[1]["concurrent"] == [[], [], []]
 
 
 def test_update_that_fails_on_one_rank_fails_on_all(ranks):
-    assert ranks[1].one_rank_failed == "KeyError: 'version 3'"
-    assert ranks[0].one_rank_failed == (
+    assert ranks[1]["one_rank_failed"] == "KeyError: 'version 3'"
+    assert ranks[0]["one_rank_failed"] == (
         "GeneratorError: the update of the weights to version 3 failed on another rank of the generator"
     )
-    assert ranks[0].no_weights.startswith("GeneratorError: the generator has no weights")
-    assert tokens_of(ranks[0].healed) == tokens_of(generate(OLD, PROMPTS[:1], sampling=SAMPLING))
-    assert versions_of(ranks[0].healed) == {4}
+    assert ranks[0]["no_weights"].startswith("GeneratorError: the generator has no weights")
+    healed = ranks[0]["healed"]
+    assert tokens_of(healed) == tokens_of(generate(OLD, PROMPTS[:1], sampling=SAMPLING))
+    assert versions_of(healed) == {4}
 
 
 def test_closed_generator_leaves_no_thread(ranks):
-    assert [rank.threads_left for rank in ranks] == [0, 0]
+    assert [rank["threads_left"] for rank in ranks] == [0, 0]
 
 
 def test_ranks_stay_in_step_when_weights_change_in_flight(ranks):
-    first, second = ranks
-    assert versions_of(first.across) == {4, 5}
-    for prompt, of_prompt in zip(PROMPTS, first.across, strict=True):
+    assert versions_of(ranks[0]["across"]) == {4, 5}
+    for prompt, of_prompt in zip(PROMPTS, ranks[0]["across"], strict=True):
         for completion in of_prompt:
             num_old = completion.policy_versions.tolist().count(4)
             assert completion.policy_versions.tolist() == [4] * num_old + [5] * (60 - num_old)
             by_old, by_new = (recomputed_logprobs(m, prompt, completion, LONG) for m in (OLD, NEW))
             np.testing.assert_allclose(completion.logprobs[:num_old], by_old[:num_old], atol=1e-4, rtol=0)
             np.testing.assert_allclose(completion.logprobs[num_old:], by_new[num_old:], atol=1e-4, rtol=0)
-    assert second.across == second.scored == []
 
 
 def test_ranks_score_sequences(ranks):
-    for tokens, logprobs in zip(SEQUENCES, ranks[0].scored, strict=True):
+    for tokens, logprobs in zip(SEQUENCES, ranks[0]["scored"], strict=True):
         np.testing.assert_allclose(logprobs, sequence_logprobs(NEW, tokens), atol=1e-5, rtol=0)
+
+
+def live_with_experts(folder: str) -> list[Any]:
+    """Return completions with the weights of the folder, and with weights written later (also the router's bias)."""
+
+    async def life() -> list[Any]:
+        engine = make_engine(Path(folder), EXPERTS, model=OLD_EXPERTS, initial_weights="folder", **SETTINGS)
+        await engine.start()
+        first = await engine.generate(PROMPTS, sampling=SAMPLING)
+        await engine.update_weights(writer(NEW_EXPERTS), version=2)
+        second = await engine.generate(PROMPTS, sampling=SAMPLING)
+        await asyncio.wait_for(engine.close(), 60)
+        return [first, second]
+
+    return asyncio.run(life())
+
+
+def test_mixture_of_experts_equals_the_trainers_model(tmp_path):
+    (first, second), nothing = run_ranks(live_with_experts, 2, str(tmp_path), timeout_s=200)
+    assert_drawn_from(OLD_EXPERTS, first)
+    assert_drawn_from(NEW_EXPERTS, second)
+    assert nothing == [[], []]

@@ -16,7 +16,7 @@ from actors.config import ClusterConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
 from actors.members import LogSettings
 from actors.parity import ParityCheck, ParityText
-from actors.recovery import AddEvent, Role, no_event
+from actors.recovery import Role
 from actors.reward import RewardActor
 from actors.router import Router
 from actors.run import make_router
@@ -24,8 +24,6 @@ from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.models.hf import write_random_model
 from rl.models.qwen3 import model_registry
-from rl.models.spec import ModelSpec
-from rl.rollouts.rubric import Rubric
 from rl.rollouts.samples import policy_sample
 from rl.tasks.sum_digits import make_problem
 from rl.training.config import TrainingConfig
@@ -33,7 +31,7 @@ from rl.training.optimizer import Optimizer
 from rl.types import SamplingParams, TrainingSample
 from rl.utils.processes import ProcessId
 from rl.weights.store import WeightStore
-from tests.support import mortal_actors
+from tests.support import reward_functions
 from tests.support.fakes import prompt_of, rollout_of
 from tests.support.monarch_meshes import Meshes
 
@@ -60,34 +58,6 @@ CONFIG = ClusterConfig(
 )
 
 
-async def start_cluster(
-    config: ClusterConfig,
-    *,
-    store: WeightStore,
-    check: ParityCheck,
-    model_spec: ModelSpec,
-    hf_assets_path: str,
-    rubric: Rubric,
-    failure_folder: Path,
-    logs: LogSettings,
-    events: AddEvent = no_event,
-) -> Cluster:
-    """Return a cluster with actors that are set up as in a run."""
-    cluster = Cluster(
-        config,
-        model_spec=model_spec,
-        hf_assets_path=hf_assets_path,
-        store=store,
-        logs=logs,
-        check=check,
-        rubric=rubric,
-        trainer_arguments={"model_spec": model_spec, "failure_folder": str(failure_folder)},
-        events=events,
-    )
-    await cluster.start()
-    return cluster
-
-
 class RunningCluster:
     """Cluster that serves the starting weights, and records its losses and recoveries."""
 
@@ -103,18 +73,18 @@ class RunningCluster:
         self.folder = folder
         self.assets = str(write_random_model(folder / "assets", spec=SPEC, seed=0))
         self.told: list[tuple[str, dict[str, Any]]] = []
-        starting = start_cluster(
+        self.cluster = Cluster(
             config,
             store=store or WeightStore.Config().build(dtype="float32"),
             check=ParityCheck(ParityText(token_ids=TEXT, max_diff=0.0)),
             model_spec=SPEC,
             hf_assets_path=self.assets,
-            rubric=mortal_actors.rubric(),
-            failure_folder=folder,
+            rubric=reward_functions.alone(),
+            trainer_arguments={"model_spec": SPEC, "failure_folder": str(folder)},
             logs=LogSettings(folder=folder / "logs", console_level="ERROR"),
             events=lambda event, /, **fields: self.told.append((event, fields)),
         )
-        self.cluster: Cluster = self.run(starting)
+        self.run(self.cluster.start())
         self.pool = self.cluster.pool
         self.run(self.publish())
 

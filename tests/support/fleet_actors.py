@@ -1,7 +1,9 @@
-"""Actors of a run that also report their numbers of compute threads."""
+"""Actors of a run that report their numbers of compute threads, and a loss that kills its process."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from actors.generator import VLLMGenerator
 from actors.trainer import PolicyTrainer
+from losses.policy import GRPOLoss
+from losses.types import LossInputs, LossOutput
+from rl.distributed.process_group import World
 from rl.weights.store import WeightStore
 from rl.weights.volume import Volume
 
@@ -77,3 +82,15 @@ class InspectedStore(WeightStore):
     async def start(self, mesh: ProcMesh) -> None:
         await super().start(mesh)
         self.asked = mesh.spawn("asked_volume", InspectedVolume)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeadlyLoss:
+    """Loss that kills the rank that computes it with SIGKILL; other ranks compute a usual one."""
+
+    rank: int
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        if World.from_env().rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return GRPOLoss()(inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from actors.calls import ActorLostError, ActorTimeoutError
 from actors.config import Timeouts
 from actors.vllm.requests import EngineFailedError, GeneratorError
 from rl.types import Completion, PullResult
-from rl.weights.types import WeightStoreError
 from tests.support.fakes import completion_of
 
 T = TypeVar("T")
@@ -68,23 +67,14 @@ class Mortal:
 class MortalGenerator(Mortal):
     """Generator whose pulls and completions take time, and which tracks its policy version."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        pull_s: float = 1.0,
-        generate_s: float = 2.0,
-        on_generated: Callable[[MortalGenerator], None] = lambda generator: None,
-    ) -> None:
+    def __init__(self, name: str, *, pull_s: float = 1.0, generate_s: float = 2.0) -> None:
         super().__init__(name)
         self.pull_s = pull_s
         self.generate_s = generate_s
-        self.on_generated = on_generated
         self.version: int | None = None
         self.engine_failed = False
         self.silent_about = ""
         """Endpoint that does not answer within its limit."""
-        self.pull_fails = False
         self.asked: list[str] = []
 
     def call(
@@ -102,8 +92,6 @@ class MortalGenerator(Mortal):
     async def _answer(self, endpoint: str, args: tuple[Any, ...]) -> list[Any]:
         if endpoint == "pull_model_state_dict":
             await asyncio.sleep(self.pull_s)
-            if self.pull_fails:
-                raise WeightStoreError("version 0 could not be pulled: lost the index")
             (self.version,) = args
             return [PullResult(policy_version=args[0], time_s=self.pull_s)]
         if endpoint == "generate":
@@ -116,10 +104,5 @@ class MortalGenerator(Mortal):
         await asyncio.sleep(self.generate_s)
         if self.engine_failed:
             raise EngineFailedError("the engine of generator rank 0 failed: RuntimeError: broken")
-        self.on_generated(self)
-        return [[self._completion(prompt)] for prompt in prompts]
-
-    def _completion(self, prompt: np.ndarray) -> Completion:
-        """Return the prompt itself as the completion."""
-        assert self.version is not None
-        return completion_of(prompt, version=self.version, logprob=0.0)
+        # Each prompt is its own completion.
+        return [[completion_of(prompt, version=self.version, logprob=0.0)] for prompt in prompts]

@@ -143,6 +143,22 @@ def recomputed_logprobs(
     return logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
 
 
+def logprob_errors(
+    model: Decoder,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[Sequence[Completion]],
+    sampling: SamplingParams,
+) -> np.ndarray:
+    """Return the distances of all logprobs of all completions from recomputed ones, in one row."""
+    return np.concatenate(
+        [
+            np.abs(completion.logprobs - recomputed_logprobs(model, prompt, completion, sampling))
+            for prompt, of_prompt in zip(prompts, completions, strict=True)
+            for completion in of_prompt
+        ]
+    )
+
+
 @torch.no_grad()
 def sequence_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """Return logprobs [T] in nats from one forward; entry 0 is 0."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import time
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,6 @@ def alone() -> Rubric:
     criteria = (
         Criterion(name="sample", function=_sample),
         Criterion(name="process", function=_process, weight=0.0),
-        Criterion(name="meet", function=_meet, weight=0.0),
         Criterion(name="chance", function=_chance, weight=0.0),
     )
     return Rubric(criteria=criteria, correct=_is_even)
@@ -31,9 +29,16 @@ def together() -> Rubric:
 
 
 def _sample(rollout: Rollout) -> float:
-    """Return the sample's number, after the file exists that the reply names, if any."""
-    while rollout.text.startswith("/") and not Path(rollout.text).exists():
-        time.sleep(0.01)
+    """Return the sample's number; the first call for the reply "hang FOLDER" writes to FOLDER/fifo and hangs."""
+    what, _, folder = rollout.text.partition(" ")
+    if what == "hang":
+        try:
+            os.close(os.open(f"{folder}/began", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass  # an earlier call hung, and its process was killed
+        else:
+            Path(f"{folder}/fifo").write_text("began")
+            signal.pause()
     return float(rollout.sample)
 
 
@@ -43,19 +48,6 @@ def _process(rollout: Rollout) -> float:
 
 def _chance(rollout: Rollout) -> float:
     return random.random()
-
-
-_num_met = 0
-
-
-async def _meet(rollout: Rollout) -> float:
-    """For the reply "meet", wait until two such calls are running in this process."""
-    global _num_met
-    if rollout.text == "meet":
-        _num_met += 1
-        while _num_met % 2:
-            await asyncio.sleep(0.01)
-    return 0.0
 
 
 def _count(rollouts: Sequence[Rollout]) -> list[float]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,28 @@ class FinishedRun:
 def restore_ctrl_c() -> None:
     """Restore SIGINT in a new process: background jobs of a shell inherit it as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start_controller(module: str, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    """Start a controller of `tests.support` in a process group of its own, like a shell."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tests.support.{module}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=restore_ctrl_c,
+    )
+
+
+def wait_until_gone(pids: Sequence[int]) -> list[int]:
+    """Wait up to 10 s for processes to end; return those that are left."""
+    deadline = time.monotonic() + 10
+    while any(identify(pid) for pid in pids) and time.monotonic() < deadline:
+        os.sched_yield()
+    return [pid for pid in pids if identify(pid)]
 
 
 def command(dump_folder: Path, name: str, *options: str, resumes: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Generator engine on an event loop that only runs during calls."""
+"""Generator engines of small models, and one on an event loop that only runs during calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.vllm.engine import GeneratorEngine
+from rl.distributed.process_group import World
 from rl.models.decoder import Decoder
 from rl.models.spec import ModelSpec
 from rl.types import Completion, SamplingParams
-from tests.support.policies import config_folder, writer
+from tests.support.policies import config_folder, model_folder, writer
 
 CALL_TIMEOUT_S = 60
 T = TypeVar("T")
@@ -45,22 +46,23 @@ class Served:
         return self._version
 
 
+def make_engine(
+    folder: Path, spec: ModelSpec, *, model: Decoder | None = None, **settings: Any
+) -> GeneratorEngine:
+    """Return a float32 engine of this rank that is not started; given a model, it can load the weights."""
+    world = World.from_env()
+    assets = folder / f"assets-{world.rank}"
+    path = config_folder(assets, spec) if model is None else model_folder(assets, spec, model)
+    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
+    config = GeneratorEngine.Config(**defaults | settings)
+    return GeneratorEngine(config=config, model_spec=spec, hf_assets_path=path, world=world)
+
+
 @contextmanager
 def served_engine(folder: Path, spec: ModelSpec, **settings: Any) -> Iterator[Served]:
-    """Return a float32 engine with little room, so that prompts are read in parts and requests wait for each
-    other."""
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 256,
-        "max_num_seqs": 12,
-        "max_num_batched_tokens": 64,
-        "cpu_kv_cache_gib": 0.05,
-    }
-    config = GeneratorEngine.Config(**defaults | settings)
+    """Yield an engine with little room, so that prompts are read in parts and requests wait for each other."""
+    engine = make_engine(folder, spec, **{"max_num_seqs": 12, "max_num_batched_tokens": 64} | settings)
     with asyncio.Runner() as runner:
-        engine = GeneratorEngine(
-            config=config, model_spec=spec, hf_assets_path=config_folder(folder / "assets", spec)
-        )
         runner.run(engine.start())
         yield Served(runner, engine)
         runner.run(engine.close())

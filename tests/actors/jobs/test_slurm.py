@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from actors.calls import ActorCallError
 from actors.config import LaunchConfig, SlurmConfig
 from actors.hosts import Hosts, check_reachable, describe
 from tests.actors.test_hosts import check_environments
-from tests.actors.test_launch import ROOT, wait_until_gone
 from tests.support.fake_slurm import write_commands
 from tests.support.placed import placed
-from tests.support.runs import restore_ctrl_c
+from tests.support.runs import start_controller, wait_until_gone
 
 ROLES = {"trainer": 8, "replicas": 2, "degree": 2}
 
@@ -117,26 +115,16 @@ def test_controller_address_that_nodes_cannot_reach_is_refused(monkeypatch):
     check_reachable(launch, hostname="login")
 
 
-def start_controller(tmp_path, **env):
+def start_slurm_controller(tmp_path, **env):
     commands = write_commands(tmp_path / "bin")
-    path = f"{commands}:{os.environ['PATH']}"
-    controller = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.hosts_controller", "wait", "slurm"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path, "LOG_FOLDER": str(tmp_path)} | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=restore_ctrl_c,
-    )
-    return controller, commands
+    env |= {"PATH": f"{commands}:{os.environ['PATH']}", "LOG_FOLDER": str(tmp_path)}
+    return start_controller("hosts_controller", "wait", "slurm", **env), commands
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_run_stopped_while_queued_leaves_no_job(tmp_path):
-    controller, commands = start_controller(tmp_path, FAKE_SLURM_STATE="PENDING")
+    controller, commands = start_slurm_controller(tmp_path, FAKE_SLURM_STATE="PENDING")
     deadline = time.monotonic() + 60
     while not (commands / "asked").exists():
         assert time.monotonic() < deadline
@@ -150,7 +138,7 @@ def test_run_stopped_while_queued_leaves_no_job(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_roles_run_on_slurm_nodes_and_the_guard_cancels_the_job_of_a_killed_controller(tmp_path):
-    controller, commands = start_controller(tmp_path)
+    controller, commands = start_slurm_controller(tmp_path)
     assert controller.stdout is not None
     run = json.loads(controller.stdout.readline())
     check_environments(run["environments"])
