@@ -5,26 +5,36 @@ import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from actors.vllm.engine import GeneratorEngine
 from actors.vllm.requests import GeneratorError
 from rl.models.generate import generate
 from rl.types import SamplingParams
 from tests.support.policies import (
-    logprob_errors,
+    config_folder,
+    model_folder,
     prompts_of,
     random_model,
+    recomputed_logprobs,
     small_spec,
     tokens_of,
     writer,
 )
-from tests.support.served_engine import make_engine
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(120)]
 
 PROMPTS = prompts_of([5, 40, 1])
+
+
+def engine_of(spec, folder, **settings):
+    defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "cpu_kv_cache_gib": 0.05}
+    config = GeneratorEngine.Config(**defaults | settings)
+    return GeneratorEngine(config=config, model_spec=spec, hf_assets_path=folder)
 
 
 def engine_threads():
@@ -35,7 +45,7 @@ def test_engine_starts_from_a_hugging_face_folder_and_ends_when_closed(tmp_path)
     # Untied, and with a head size that the attention kernels support.
     spec = small_spec(tie=False, head_dim=32)
     model = random_model(spec, seed=0)
-    engine = make_engine(tmp_path, spec, model=model, initial_weights="folder")
+    engine = engine_of(spec, model_folder(tmp_path / "hf", spec, model), initial_weights="folder")
     sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1)
 
     async def life():
@@ -54,9 +64,11 @@ def test_engine_starts_from_a_hugging_face_folder_and_ends_when_closed(tmp_path)
 
     completions = asyncio.run(life())
     assert tokens_of(completions) == tokens_of(generate(model, PROMPTS, sampling=sampling))
-    errors = logprob_errors(model, PROMPTS, completions, sampling)
-    assert errors.max() <= 1e-4
-    assert errors.mean() <= 1e-5
+    for prompt, of_prompt in zip(PROMPTS, completions, strict=True):
+        for completion in of_prompt:
+            expected = recomputed_logprobs(model, prompt, completion, sampling)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+            assert np.abs(completion.logprobs - expected).mean() <= 1e-5
     assert engine_threads() == []
     assert not torch.distributed.is_initialized()
     threads = torch.get_num_threads()
@@ -69,7 +81,7 @@ def test_preempted_requests_get_the_same_tokens(tmp_path):
     spec = small_spec()
     model = random_model(spec, seed=0)
     # Room for 256 tokens, which one of these completions needs at its end.
-    engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=9 / 2**15)
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), cpu_kv_cache_gib=9 / 2**15)
     prompts = prompts_of([100, 5, 30])
     sampling = SamplingParams(max_tokens=156, num_samples=4, seed=1)
 
@@ -85,7 +97,7 @@ def test_preempted_requests_get_the_same_tokens(tmp_path):
 
 def test_failed_step_fails_every_call_with_its_cause(tmp_path):
     spec = small_spec()
-    engine = make_engine(tmp_path, spec, dtype="bfloat16")
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), dtype="bfloat16")
     model = random_model(spec, seed=0)
 
     async def life():
@@ -110,7 +122,7 @@ def test_failed_step_fails_every_call_with_its_cause(tmp_path):
 
 def test_engine_that_cannot_start_leaves_nothing(tmp_path):
     spec = small_spec()
-    engine = make_engine(tmp_path, spec, cpu_kv_cache_gib=1e6)
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), cpu_kv_cache_gib=1e6)
 
     async def life():
         try:
@@ -126,8 +138,8 @@ def test_engine_that_cannot_start_leaves_nothing(tmp_path):
 
 def test_folder_without_weights_is_refused_before_the_start(tmp_path):
     spec = small_spec()
-    engine = make_engine(tmp_path, spec, initial_weights="folder")
-    with pytest.raises(ValueError, match=r"weights file .*/assets-0/model.safetensors is missing"):
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec), initial_weights="folder")
+    with pytest.raises(ValueError, match=r"weights file .*/assets/model.safetensors is missing"):
         asyncio.run(engine.start())
     assert engine_threads() == []
 
@@ -140,7 +152,9 @@ def test_sleeping_engine_frees_its_memory_and_serves_after_waking(tmp_path):
     spec = replace(small_spec(), batch_invariant=True)
     model = random_model(spec, seed=0)
     # 300 MiB of cache, of which only the used part becomes resident: 64 MiB are written.
-    engine = make_engine(tmp_path, spec, can_sleep=True, cpu_kv_cache_gib=0.3, max_num_seqs=300)
+    engine = engine_of(
+        spec, config_folder(tmp_path / "assets", spec), can_sleep=True, cpu_kv_cache_gib=0.3, max_num_seqs=300
+    )
     sampling = SamplingParams(max_tokens=20, num_samples=2, seed=1)
     many = prompts_of([250] * 300)
 
@@ -177,6 +191,6 @@ def test_sleeping_engine_frees_its_memory_and_serves_after_waking(tmp_path):
 
 def test_sleep_needs_can_sleep(tmp_path):
     spec = small_spec()
-    engine = make_engine(tmp_path, spec)
+    engine = engine_of(spec, config_folder(tmp_path / "assets", spec))
     with pytest.raises(ValueError, match=r"generator\.can_sleep=False: must be True"):
         asyncio.run(engine.sleep())
