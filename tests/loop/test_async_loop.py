@@ -5,12 +5,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl.rollouts.producer import NothingToLearnError
-from rl.types import ServeResult
+from rl.rollouts.samples import policy_sample
+from rl.tasks.sum_digits import SumDigits
+from rl.types import SamplingParams, ServeResult
 from rl.utils.errors import RunError
-from tests.support.fakes import FakePolicy
+from tests.support.fakes import FakePolicy, RubricRewarder, prompt_of, rollout_of
 from tests.support.loops import half_right, make_loop, number_of, problems, run, some_right
 from tests.support.simulated import SimulatedPolicy
 from tests.support.virtual_time import run_in_virtual_time
@@ -21,6 +24,39 @@ def one_of(seed: int, *seconds: float) -> Callable[[str], float]:
     return lambda prompt: random.Random(f"{seed} {prompt}").choice(seconds)
 
 
+def synchronous_losses_see(*, num_steps: int, groups_per_batch: int, group_size: int) -> list[list[tuple]]:
+    """Return the samples of each step of a minimal synchronous loop."""
+    policy = FakePolicy(reply=some_right)
+    rubric = SumDigits.Config(num_integers=2).build().rubric(seed=0)
+    numbered = enumerate(problems())
+
+    async def loop() -> None:
+        for _ in range(num_steps):
+            samples = []
+            for number, problem in (next(numbered) for _ in range(groups_per_batch)):
+                prompt = prompt_of(problem)
+                sampling = SamplingParams(max_tokens=32, num_samples=group_size, seed=number)
+                (group,) = await policy.generate([prompt.token_ids], sampling=sampling)
+                rollouts = [rollout_of(prompt, c, sample=i) for i, c in enumerate(group)]
+                (scores,) = await RubricRewarder(rubric=rubric).score([rollouts])
+                rewards = [s.reward for s in scores]
+                mean = sum(rewards) / len(rewards)
+                samples += [
+                    policy_sample(
+                        rollout,
+                        advantages_C=np.full(rollout.num_completion_tokens, reward - mean),
+                        temperature=1.0,
+                    )
+                    for rollout, reward in zip(rollouts, rewards, strict=True)
+                ]
+            await policy.forward_backward(samples)
+            await policy.optim_step()
+            await policy.serve(await policy.push())
+
+    asyncio.run(loop())
+    return seen(policy)
+
+
 def seen(policy: FakePolicy) -> list[list[tuple]]:
     return [
         [(s.token_ids.tolist(), s.advantages.tolist(), s.policy_versions.tolist()) for s in step]
@@ -28,15 +64,17 @@ def seen(policy: FakePolicy) -> list[list[tuple]]:
     ]
 
 
-def test_order_in_which_groups_finish_changes_no_on_policy_step():
-    def trained(generate_s: Callable[[str], float]) -> list[list[tuple]]:
-        policy = SimulatedPolicy(reply=some_right, generate_s=generate_s)
-        run(policy, num_steps=4, groups_per_batch=3, group_size=4)
-        return seen(policy)
+@pytest.mark.parametrize("slow", [False, True])
+def test_on_policy_loop_trains_on_the_same_samples_as_a_plain_synchronous_loop(slow):
+    def generate_s(prompt: str) -> float:
+        return (7 * number_of(prompt) % 5 + 1.0) if slow else 1.0  # they finish in another order
 
-    in_order = trained(lambda prompt: 1.0)
-    assert [len(step) for step in in_order] == [12] * 4
-    assert trained(lambda prompt: 7 * number_of(prompt) % 5 + 1.0) == in_order
+    sizes = {"num_steps": 4, "groups_per_batch": 3, "group_size": 4}
+    policy = SimulatedPolicy(reply=some_right, generate_s=generate_s)
+    run(policy, max_off_policy_steps=0, **sizes)
+    expected = synchronous_losses_see(**sizes)
+    assert [[s[0] for s in step] for step in seen(policy)] == [[s[0] for s in step] for step in expected]
+    assert seen(policy) == expected
 
 
 def test_one_off_policy_step_hides_generation_and_sync_behind_training():
