@@ -61,7 +61,7 @@ test: setup ## run all tests except the slow ones: at most 20 minutes on 2 cores
 test-fast: setup ## run the tests that start no engine and no actor: about 2 minutes
 	$(RUN) -m pytest $(SHARED) -m "$(FAST)" $(ARGS) $(NO_INPUT)
 
-test-slow: setup ## run the slow tests, such as whole runs: about 20 minutes
+test-slow: setup ## run the slow tests, such as whole runs: about 15 minutes
 	$(RUN) -m pytest $(SHARED) -m "slow and not long" $(ARGS) $(NO_INPUT)
 
 test-long: setup ## run the longest tests: more layouts, crashes, stops and resumes
