@@ -50,7 +50,12 @@ def test_classes_of_the_examples_are_those_of_the_configs():
 @pytest.mark.parametrize(
     ("argv", "option", "value", "message"),
     [
-        (CONVERTER, "converters.0.num_trained_blocks", "0", "trainer.converters.0: num_trained_blocks=0: "),
+        (
+            CONVERTER,
+            "converters.0.num_trained_blocks",
+            "0",
+            "trainer.converters.0: num_trained_blocks=0: must be",
+        ),
         (CONVERTER, "converters.0.max_abs", "-1", "trainer.converters.0: max_abs=-1.0: must be above 0"),
         (TRAINER, "anneal_steps", "0", "trainer: anneal_steps=0: must be at least 1"),
         (TRAINER, "final_max_norm", "nan", "trainer: final_max_norm=nan: must be above 0"),

@@ -2,7 +2,7 @@
 
 import os
 import re
-import time
+import resource
 from pathlib import Path
 
 import nbformat
@@ -10,7 +10,10 @@ import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MOST_S = 300
+MOST_S = 180
+"""CPU seconds of a notebook; two test processes share the cores, so that the clock says less."""
+LIMIT_S = 2 * MOST_S
+"""Time limit of a cell."""
 
 
 def read(name):
@@ -18,7 +21,7 @@ def read(name):
 
 
 def execute(name, folder, monkeypatch):
-    """Return the executed notebook and its wall-clock seconds."""
+    """Return the executed notebook and its CPU seconds."""
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     )
@@ -26,11 +29,16 @@ def execute(name, folder, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own puts plots into the notebook
     notebook = read(name)
     client = NotebookClient(
-        notebook, timeout=MOST_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
-    started = time.monotonic()
+    before = cpu_s_of_children()
     client.execute()
-    return notebook, time.monotonic() - started
+    return notebook, cpu_s_of_children() - before
+
+
+def cpu_s_of_children():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def printed(notebook):
@@ -50,7 +58,7 @@ def number(pattern, text):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * MOST_S)
+@pytest.mark.timeout(LIMIT_S)
 def test_supervised_notebook_learns_the_rule(tmp_path, monkeypatch):
     notebook, seconds = execute("tinker_sft.ipynb", tmp_path, monkeypatch)
     text = printed(notebook)
@@ -62,11 +70,11 @@ def test_supervised_notebook_learns_the_rule(tmp_path, monkeypatch):
     assert by_hand == pytest.approx(built_in, rel=1e-5)
     assert "the same loss after another step of each: True" in text
     assert len(plots(notebook)) == 1
-    assert seconds < MOST_S
+    assert 5 < seconds < MOST_S
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * MOST_S)
+@pytest.mark.timeout(LIMIT_S)
 def test_policy_gradient_notebook_raises_the_reward(tmp_path, monkeypatch):
     notebook, seconds = execute("tinker_grpo.ipynb", tmp_path, monkeypatch)
     text = printed(notebook)
@@ -77,7 +85,7 @@ def test_policy_gradient_notebook_raises_the_reward(tmp_path, monkeypatch):
     assert number(r"KL at the sampler's own weights: ([-\d.e]+)", text) == 0.0
     assert 0 < number(r"a step later, at most ([\d.e-]+)", text) < 0.05
     assert len(plots(notebook)) == 2
-    assert seconds < MOST_S
+    assert 5 < seconds < MOST_S
 
 
 @pytest.mark.parametrize("name", ["tinker_sft.ipynb", "tinker_grpo.ipynb"])

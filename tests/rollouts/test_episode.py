@@ -220,8 +220,18 @@ class Gone(ScriptedGenerator):
 @pytest.mark.parametrize(
     ("factory", "generator", "error", "message"),
     [
-        (Few(), ScriptedGenerator, ValueError, "environment of problem 'ask/two' cannot be made: KeyErr"),
-        (Factory(Random), ScriptedGenerator, ValueError, "of problem 'ask/one' open differently"),
+        (
+            Few(),
+            ScriptedGenerator,
+            ValueError,
+            r"^the environment of problem 'ask/two' cannot be made: KeyErr",
+        ),
+        (
+            Factory(Random),
+            ScriptedGenerator,
+            ValueError,
+            "environments of problem 'ask/one' open differently",
+        ),
         (Factory(), Gone, RunError, "generator_1 is gone"),
     ],
 )

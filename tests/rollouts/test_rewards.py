@@ -51,6 +51,17 @@ def test_slow_python_function_is_interrupted_and_fails_alone(driven, text):
     assert driven.start() is process
 
 
+def test_time_of_a_call_begins_with_its_turn():
+    driven = Driven(RUBRIC, grace_s=0.1)
+    try:
+        process = driven.start()
+        (scores,) = driven.score([replied("wait_a_little")] * 6)  # 0.9 s together, beyond limit and grace
+        assert not any(failed(scores))
+        assert driven.start() is process
+    finally:
+        driven.close()
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("text", "message", "exitcode"),

@@ -152,7 +152,11 @@ TEST_HAS_ALL = {"files": {"test.jsonl": ROWS}, "eval_files": {"test": "test.json
         ({"question": None}, {}, "train.jsonl, row 3: column 'question' is None, not text"),
         ({"answer": None}, {}, "train.jsonl, row 3: column 'answer' is None, not text"),
         ({"answer": ""}, {}, "train.jsonl, row 3: column 'answer' is '', not text"),
-        ({"rate": 2.0}, {"difficulty": RATE}, "train.jsonl, row 3: the pass rate 2.0 is not a number"),
+        (
+            {"rate": 2.0},
+            {"difficulty": RATE},
+            "train.jsonl, row 3: the pass rate 2.0 is not a number from 0 to 1",
+        ),
         ({"id": "0"}, {"columns": Columns(id="id")}, "train.jsonl, row 3: id '0' also occurs in "),
     ],
 )

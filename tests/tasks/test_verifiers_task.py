@@ -230,7 +230,11 @@ def rows(**data):
     ("names", "options", "message"),
     [
         ([lambda: rows(prompt=None)], {}, "odd_one/0 cannot be trained on: it has no prompt"),
-        ([lambda: rows(prompt=[PARTS])], {}, "odd_one/0 cannot be trained on: its prompt has parts"),
+        (
+            [lambda: rows(prompt=[PARTS])],
+            {},
+            "odd_one/0 cannot be trained on: its prompt has parts that are not text",
+        ),
         ([lambda: rows(image="debian")], {}, "requires image 'debian', but the subprocess runtime"),
         (["Boxed"], {}, "BoxedTask needs a container runtime"),
         (["Endless"], {}, "is endless: set max_problems"),
@@ -252,11 +256,21 @@ def test_unsuitable_environment_is_refused_with_the_reason(names, options, messa
 @pytest.mark.parametrize(
     ("names", "options", "texts", "message"),
     [
-        (["Scored", "Twice"], {}, ["a", "b"], "seat 'agent' plays several runs in one episode"),
+        (
+            ["Scored", "Twice"],
+            {},
+            ["a", "b"],
+            "seat 'agent' plays several runs in one episode; relay trains one",
+        ),
         (["Scored", "Ventriloquist"], {}, ["a", "b"], "it contains a reply that the model has not given"),
         (["Scored", "Preface"], {}, ["a"], "it does not continue the conversation, but begins another or"),
         ([rows], {}, ["a"], "it has no rewards, so nothing can be learned from it"),
-        (["Stuck"], {"settings": {"scoring_s": 0.05}}, ["a"], "ended before its rewards were computed"),
+        (
+            ["Stuck"],
+            {"settings": {"scoring_s": 0.05}},
+            ["a"],
+            "it was ended before its rewards were computed",
+        ),
     ],
 )
 def test_episode_that_relay_cannot_train_on_fails(names, options, texts, message):
