@@ -16,21 +16,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
+from rl.rollouts.main_thread_limit import MainThreadLimit, TimeLimitError
 from rl.rollouts.rubric import MAX_CONCURRENCY, CallResult, Concurrency, Rubric, RubricCall
 from rl.types import Rollout, Score
 from rl.utils.errors import RunError
@@ -45,12 +43,6 @@ START_S = 120.0
 """Time in which the process must have imported the rubric's module."""
 MAX_SENT = 16
 """Calls of sync functions that the process has at a time, so that it never waits for the next one."""
-WATCH_S = 0.02
-"""Interval in which time limits are checked."""
-AGAIN_S = 0.25
-"""Time after which a function is interrupted again; an exception is lost where Python calls a `__del__`."""
-SIGNAL = signal.SIGRTMIN + 5
-"""Signal that interrupts the main thread; C libraries use the first few real-time signals themselves."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +55,6 @@ class ProcessEndedError(Exception):
         self.exit_code = exit_code
         self.num_calls = num_calls
         """Calls that were under way."""
-
-
-class TimeLimitError(BaseException):
-    """Raised in a function that takes too long; not an Exception, which a reward function might swallow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,7 +317,7 @@ def _write(link: Connection, outgoing: SimpleQueue[tuple[int, Any] | None]) -> N
 def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: float) -> list[Score]:
     """Score a problem's rollouts in this process with time limits; in the main thread only (a signal)."""
     calls = rubric.calls(group)
-    with _MainThreadLimit() as limit:
+    with MainThreadLimit() as limit:
         results = [
             run_now(rubric.async_result(call, time_limit_s=time_limit_s))
             if rubric.is_async(call)
@@ -340,7 +328,7 @@ def score_within(rubric: Rubric, group: Sequence[Rollout], *, time_limit_s: floa
 
 
 def _result_within(
-    rubric: Rubric, call: RubricCall, *, time_limit_s: float, limit: _MainThreadLimit
+    rubric: Rubric, call: RubricCall, *, time_limit_s: float, limit: MainThreadLimit
 ) -> CallResult:
     try:
         return limit.call(lambda: rubric.result(call), limit_s=time_limit_s * len(call.rollouts))
@@ -348,53 +336,6 @@ def _result_within(
         return call.too_long(time_limit_s)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a function left behind
-
-
-class _MainThreadLimit:
-    """Context in which calls by the main thread have time limits.
-
-    A thread sends the signal, because the process has a single alarm and reward functions use it: math-verify
-    sets and clears the alarm at each parse. Code that stays in C is interrupted only when it returns to Python.
-    """
-
-    def __init__(self) -> None:
-        self._ends_at = math.inf
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="time limit", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._handler = signal.signal(SIGNAL, self._interrupt)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._thread.join()
-        signal.signal(SIGNAL, self._handler)
-
-    def call(self, function: Callable[[], CallResult], *, limit_s: float) -> CallResult:
-        """Return the function's result, or raise TimeLimitError after `limit_s`."""
-        try:
-            try:
-                self._ends_at = time.monotonic() + limit_s
-                return function()
-            finally:
-                self._ends_at = math.inf
-        finally:  # the signal may arrive within the line above
-            self._ends_at = math.inf
-
-    def _watch(self) -> None:
-        main = threading.main_thread().ident
-        assert main is not None
-        while not self._closed.wait(WATCH_S):
-            if time.monotonic() >= self._ends_at:
-                signal.pthread_kill(main, SIGNAL)
-
-    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now >= self._ends_at:  # not if another call has begun since the signal was sent
-            self._ends_at = now + AGAIN_S
-            raise TimeLimitError
 
 
 def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
@@ -425,7 +366,7 @@ def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
 
     threading.Thread(target=_receive, args=(link, take), daemon=True).start()
     send(0, None)
-    with _MainThreadLimit() as limit:
+    with MainThreadLimit() as limit:
         while True:
             call_id, call = calls.get()
             send(call_id, _result_within(rubric, call, time_limit_s=time_limit_s, limit=limit))
