@@ -29,13 +29,13 @@ from rl.models.spec import ModelSpec
 from rl.observability.sinks import check_installed
 from rl.starting_point import StartingPoint
 from rl.training.checkpoint_config import LoadSource
-from rl.training.checkpoint_files import ADAPTER_FOLDER, check_sizes, is_checkpoint, read_state
+from rl.training.checkpoint_files import ADAPTER_FOLDER, is_checkpoint, read_state
 from rl.training.checkpoint_tensors import (
+    REFERENCE,
     check_tokenizer,
     matching_tensors,
     model_tensors,
     optimizer_tensors,
-    reference_folder,
 )
 from rl.training.checks import trainer_checks
 from rl.training.memory import too_large
@@ -261,17 +261,14 @@ def has_lora(fleet: ClusterConfig) -> bool:
 
 def check_source(
     source: LoadSource | None, *, start: StartingPoint, config: RunConfig, num_gpus: int
-) -> Path | None:
+) -> None:
     """Check that a checkpoint fits tokenizer, model, converters and optimizer, and leaves steps to do.
-
-    Returns:
-        The folder of the reference policy's weights in a continued run; None: no policy, or the weights of `start`.
 
     Raises:
         ValueError: names the folder and what differs, such as the first tensor that does not fit with both shapes.
     """
     if source is None:
-        return None
+        return
     exclude = config.trainer.checkpoint.exclude_from_loading
     num_steps, position = config.loop.num_steps, source.position
     if is_checkpoint(source.path):  # a Hugging Face folder does not record its tokenizer
@@ -286,14 +283,6 @@ def check_source(
     _check_weights(
         source.path, start.spec, config, model_only=source.model_only, exclude=exclude, num_gpus=num_gpus
     )
-    if not config.trainer.reference.enable or source.model_only:
-        return None
-    folder = reference_folder(source.started_from, of=source.path, present=start.origin, exclude=exclude)
-    if folder is not None:
-        if is_checkpoint(folder):
-            check_sizes(folder)
-        _check_weights(folder, start.spec, config, model_only=True, exclude=(), num_gpus=num_gpus)
-    return folder
 
 
 def _check_weights(
@@ -316,6 +305,8 @@ def _check_weights(
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer: Optimizer = config.trainer.optimizer.build(parameters=trained, adapter=adapter)
         tensors |= optimizer_tensors(trained, optimizer)
+        if config.trainer.reference.enable:
+            tensors |= model_tensors(model, prefix=REFERENCE)
     matching_tensors(
         folder,
         read_state(folder),

@@ -46,8 +46,6 @@ class Plan:
     """Checkpoint that the trainer loads instead of the starting point's weights."""
     resumed: LoadSource | None
     """Latest checkpoint of a resumed run, which replaces both."""
-    reference: Path | None
-    """Folder of the reference policy's weights if these are not the starting point's."""
     task: Task
     environments: Environments
     """Environments of the task, tried before the run; the run uses their thread."""
@@ -57,8 +55,7 @@ class Plan:
 
     def inputs(self, config: RunConfig) -> dict[str, Path]:
         """Files and folders that the run reads, by the field that they come from."""
-        paths = {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
-        return paths | ({} if self.reference is None else {"trainer.reference": self.reference})
+        return {field: path for field, path in input_paths(config).items() if field != "dump_folder"}
 
 
 def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
@@ -75,7 +72,7 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
     resumed = None if resumes is None else find_resumed(config, resumes)
     source = asked_source(config, resumed, repairs=not config.launch.dry_run)
     start = starting_point(config, task=task, environments=environments, source=source)
-    reference = check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
+    check_source(resumed or source, start=start, config=config, num_gpus=num_gpus())
     check_config(config, spec=start.spec, machine=Machine.here(), resumes=resumes is not None)
     renderer = renderer_of(config, start)
     first_prompt = check_task(
@@ -92,7 +89,6 @@ def make_plan(config: RunConfig, *, resumes: RunFolder | None = None) -> Plan:
         start=start,
         source=source,
         resumed=resumed,
-        reference=reference,
         task=task,
         environments=environments,
         renderer=renderer,
@@ -181,8 +177,7 @@ def starting_point(
     `environments` play the demonstrations; None creates new ones.
     """
     untrained = untrained_start(config)
-    starts_here = source is None or source.needs_start(reference=config.trainer.reference.enable)
-    if config.hf_assets_path is not None or config.warmup is None or not starts_here:
+    if config.hf_assets_path is not None or config.warmup is None or source is not None:
         return untrained
     return warmed_up_model(
         _cache(config),

@@ -50,11 +50,6 @@ class StartingPoint:
     seed: int | None = None
     """Seed of the random model that `make` writes; None for an existing folder."""
 
-    @property
-    def origin(self) -> str:
-        """Folder of the weights that training starts from, as recorded in checkpoints."""
-        return str((self.warmed_up or self.folder).resolve())
-
     def make(self) -> None:
         """Write the random model unless it exists."""
         if self.seed is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,27 +28,25 @@ from rl.training.checkpoint_config import CheckpointConfig
 from rl.training.checkpoint_files import (
     FileSum,
     SavedState,
-    check_contents,
-    check_sizes,
+    check_files,
     is_checkpoint,
+    keep_latest,
     read_state,
-    saved_steps,
     sum_of_file,
     write_description,
 )
 from rl.training.checkpoint_tensors import (
     MODEL,
     RANDOM,
+    REFERENCE,
     TRAIN_STATE,
-    changes_weights,
     check_tokenizer,
     excluded,
     matching_tensors,
     model_tensors,
     optimizer_tensors,
     read_tensors,
-    reference_folder,
-    saved_names,
+    saved_shapes,
     write_tensors,
 )
 from rl.training.export import load_hf
@@ -56,7 +54,7 @@ from rl.training.failures import CheckpointError, checkpoint_errors
 from rl.training.optimizer import Optimizer
 from rl.training.policy import Policy, ReferencePolicy
 from rl.types import LoopPosition
-from rl.utils.files import publish, remove, remove_leftovers, temporary_folder
+from rl.utils.files import atomic_folder
 from rl.utils.processes import process_states, restore_process_states
 
 logger = logging.getLogger(__name__)
@@ -77,29 +75,24 @@ class Checkpointer(Configurable):
         policy: Policy,
         optimizer: Optimizer,
         reference: ReferencePolicy | None = None,
-        starting_folder: HFFolder | None = None,
+        assets: str | None = None,
     ) -> None:
         """
         Args:
-            reference: reference policy that follows the weights that training starts from.
-            starting_folder: source of the policy's weights; None for weights drawn from the seed.
+            assets: folder of the tokenizer, which a checkpoint records; None without one.
         """
         self.config = config
         self.policy = policy
         self.optimizer = optimizer
         self.reference = reference
-        self.started_from: str | None = f"seed {policy.training.seed}"
-        """Folder or seed of the weights that training started from, or None if they came from several."""
-        self._tokenizer = None
-        if starting_folder is not None:
-            self.started_from = str(starting_folder.path.resolve())
-            self._tokenizer = tokenizer_fingerprint(starting_folder.path)
+        self._tokenizer = None if assets is None else tokenizer_fingerprint(assets)
         # Background saves communicate while training does, so they have a process group of their own.
         self._group: dist.ProcessGroup | None = None
         mesh = policy.mesh
         if mesh is not None:
             backend = "gloo" if policy.device.type == "cuda" else None
             self._group = dist.new_group(backend=backend, timeout=timedelta(seconds=config.timeout_s))
+        self._rank = 0 if mesh is None else dist.get_rank()
         layout = "1" if mesh is None else "x".join(str(size) for size in mesh.shape)
         # Random states are restored only by the same rank of the same layout.
         self._random_name = f"{RANDOM}.{layout}.{self._rank}"
@@ -140,7 +133,6 @@ class Checkpointer(Configurable):
             position=position,
             converters=self.policy.converters.saved_settings(),
             base_model=self.policy.base_model,
-            started_from=self.started_from,
             tokenizer=self._tokenizer,
         )
         content: dict[str, Any] = dict(self._tensors(model_only=model_only))
@@ -183,8 +175,8 @@ class Checkpointer(Configurable):
         """Restore a checkpoint of any layout in place, and return the policy version to continue with.
 
         A Hugging Face folder sets the weights, a PEFT folder the adapters; both start at version 0. Where the
-        policy starts at version 0, the reference policy takes the same weights; otherwise it takes those that
-        the saved run started from.
+        policy starts at version 0, the reference policy takes the same weights; otherwise it takes its own from
+        the checkpoint.
 
         Args:
             policy_version: current version, which stays if `train_state` is excluded.
@@ -200,16 +192,14 @@ class Checkpointer(Configurable):
         path = Path(folder).absolute()
         if not is_checkpoint(path):
             self._load_exported(path)
+            self._start_anew()
             return 0
         exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
-        saved = self._verified_state(path)
+        self._check_files(path)
+        saved = read_state(path)
         if saved.model_only and not model_only:
             raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
         check_tokenizer(path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude)
-        of_reference = None
-        if self.reference is not None and not model_only:
-            present = self.started_from
-            of_reference = reference_folder(saved.started_from, of=path, present=present, exclude=exclude)
         tensors = matching_tensors(
             path,
             saved,
@@ -218,18 +208,20 @@ class Checkpointer(Configurable):
             model_only=model_only,
             exclude=exclude,
         )
-        if of_reference is not None:
-            self._load_reference(of_reference)
-        with_random = not model_only and not excluded(RANDOM, exclude)
-        random = self._read(path, tensors, saved, policy=self.policy, with_random=with_random)
-        if random is not None:
+        content: dict[str, Any] = dict(tensors)
+        takes_random = not model_only and not excluded(RANDOM, exclude)
+        if takes_random and self._random_name in saved_shapes(path):
+            content[self._random_name] = None
+        with checkpoint_errors(f"checkpoint {path} could not be read"):
+            read_tensors(path, content, group=self._group)
+        self.policy.weights_restored(_names(tensors, MODEL), base_model=saved.base_model)
+        if self.reference is not None:
+            self.reference.policy.weights_restored(_names(tensors, REFERENCE), base_model=None)
+        if (random := content.get(self._random_name)) is not None:
             restore_process_states(random)
-        keeps_weights = changes_weights(exclude)
         if model_only:
-            self._start_anew(None if keeps_weights else path)
+            self._start_anew()
             return 0
-        is_mixed = keeps_weights and saved.started_from != self.started_from
-        self.started_from = None if is_mixed else saved.started_from
         return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
 
     def close(self) -> None:
@@ -239,10 +231,6 @@ class Checkpointer(Configurable):
         if self._pinned_stager is not None:
             self._pinned_stager.close()
             self._pinned_stager = None
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
 
     def _copy(self, content: dict[str, Any]) -> dict[str, Any]:
         """Return a copy in host memory; page-locked memory is kept for the next save."""
@@ -262,9 +250,12 @@ class Checkpointer(Configurable):
         return copied
 
     def _tensors(self, *, model_only: bool) -> dict[str, Tensor]:
+        """Return what a checkpoint holds; reference weights are a part of it, as nothing else keeps them."""
         tensors = model_tensors(self.policy.model)
         if not model_only:
             tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
+            if self.reference is not None:
+                tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
         return tensors
 
     def _write(
@@ -272,18 +263,21 @@ class Checkpointer(Configurable):
     ) -> None:
         """Write a checkpoint; every rank returns, or raises, when the first rank has given it its name."""
         started = time.perf_counter()
-        group = self._group
         not_written = f"checkpoint {path} was not written, earlier checkpoints are unchanged"
-        with ExitStack() as stack, checkpoint_errors(not_written):
-            hidden = on_first_rank(lambda _: stack.enter_context(_new_folder(path)), None, group=group)
-            sums = {file.name: sum_of_file(file) for file in write_tensors(hidden, content, group=group)}
+        with ExitStack() as hidden, checkpoint_errors(not_written):
+            folder = on_first_rank(
+                lambda _: hidden.enter_context(atomic_folder(path)), None, group=self._group
+            )
+            files = write_tensors(folder, content, group=self._group)
+            sums = {file.name: sum_of_file(file) for file in files}
 
-            def publish_all(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:
-                found = {name: one for of_rank in sums_of_ranks for name, one in of_rank.items()}
-                write_description(hidden, saved, found, attachments)
-                self._publish(hidden, path)
+            def complete(sums_of_ranks: Sequence[dict[str, FileSum]]) -> None:
+                of_all = {name: found for of_rank in sums_of_ranks for name, found in of_rank.items()}
+                write_description(folder, saved, of_all, attachments)
+                hidden.close()  # Gives the folder its name.
+                keep_latest(path, self.config.keep_latest_k)
 
-            on_first_rank(publish_all, sums, group=group)
+            on_first_rank(complete, sums, group=self._group)
         num_bytes = sum(file.num_bytes for file in sums.values())
         logger.info("%s: %.3g GB in %.3g s", path, num_bytes / 1e9, time.perf_counter() - started)
 
@@ -295,17 +289,12 @@ class Checkpointer(Configurable):
             logger.error("background save failed: %s", error)
             raise
 
-    def _publish(self, hidden: Path, path: Path) -> None:
-        publish(hidden, path)
-        _keep_latest(path, self.config.keep_latest_k)
-
-    def _verified_state(self, path: Path) -> SavedState:
-        """Check every file, sharing the reading between ranks, and return the saved state."""
+    def _check_files(self, path: Path) -> None:
+        """Check every file, sharing the reading between ranks; a damaged file is an error on every rank."""
         problem: ValueError | None = None
+        num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
         try:
-            sums = check_sizes(path)
-            num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
-            check_contents(path, sums, sorted(sums)[self._rank :: num_ranks])
+            check_files(path, tensors=True, share=slice(self._rank, None, num_ranks))
         except ValueError as error:
             problem = error
 
@@ -314,81 +303,21 @@ class Checkpointer(Configurable):
                 raise found
 
         on_first_rank(raise_first, problem, group=self._group)
-        return read_state(path)
-
-    def _read(
-        self,
-        path: Path,
-        tensors: Mapping[str, Tensor],
-        saved: SavedState,
-        *,
-        policy: Policy,
-        with_random: bool = False,
-    ) -> Any:
-        """Fill the policy's tensors in place; return this rank's random states if asked for and present."""
-        state: dict[str, Any] = dict(tensors)
-        if with_random and self._random_name in saved_names(path):
-            state[self._random_name] = None
-        with checkpoint_errors(f"checkpoint {path} could not be read"):
-            read_tensors(path, state, group=self._group)
-        prefix = f"{MODEL}."
-        names = {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
-        policy.weights_restored(names, base_model=saved.base_model)
-        return state.get(self._random_name)
-
-    def _load_reference(self, folder: Path) -> None:
-        assert self.reference is not None
-        policy = self.reference.policy
-        if not is_checkpoint(folder):
-            load_hf(policy, HFFolder(folder))
-            return
-        saved = self._verified_state(folder)
-        tensors = matching_tensors(
-            folder,
-            saved,
-            into=model_tensors(policy.model),
-            converters=policy.converters,
-            model_only=True,
-            exclude=(),
-        )
-        self._read(folder, tensors, saved, policy=policy)
 
     def _load_exported(self, path: Path) -> None:
         if is_peft_folder(path):
             self.policy.lora.load_peft(path)
-            self._start_anew(None)
         else:
             load_hf(self.policy, HFFolder(path))
-            self._start_anew(path)
 
-    def _start_anew(self, folder: Path | None) -> None:
-        """Treat the present weights as the start of training; None if they come from several folders."""
+    def _start_anew(self) -> None:
+        """Treat the present weights as the start of training."""
         self.optimizer.reset()
-        self.started_from = None if folder is None else str(folder.resolve())
         if self.reference is not None:
             self.reference.follow(self.policy)
 
 
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a hidden folder for `path`, which is removed if it was not renamed."""
-    if path.exists():
-        raise FileExistsError(f"checkpoint {path} already exists")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent)
-    with temporary_folder(path) as hidden:
-        yield hidden
-
-
-def _keep_latest(path: Path, k: int) -> None:
-    """Remove all but the latest k steps beside a new step; step 0, the seed, stays."""
-    steps = saved_steps(path.parent)
-    if not k or path not in steps.values():
-        return
-    for step, folder in list(steps.items())[:-k]:
-        if step == 0:
-            continue
-        try:
-            remove(folder)
-        except OSError as error:
-            logger.warning("checkpoint %s could not be removed: %s", folder, error)
+def _names(tensors: Mapping[str, Tensor], part: str) -> set[str]:
+    """Return the names within a part of the checkpoint."""
+    prefix = f"{part}."
+    return {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}

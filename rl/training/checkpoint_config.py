@@ -13,7 +13,7 @@ from rl.config.tree import check_bounds
 from rl.training.checkpoint_files import (
     HF_FOLDER,
     Skip,
-    check_small_files,
+    check_files,
     is_checkpoint,
     newest_usable,
     read_state,
@@ -79,8 +79,8 @@ class CheckpointConfig(Configurable.Config):
     load_only: bool = field(default=False, metadata=only_if("enable", True))
     """Load and never save."""
     exclude_from_loading: tuple[str, ...] = field(default=(), metadata=only_if("enable", True))
-    """Parts that keep their state when a checkpoint is loaded: model, optimizer, train_state (the policy
-    version, which also sets the learning rate), random, dataloader (the loop's position), a tensor or a
+    """Parts that keep their state when a checkpoint is loaded: model, optimizer, reference, train_state (the
+    policy version, which also sets the learning rate), random, dataloader (the loop's position), a tensor or a
     dotted prefix of its name, or a pattern such as model.layers.*.norm.weight. tokenizer: accept a
     checkpoint that was made with another tokenizer."""
 
@@ -146,19 +146,8 @@ class LoadSource:
     model_only: bool
     position: LoopPosition | None
     """Position at which the loop continues; None starts the loop anew."""
-    started_from: str | None = None
-    """Start of the run that is continued (`SavedState.started_from`)."""
     whole: bool = False
     """True for a checkpoint of the run itself, which is loaded regardless of `exclude_from_loading`."""
-
-    def needs_start(self, *, reference: bool) -> bool:
-        """Return whether the weights that the run started from have to be made again.
-
-        Only a reference policy needs them, and only if their folder is gone.
-        """
-        if self.model_only or not reference:
-            return False
-        return self.started_from is None or not Path(self.started_from).is_dir()
 
 
 def find_load_source(config: CheckpointConfig, *, repairs: bool = False) -> LoadSource | None:
@@ -240,7 +229,7 @@ def own_checkpoint(folder: Path, *, num_steps: int, skip: Skip | None = None) ->
 
 
 def _continued(path: Path, *, num_steps: int) -> LoadSource:
-    check_small_files(path)
+    check_files(path, tensors=False)
     state = read_state(path)
     position = state.position
     if position is None:
@@ -255,7 +244,6 @@ def _continued(path: Path, *, num_steps: int) -> LoadSource:
         path=path,
         model_only=state.model_only,
         position=position,
-        started_from=state.started_from,
         whole=True,
     )
 
@@ -293,7 +281,7 @@ def _path_of_step(steps: dict[int, Path], load_step: int, *, folder: Path) -> Pa
 
 
 def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> LoadSource:
-    check_small_files(path)
+    check_files(path, tensors=False)
     state = read_state(path)
     if state.model_only and not model_only:
         raise ValueError(
@@ -304,5 +292,4 @@ def _checkpoint(path: Path, config: CheckpointConfig, *, model_only: bool) -> Lo
         path=path,
         model_only=model_only,
         position=state.position if continues else None,
-        started_from=None if model_only else state.started_from,
     )

@@ -18,7 +18,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from rl.models.tokenizer import TokenizerFingerprint, read_tokenizer_fingerprint
 from rl.types import LoopPosition
+from rl.utils.files import remove
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,6 @@ class SavedState:
     """Converter settings that change the meaning of the weights (`ModelConverters.saved_settings`)."""
     base_model: str | None = None
     """Hugging Face folder of the frozen base weights, if there is one (`Policy.base_model`)."""
-    started_from: str | None = None
-    """Folder or seed of the weights that training started from, or None if they came from several."""
     tokenizer: TokenizerFingerprint | None = None
     """Fingerprint of the run's tokenizer, or None if the run had none."""
 
@@ -100,14 +99,14 @@ def write_description(
     folder: Path,
     state: SavedState,
     sums: Mapping[str, FileSum],
-    attachments: Mapping[str, bytes] | None = None,
+    attachments: Mapping[str, bytes],
 ) -> None:
     """Write attachments, state and manifest; `sums` describes the files that are already in the folder."""
     sums = dict(sums)
     described = json.dumps({"format": FORMAT, **dataclasses.asdict(state)}, indent=2) + "\n"
-    for name, content in {**(attachments or {}), STATE: described.encode()}.items():
+    for name, content in {**attachments, STATE: described.encode()}.items():
         (folder / name).write_bytes(content)
-        sums[name] = FileSum(num_bytes=len(content), crc32=zlib.crc32(content))
+        sums[name] = sum_of_file(folder / name)
     manifest = {name: dataclasses.asdict(sums[name]) for name in sorted(sums)}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": manifest}, indent=2) + "\n")
 
@@ -133,14 +132,26 @@ def read_state(folder: str | Path) -> SavedState:
         ) from error
 
 
-def check_sizes(folder: str | Path) -> dict[str, FileSum]:
-    """Return the files of the manifest after checking that each exists with its size.
+def check_files(folder: str | Path, *, tensors: bool, share: slice = slice(None)) -> None:
+    """Check the sizes of all files, then read files and compare their checksums.
+
+    Args:
+        tensors: False reads only the small files, which hold no tensors.
+        share: part of the files to read, in the order of their names.
 
     Raises:
-        DamagedCheckpointError: a file is missing, truncated or not listed.
+        DamagedCheckpointError: a file is missing, not listed, or differs from what was written.
+        ValueError: a file cannot be read.
     """
     path = Path(folder)
     sums = _read_manifest(path)
+    _check_sizes(path, sums)
+    for name in sorted(sums)[share]:
+        if tensors or not name.endswith(TENSORS_SUFFIX):
+            _check_content(path / name, sums[name])
+
+
+def _check_sizes(path: Path, sums: Mapping[str, FileSum]) -> None:
     tensors = {file.name for file in path.iterdir() if file.name.endswith((TENSORS_SUFFIX, METADATA))}
     for name in sorted({STATE, *tensors} - sums.keys()):
         raise DamagedCheckpointError(
@@ -156,36 +167,15 @@ def check_sizes(folder: str | Path) -> dict[str, FileSum]:
                 f"checkpoint file {file} is truncated: it has {num_bytes} bytes, {written.num_bytes} were "
                 "written"
             )
-    return sums
 
 
-def check_contents(folder: str | Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> None:
-    """Read the named files and compare their checksums.
-
-    Raises:
-        DamagedCheckpointError: a checksum differs.
-        ValueError: a file cannot be read.
-    """
-    for file in (Path(folder) / name for name in names):
-        try:
-            found = sum_of_file(file)
-        except OSError as error:
-            raise ValueError(f"checkpoint file {file} cannot be read: {error.strerror}") from error
-        if found != sums[file.name]:
-            raise DamagedCheckpointError(
-                f"checkpoint file {file} is corrupted: its crc32 is {found.crc32:08x}, "
-                f"{sums[file.name].crc32:08x} was written"
-            )
-
-
-def check_small_files(folder: str | Path) -> None:
-    """Check all sizes, and the contents of every file that holds no tensors.
-
-    Raises:
-        DamagedCheckpointError: as `check_sizes` and `check_contents`.
-    """
-    sums = check_sizes(folder)
-    check_contents(folder, sums, [name for name in sums if not name.endswith(TENSORS_SUFFIX)])
+def _check_content(file: Path, written: FileSum) -> None:
+    try:
+        found = sum_of_file(file)
+    except OSError as error:
+        raise ValueError(f"checkpoint file {file} cannot be read: {error.strerror}") from error
+    if found != written:
+        raise DamagedCheckpointError(f"checkpoint file {file} is corrupted: its checksum differs")
 
 
 def sum_of_file(file: Path) -> FileSum:
@@ -211,6 +201,18 @@ def newest_usable(folder: Path, check: Callable[[Path], T], *, skip: Skip | None
         except DamagedCheckpointError as error:
             (skip or put_aside)(path, error)
     return None
+
+
+def keep_latest(path: Path, k: int) -> None:
+    """Remove all but the latest `k` steps beside a new step; step 0, the seed, stays. A `k` of 0 keeps all."""
+    steps = saved_steps(path.parent)
+    if not k or path not in steps.values():
+        return
+    for folder in [folder for step, folder in steps.items() if step][:-k]:
+        try:
+            remove(folder)
+        except OSError as error:
+            logger.warning("checkpoint %s could not be removed: %s", folder, error)
 
 
 def put_aside(path: Path, error: DamagedCheckpointError) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -30,7 +29,7 @@ from rl.models.tokenizer import TokenizerFingerprint
 from rl.training.checkpoint_files import METADATA, SavedState
 from rl.training.optimizer import Optimizer
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, REFERENCE = "model", "optimizer", "reference"
 """First part of the name of every saved tensor."""
 TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER = "train_state", "random", "dataloader", "tokenizer"
 """Names in `exclude_from_loading` that stand for no tensor."""
@@ -38,10 +37,10 @@ TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER = "train_state", "random", "dataloade
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, *, prefix: str = MODEL) -> dict[str, Tensor]:
     """Return all parameters and persistent buffers by their names in a checkpoint, without copying."""
     tensors = {name: unwrapped(parameter.data) for name, parameter in model.named_parameters()}
-    return {f"{MODEL}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()}
+    return {f"{prefix}.{name}": tensor for name, tensor in (tensors | persistent_buffers(model)).items()}
 
 
 def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -54,13 +53,10 @@ def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: Optimizer)
     }
 
 
-def saved_names(folder: Path) -> dict[str, tuple[int, ...] | None]:
-    """Return the shape of every saved tensor by name, and None for objects that are no tensors."""
-    metadata = FileSystemReader(folder).read_metadata()
-    return {
-        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in metadata.state_dict_metadata.items()
-    }
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of everything that was saved by name; objects that are no tensors have ()."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -80,25 +76,19 @@ def matching_tensors(
     """Return the tensors of `into` to load: all that are not excluded, if names and shapes agree.
 
     Args:
-        into: tensors of a converted model and its optimizer by the names that a checkpoint uses; they may be on
-            the meta device.
+        into: tensors of a converted model, its optimizer and its reference by the names that a checkpoint uses;
+            they may be on the meta device. Parts of the checkpoint that are not in `into` are ignored.
 
     Raises:
         ValueError: a tensor is missing, surplus or of another shape, converters have other settings, or a
             pattern in `exclude` matches nothing.
     """
-    needed = {name: tuple(tensor.shape) for name, tensor in into.items()}
-    there = {
-        name: shape
-        for name, shape in saved_names(path).items()
-        if shape is not None and not (model_only and excluded(name, (OPTIMIZER,)))
-    }
+    needed: Shapes = {name: tuple(tensor.shape) for name, tensor in into.items()}
+    parts = {name.split(".")[0] for name in into}
+    there: Shapes = {name: shape for name, shape in saved_shapes(path).items() if name.split(".")[0] in parts}
     names = {**needed, **there}
     _check_exclusions(path, list(names), model_only=model_only, exclude=exclude)
-    needed, there = (
-        {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
-        for shapes in (needed, there)
-    )
+    needed, there = _without(needed, exclude), _without(there, exclude)
     differences = list(_converter_differences(saved, converters, names, exclude))
     differences += _tensor_differences(needed, there)
     if differences:
@@ -106,7 +96,7 @@ def matching_tensors(
         raise ValueError(
             f"checkpoint {path} does not fit this run: {'; '.join(differences[:3])}{more}. Give the run the "
             "model, converters and optimizer that it was made with, or add the parts that keep their state "
-            f"({MODEL}.<tensor>, {OPTIMIZER}) to checkpoint.exclude_from_loading"
+            f"({MODEL}.<tensor>, {OPTIMIZER}, {REFERENCE}) to checkpoint.exclude_from_loading"
         )
     return {name: into[name] for name in needed}
 
@@ -129,53 +119,16 @@ def check_tokenizer(
     """
     if saved is None or present is None or excluded(TOKENIZER, exclude):
         return
-    differences = saved.differences(present, tokens_alone=model_only)
-    if differences:
-        own = (
-            "which has changed since" if saved.folder == present.folder else f"this run has {present.folder}"
-        )
+    if differences := saved.differences(present, tokens_alone=model_only):
         raise ValueError(
-            f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, {own} "
-            f"({', '.join(differences)} differs): give hf_assets_path a folder with the checkpoint's tokenizer "
-            f"or, if the difference is intended, add {TOKENIZER} to checkpoint.exclude_from_loading"
+            f"checkpoint {checkpoint} was made with the tokenizer of {saved.folder}, this run has "
+            f"{present.folder} ({', '.join(differences)} differs): give hf_assets_path a folder with the "
+            f"checkpoint's tokenizer, or add {TOKENIZER} to checkpoint.exclude_from_loading"
         )
 
 
-def reference_folder(
-    noted: str | None, *, of: Path, present: str | None, exclude: Iterable[str]
-) -> Path | None:
-    """Return the folder of the reference policy's weights, or None if this run started from the same weights.
-
-    Args:
-        noted: start of the run that saved the checkpoint `of` (`SavedState.started_from`).
-        present: start of this run.
-        exclude: patterns that are not loaded from the checkpoint.
-
-    Raises:
-        ValueError: the weights are gone or unknown, or `exclude` keeps a part of the model.
-    """
-    if noted is not None and present in (noted, str(Path(noted).resolve())):
-        return None
-    if noted is not None and changes_weights(exclude):
-        raise ValueError(
-            f"exclude_from_loading={tuple(exclude)} with reference.enable=True: the reference policy is {noted}, "
-            f"but part of the policy would stay as {present}: exclude no part of the model, or set "
-            "reference.enable False"
-        )
-    if noted is None or not Path(noted).is_dir():
-        problem = "several folders, which it does not name" if noted is None else f"{noted}, which is gone"
-        raise ValueError(
-            f"reference.enable=True: the run of {of} started from {problem}, so the reference policy's weights "
-            "are unknown; start from the checkpoint with initial_load_model_only, which makes its weights the "
-            "reference, or set reference.enable False"
-        )
-    return Path(noted)
-
-
-def changes_weights(exclude: Iterable[str]) -> bool:
-    """Return whether a pattern excludes a part of the model."""
-    others = (OPTIMIZER, TRAIN_STATE, RANDOM, DATALOADER, TOKENIZER)
-    return any(pattern.split(".")[0] not in others for pattern in exclude)
+def _without(shapes: Shapes, exclude: Sequence[str]) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if not excluded(name, exclude)}
 
 
 def _check_exclusions(path: Path, names: list[str], *, model_only: bool, exclude: Sequence[str]) -> None:

@@ -166,7 +166,7 @@ class TrainingEngine(Configurable):
         )
         self.schedule = config.lr_scheduler.build()
         self.checkpointer = config.checkpoint.build(
-            policy=self.policy, optimizer=self.optimizer, reference=self.reference, starting_folder=folder
+            policy=self.policy, optimizer=self.optimizer, reference=self.reference, assets=hf_assets_path
         )
         self.policy_version = 0
         self._gradient = GradientAccumulator(

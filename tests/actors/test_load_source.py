@@ -73,7 +73,11 @@ def test_matching_checkpoint_is_accepted(saved, tmp_path):
             {"converters": (replace(ADAPTERS, alpha=4.0),), "model_only": True},
             r"made with LoRA .*alpha=32\.0.*, this run has LoRA .*alpha=4\.0.*\. Give the run the model, conv",
         ),
-        ("muon", {}, "tensor optimizer.*exp_avg is missing.*optimizer. to checkpoint.exclude_from_loading"),
+        (
+            "muon",
+            {},
+            "tensor optimizer.*exp_avg is missing.*optimizer, reference. to checkpoint.exclude_from_loading",
+        ),
         ("plain", {"config": tiny_moe()}, "router.weight is missing"),
         (
             "vocab",

@@ -30,7 +30,7 @@ def state() -> LoopState:
 
 def checkpoint(folder: Path, *, attachment: bytes | None, position: LoopPosition | None = POSITION) -> Path:
     saved = SavedState(policy_version=6, model_only=False, position=position)
-    write_description(folder, saved, {}, None if attachment is None else {ATTACHMENT: attachment})
+    write_description(folder, saved, {}, {} if attachment is None else {ATTACHMENT: attachment})
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 from actors.temporary_files import PREFIX, remove_dead
 from rl.models.hf import HFFolder
 from rl.observability.run_folder import read_status
-from rl.training.checkpoint_files import check_sizes, saved_steps
+from rl.training.checkpoint_files import check_files, saved_steps
 from rl.training.failures import read_batch
 from tests.support.leaks import drop_files_of_others, list_shared_memory
 from tests.support.runs import act_after_line, kill_role, run_to_the_end, signal_group
@@ -39,7 +39,7 @@ def test_nan_loss_stops_the_run_with_its_step_and_batch_and_leaves_nothing_behin
     assert run.output.splitlines()[-2] == f"continue with --resume {run.folder}"
     # The checkpoint in progress was completed.
     assert list(saved_steps(run.folder / "checkpoints")) == [1]
-    check_sizes(run.folder / "checkpoints" / "step-1")
+    check_files(run.folder / "checkpoints" / "step-1", tensors=True)
 
 
 @pytest.mark.slow

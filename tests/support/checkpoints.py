@@ -17,7 +17,6 @@ def save(folder: Path, step: int, *, model_only: bool = False, position: bool = 
         policy_version=step,
         model_only=model_only,
         position=LoopPosition(step=step, num_problems=8 * step) if position else None,
-        started_from="/start",
     )
     sums = {"__0_0.distcp": sum_of_file(path / "__0_0.distcp")}
     write_description(path, state, sums, {"loop.pickle": b"p"})

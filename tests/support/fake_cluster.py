@@ -156,7 +156,6 @@ def fake_run(
         start=StartingPoint(folder=folder.path, spec=config.model),
         source=None,
         resumed=None,
-        reference=None,
         task=task,
         environments=Environments(make=task.environment, step_timeout_s=20.0),
         renderer=RENDERER,

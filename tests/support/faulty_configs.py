@@ -66,9 +66,9 @@ class SlowDisk(Checkpointer):
     class Config(Checkpointer.Config):
         pass
 
-    def _publish(self, *args: Any, **kwargs: Any) -> None:
+    def _write(self, *args: Any) -> None:
         time.sleep(4.0)
-        super()._publish(*args, **kwargs)
+        super()._write(*args)
 
 
 def nan_loss() -> Controller.Config:

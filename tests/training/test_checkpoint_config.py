@@ -1,7 +1,6 @@
 """The checkpoint that a run loads before its first step."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.support.checkpoints import save, truncate
 
 def continuing(path, step, *, whole=False):
     position = LoopPosition(step=step, num_problems=8 * step)
-    return LoadSource(path=path, model_only=False, position=position, started_from="/start", whole=whole)
+    return LoadSource(path=path, model_only=False, position=position, whole=whole)
 
 
 def starting(path):
@@ -194,12 +193,3 @@ def test_damaged_checkpoint_of_a_shared_folder_is_set_aside_only_if_asked(saved,
     assert list(saved_steps(tmp_path / "saved")) == [2, 4, 10]
     assert find_load_source(config, repairs=True) == continuing(saved[4], 4)
     assert list(saved_steps(tmp_path / "saved")) == [2, 4]
-
-
-def test_initial_weights_are_needed_only_if_the_reference_folder_is_gone(tmp_path):
-    source = replace(continuing(Path("x"), 1), started_from=str(tmp_path))
-    assert not source.needs_start(reference=True)
-    gone = replace(source, started_from=str(tmp_path / "gone"))
-    assert gone.needs_start(reference=True)
-    assert not gone.needs_start(reference=False)
-    assert not replace(gone, model_only=True).needs_start(reference=True)

@@ -17,15 +17,15 @@ from tests.training.parts import assert_near, make_engine, step
 
 
 class HeldCheckpointer(Checkpointer):
-    """Checkpointer that publishes checkpoints once its gate opens."""
+    """Checkpointer that writes checkpoints once its gate opens."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.gate = threading.Event()
 
-    def _publish(self, *args, **kwargs):
+    def _write(self, *args):
         assert self.gate.wait(30)
-        super()._publish(*args, **kwargs)
+        super()._write(*args)
 
 
 def engine_with(assets, **fields):
