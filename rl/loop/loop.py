@@ -173,7 +173,7 @@ class Loop(Configurable):
             max_dropped=config.max_empty_steps * config.groups_per_batch,
             max_failed_rewards=config.max_failed_rewards,
             rewards_per_step=config.groups_per_batch * config.group_size,
-            state=None if state is None else state.held,
+            continued=None if state is None else state.held,
         )
         self._clock = StepClock(worker)
         self._sync = WeightSync(publisher, on_failure=self._producer.fail)

@@ -52,10 +52,7 @@ class Advantage:
         check_bounds(self, "eps", at_least=0, below=math.inf)
         check_bounds(self, "discount", above=0, at_most=1)
         if self.discount != 1 and self.credit != "token":
-            raise ValueError(
-                f"discount={self.discount} has no effect with credit={self.credit!r}: must be 1, or credit "
-                "'token'"
-            )
+            raise ValueError(f"discount={self.discount} has no effect with credit={self.credit!r}: must be 1")
 
     def __call__(self, rewards_PG: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Return the [P][<=G][C] float32 advantages of the tokens.

@@ -123,6 +123,20 @@ class EnvironmentCalls:
 
         return await self._call(answer)
 
+    def open(self) -> tuple[Message, ...]:
+        """Return the opening messages, and keep them; ValueError names the problem."""
+        try:
+            self.messages = tuple(self.environment.opening())
+            _check_messages(self.messages)
+            if not self.messages:
+                raise ValueError("there are no messages, and the model needs at least one")
+        except Exception as error:
+            raise ValueError(
+                f"the environment of problem {self.problem.id!r} ({type(self.environment).__name__}) does not "
+                f"open: `opening` must return a sequence of Message: {error!r}"
+            ) from error
+        return self.messages
+
     async def close(self) -> None:
         """Close the environment; raises as `step` does. Idempotent."""
         if not self._is_closed:
@@ -173,9 +187,11 @@ class Environments:
                 groups.append([])
                 groups[-1] += (self._made(problem) for _ in range(num))
             for group in groups:
-                messages = _common_opening(group)
-                for calls in group:
-                    calls.messages = messages
+                if len({calls.open() for calls in group}) > 1:
+                    raise ValueError(
+                        f"environments of problem {group[0].problem.id!r} open differently, but a group has one "
+                        "prompt: let `opening` depend on the problem alone"
+                    )
             yield groups
         finally:
             closing = [calls.close() for group in groups for calls in group]
@@ -193,31 +209,6 @@ class Environments:
         return EnvironmentCalls(
             environment=environment, problem=problem, thread=self.thread, timeout_s=self.step_timeout_s
         )
-
-
-def _common_opening(group: Sequence[EnvironmentCalls]) -> tuple[Message, ...]:
-    """Return the opening messages that all environments of a problem share."""
-    openings = {_opening(calls.environment, calls.problem) for calls in group}
-    if len(openings) != 1:
-        raise ValueError(
-            f"environments of problem {group[0].problem.id!r} open differently, but the samples of a group need "
-            "the same prompt: let `opening` depend on the problem alone"
-        )
-    return openings.pop()
-
-
-def _opening(environment: Environment, problem: Problem) -> tuple[Message, ...]:
-    try:
-        messages = tuple(environment.opening())
-        _check_messages(messages)
-        if not messages:
-            raise ValueError("there are no messages, and the model needs at least one")
-    except Exception as error:
-        raise ValueError(
-            f"the environment of problem {problem.id!r} ({type(environment).__name__}) does not open: "
-            f"`opening` must return a sequence of Message: {error!r}"
-        ) from error
-    return messages
 
 
 def _checked(observation: Any) -> Observation:

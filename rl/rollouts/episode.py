@@ -115,15 +115,12 @@ class Episodes:
                 render_prompt(problem, group[0].messages, renderer=self.renderer, max_tokens=room)
                 for problem, group in zip(problems, environments, strict=True)
             ]
-            firsts = await self.draw([p.token_ids for p in prompts], sampling, session)
+            firsts = await self._draw([p.token_ids for p in prompts], sampling, session)
             episodes = [
-                Episode(
-                    runner=self, environment=environment, prompt=prompt, sample=i,
-                    sampling=sampling, session=session,
-                ).run(completion)
+                self._play(environment, prompt, i, completion, sampling=sampling, session=session)
                 for group, prompt, completions in zip(environments, prompts, firsts, strict=True)
                 for i, (environment, completion) in enumerate(zip(group, completions, strict=True))
-            ]  # fmt: skip
+            ]
             rollouts = iter(await all_or_none(episodes))
             return [[next(rollouts) for _ in group] for group in environments]
 
@@ -133,7 +130,7 @@ class Episodes:
         limit = self.limits.max_tokens
         return self.max_tokens if limit is None else min(limit, self.max_tokens)
 
-    async def draw(
+    async def _draw(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, session: str | None
     ) -> list[list[Completion]]:
         """Return completions of the generator, and count their time and tokens."""
@@ -142,88 +139,68 @@ class Episodes:
         self.num_generated_tokens += sum(len(c.token_ids) for group in groups for c in group)
         return groups
 
-
-@dataclass(kw_only=True, slots=True)
-class Episode:
-    """One episode of one sample."""
-
-    runner: Episodes
-    environment: EnvironmentCalls
-    prompt: Prompt
-    sample: int
-    sampling: SamplingParams
-    session: str | None
-    turns: list[Turn] = field(default_factory=list)
-    tokens: list[np.ndarray] = field(default_factory=list)
-    """All tokens so far, in parts."""
-
-    async def run(self, completion: Completion) -> Rollout:
-        """Play the episode from the first completion to its end."""
-        started, limits = now_s(), self.runner.limits
-        messages, prompt_ids = self.environment.messages, self.prompt.token_ids
+    async def _play(
+        self,
+        environment: EnvironmentCalls,
+        prompt: Prompt,
+        sample: int,
+        completion: Completion,
+        *,
+        sampling: SamplingParams,
+        session: str | None,
+    ) -> Rollout:
+        """Play one sample's episode from its first completion to its end."""
+        started, messages, prompt_ids = now_s(), environment.messages, prompt.token_ids
+        turns: list[Turn] = []
+        tokens = np.zeros(0, dtype=np.int32)
         while True:
-            self.tokens += [prompt_ids, completion.token_ids]
-            text = self.runner.renderer.text(completion.token_ids)
-            observation, failure = Observation(), None
+            tokens = np.concatenate([tokens, prompt_ids, completion.token_ids])
+            text = self.renderer.text(completion.token_ids)
+            observation, error, room = Observation(), None, 0
             try:
-                observation = await self.environment.step(Reply(text=text, completion=completion))
-            except EnvironmentFailedError as error:
-                failure = self._failure(str(error), text, error)
-            self.turns.append(
-                Turn(
-                    messages=messages,
-                    prompt_ids=prompt_ids,
-                    completion=completion,
-                    text=text,
-                    observation=observation,
-                )
-            )
-            if failure is not None:
-                return self._rollout("failed", failure)
+                observation = await environment.step(Reply(text=text, completion=completion))
+            except EnvironmentFailedError as failed:
+                error = failed
+            turn = Turn(messages=messages, prompt_ids=prompt_ids, completion=completion, text=text)
+            turns.append(replace(turn, observation=observation))
             messages = tuple(observation.messages)
-            if not messages:
-                return self._rollout("done")
-            if len(self.turns) >= limits.max_turns:
-                return self._rollout("turns")
-            if now_s() - started > limits.timeout_s:
-                return self._rollout("time")
-            try:
-                prompt_ids = self.runner.renderer.continuation(messages, after=completion)
-            except Exception as error:  # noqa: BLE001  (raised by a template or tokenizer for these messages)
-                what = f"the renderer refused the environment's messages ({error!r})"
-                return self._rollout("failed", self._failure(what, text, error))
-            room = self.runner.limit - sum(map(len, self.tokens)) - len(prompt_ids)
-            if room < 1:
-                return self._rollout("tokens")
-            completion = await self._reply(prompt_ids, room=room)
+            end = "failed" if error else self._end(turns, seconds=now_s() - started)
+            if end is None:
+                try:
+                    prompt_ids = self.renderer.continuation(messages, after=completion)
+                except Exception as refused:  # noqa: BLE001  (by a template or tokenizer, for these messages)
+                    error = EnvironmentFailedError(
+                        f"the renderer refused the environment's messages ({refused!r})"
+                    )
+                    error.__cause__ = refused
+                room = self.limit - len(tokens) - len(prompt_ids)
+                end = "failed" if error else "tokens" if room < 1 else None
+            failure = None
+            if error is not None:
+                failure = f"{error} in turn {len(turns)} of problem {prompt.problem.id!r}, reply {text!r}"
+                logger.warning("%s", failure, exc_info=error)
+            if end is not None:
+                return Rollout(prompt=prompt, sample=sample, turns=tuple(turns), end=end, failure=failure)
+            max_tokens = min(sampling.max_tokens, room)
+            seed = _turn_seed(sampling.seed, prompt.problem, sample, turn=len(turns))
+            one = replace(sampling, num_samples=1, max_tokens=max_tokens, seed=seed)
+            ((completion,),) = await self._draw([np.concatenate([tokens, prompt_ids])], one, session)
 
-    def _failure(self, what: str, text: str, error: Exception) -> str:
-        """Log a failure and return its message."""
-        num_turns = len(self.tokens) // 2  # of each a prompt and a completion
-        failure = f"{what} in turn {num_turns} of problem {self.prompt.problem.id!r}, reply {text!r}"
-        logger.warning("%s", failure, exc_info=error)
-        return failure
+    def _end(self, turns: Sequence[Turn], *, seconds: float) -> EndReason | None:
+        """Return why an episode ends after its last turn, or None."""
+        if not turns[-1].observation.messages:
+            return "done"
+        if len(turns) >= self.limits.max_turns:
+            return "turns"
+        return "time" if seconds > self.limits.timeout_s else None
 
-    async def _reply(self, prompt_ids: np.ndarray, *, room: int) -> Completion:
-        sampling = replace(
-            self.sampling,
-            num_samples=1,
-            max_tokens=min(self.sampling.max_tokens, room),
-            seed=None if self.sampling.seed is None else self._seed(self.sampling.seed),
-        )
-        tokens = np.concatenate([*self.tokens, prompt_ids])
-        ((completion,),) = await self.runner.draw([tokens], sampling, self.session)
-        return completion
 
-    def _seed(self, seed: int) -> int:
-        """Derive the seed of this turn, different for each problem, sample and turn."""
-        key = f"{seed} problem {self.prompt.problem.id} sample {self.sample} turn {len(self.turns)}"
-        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
-
-    def _rollout(self, end: EndReason, failure: str | None = None) -> Rollout:
-        return Rollout(
-            prompt=self.prompt, sample=self.sample, turns=tuple(self.turns), end=end, failure=failure
-        )
+def _turn_seed(seed: int | None, problem: Problem, sample: int, *, turn: int) -> int | None:
+    """Derive a turn's seed, different for each problem, sample and turn."""
+    if seed is None:
+        return None
+    key = f"{seed} problem {problem.id} sample {sample} turn {turn}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 2
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

@@ -78,9 +78,7 @@ class NumberGrade:
 
     def __post_init__(self) -> None:
         if not -math.inf < self.lowest < self.highest < math.inf:
-            raise ValueError(
-                f"lowest={self.lowest}, highest={self.highest}: must be finite, the first below the second"
-            )
+            raise ValueError(f"lowest={self.lowest}: must be finite and below highest={self.highest}")
         re.compile(self.pattern)
 
     def read(self, text: str) -> float | None:
@@ -157,15 +155,13 @@ class Judge:
         url = urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname or url.password or url.query:
             raise ValueError(
-                "base_url: must be http:// or https:// with a host, without a password or a query; put the key "
-                "into the variable that api_key_env names"
+                "base_url: must be http:// or https:// with a host, without a password or a query"
             )
         if not self.model:
             raise ValueError("model='': must be the name of the model on the server")
         if not {"{reply}", "{conversation}"} & {m[0] for m in PLACEHOLDER.finditer(self.template)}:
             raise ValueError(
-                f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}, which "
-                "the judge grades"
+                f"template={shortened(self.template)!r}: must contain {{reply}} or {{conversation}}"
             )
         check_bounds(self, "max_tokens", "max_concurrency", at_least=1)
         check_bounds(self, "max_retries", "temperature", at_least=0)
@@ -192,23 +188,22 @@ class Judge:
         return PLACEHOLDER.sub(lambda match: texts[match[1]], self.template)
 
     async def _ask(self, prompt: str) -> str:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        request: dict[str, Any] = {
-            "model": self.model,
-            "messages": [*system, {"role": "user", "content": prompt}],
-            "temperature": self.temperature,
-            "extra_body": dict(self.extra_body),
-        }
-        if self.max_tokens is not None:
-            request["max_tokens"] = self.max_tokens
-        # The client refuses an empty key; a server without keys ignores this one.
-        key = _key(self.api_key_env) or "none"
+        messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
         client = _client(
-            asyncio.get_running_loop(), base_url=self.base_url, api_key=key, timeout=self.timeout_s,
+            asyncio.get_running_loop(),
+            base_url=self.base_url,
+            api_key=_key(self.api_key_env) or "none",  # the client refuses an empty key
+            timeout=self.timeout_s,
             max_retries=self.max_retries,
-        )  # fmt: skip
+        )
         try:
-            answer = await client.chat.completions.with_raw_response.create(**request)
+            answer = await client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=[*messages, {"role": "user", "content": prompt}],
+                temperature=self.temperature,
+                max_tokens=openai.omit if self.max_tokens is None else self.max_tokens,
+                extra_body=dict(self.extra_body),
+            )
         except openai.APIStatusError as error:
             raise self._error(f"HTTP {error.status_code}: {self._clean(error.response.text)}") from None
         except openai.APITimeoutError:
@@ -221,14 +216,13 @@ class Judge:
         """Return the judge's text from the body of the server's answer."""
         try:
             choice = json.loads(body)["choices"][0]
-            text, reason = choice["message"]["content"], choice.get("finish_reason")
+            text, reason = str(choice["message"]["content"]), choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise self._error(f"no chat completion came back: {self._clean(body)!r}") from None
         if reason == "length":
-            cut = f"max_tokens={self.max_tokens}" if self.max_tokens else "the server's own limit"
-            raise self._error(f"its answer was cut off at {cut}: {self._clean(str(text))!r}")
-        if not isinstance(text, str):
-            raise self._error(f"its answer has no text: {self._clean(body)!r}")
+            raise self._error(
+                f"its answer was cut off at max_tokens={self.max_tokens}: {self._clean(text)!r}"
+            )
         return text
 
     def _error(self, what: str) -> JudgeError:
@@ -252,7 +246,6 @@ def _key(api_key_env: str | None) -> str | None:
     key = os.environ.get(api_key_env)
     if not key:
         raise ValueError(
-            f"api_key_env={api_key_env!r}: this environment variable is not set; set it to the key, or set "
-            "api_key_env=None for a server without keys"
+            f"api_key_env={api_key_env!r}: this environment variable is not set; None: no key is needed"
         )
     return key

@@ -36,18 +36,20 @@ SMALLEST_SAVING = 0.05
 """Smallest share of a micro-batch's tokens for which sharing is worth moving keys away from their queries."""
 
 
+NO_ROWS = slice(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Inputs `begin` to `end` of a sample, which follow those of another piece or nothing."""
+    """Inputs `begin` to `end` of a sample."""
 
     sample: int
     begin: int
     end: int
-    prefix: int | None = None
-    """Number of the piece with the inputs before `begin`."""
-
-    def __len__(self) -> int:
-        return self.end - self.begin
+    rows: slice
+    """Rows of the micro-batch at which these inputs stand."""
+    prefix: slice
+    """Rows of the inputs before `begin`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -221,27 +223,21 @@ def _first_fit(
 
 def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: int | None) -> None:
     """Check lengths and shapes, and that each optional field is set in all samples or in none."""
+    targets = samples[0].targets if samples else None
+    num_targets = () if targets is None else targets.shape[1:]
+    if targets is not None and (len(num_targets) > 1 or 0 in num_targets or targets.dtype.kind not in "iu"):
+        raise ValueError("targets must be whole numbers of shape [T] or [T, K]")
     for index, sample in enumerate(samples):
         num_tokens = len(sample.token_ids)
+        which = f"sample {index} has {num_tokens} tokens"
         if num_tokens < 2:
-            raise ValueError(
-                f"sample {index} has {num_tokens} tokens: must have at least 2, one input and one target"
-            )
+            raise ValueError(f"{which}: must have at least 2, one input and one target")
         if max_length is not None and num_tokens > max_length:
-            raise ValueError(
-                f"sample {index} has {num_tokens} tokens, more than max_sequence_length={max_length}"
-            )
+            raise ValueError(f"{which}, more than max_sequence_length={max_length}")
         if num_tokens - 1 > max_tokens:
             raise ValueError(
-                f"sample {index} has a length of {num_tokens - 1} input tokens, "
-                f"more than max_tokens_per_microbatch={max_tokens}"
+                f"{which}, a length of {num_tokens - 1} > max_tokens_per_microbatch={max_tokens}"
             )
-        targets = samples[0].targets
-        num_targets = () if targets is None else targets.shape[1:]
-        if targets is not None and (
-            len(num_targets) > 1 or 0 in num_targets or targets.dtype.kind not in "iu"
-        ):
-            raise ValueError("targets must be whole numbers of shape [T] or [T, K]")
         if num_targets and sample.ratio_mask is not None:
             raise ValueError(f"sample {index}: ratio_mask must be None with targets of shape [T, K]")
         for name in (*_PER_TARGET, "targets", "ratio_mask"):
@@ -250,33 +246,35 @@ def _check(samples: Sequence[TrainingSample], *, max_tokens: int, max_length: in
                 raise ValueError(f"sample {index}: {name} must be set in all samples or in none")
             shape = (num_tokens,) if name == "ratio_mask" else (num_tokens, *num_targets)
             if values is not None and values.shape != shape:
-                raise ValueError(
-                    f"sample {index}: {name} has shape {list(values.shape)}: must be {list(shape)}"
-                )
+                found = list(values.shape)
+                raise ValueError(f"sample {index}: {name} has shape {found}: must be {list(shape)}")
 
 
 def _pack_one(
     samples: Sequence[TrainingSample], indices: list[int], *, pad_multiple: int, share_prompts: bool
 ) -> PackedBatch:
     chosen = [samples[i] for i in indices]
-    lengths = [len(sample.token_ids) - 1 for sample in chosen]
     pieces = _pieces_of(chosen, share=share_prompts)
-    num_tokens = sum(map(len, pieces))
+    own = {piece.sample: piece for piece in pieces}  # the last of each sample
+    num_tokens = pieces[-1].rows.stop if pieces else 0
     num_padding = -num_tokens % pad_multiple if num_tokens else pad_multiple
     if num_padding:
-        pieces.append(Piece(len(chosen), 0, num_padding))
-    rows = _rows(pieces)
-    lengths_P = [len(piece) for piece in pieces]
+        pieces.append(
+            Piece(len(chosen), 0, num_padding, slice(num_tokens, num_tokens + num_padding), NO_ROWS)
+        )
+    lengths_P = [piece.end - piece.begin for piece in pieces]
+    prefixes_P = [(piece.prefix.start, piece.prefix.stop) for piece in pieces]
+    shares = any(piece.prefix != NO_ROWS for piece in pieces)
     sequence_ids = np.repeat([piece.sample for piece in pieces], lengths_P)
 
     def joined(name: str, dtype: type, padding: float, *, shift: int = 1) -> Tensor:
         """Return the values of all pieces, with padding."""
         shape = (num_tokens + num_padding, *getattr(samples[0], name).shape[1:])
         values_T: np.ndarray = np.full(shape, padding, dtype=dtype)
-        for piece, place in zip(pieces, rows, strict=True):
+        for piece in pieces:
             if piece.sample < len(chosen):
                 values = getattr(chosen[piece.sample], name)
-                values_T[place] = values[piece.begin + shift : piece.end + shift]
+                values_T[piece.rows] = values[piece.begin + shift : piece.end + shift]
         return torch.from_numpy(values_T)
 
     def joined_if_there(name: str, dtype: type = np.float32) -> Tensor | None:
@@ -287,7 +285,11 @@ def _pack_one(
         input_ids=joined("token_ids", np.int64, 0, shift=0),
         targets=joined("token_ids" if samples[0].targets is None else "targets", np.int64, 0),
         positions=torch.from_numpy(np.concatenate([np.arange(p.begin, p.end) for p in pieces])),
-        sequences=_layout(pieces, rows),
+        sequences=(
+            Segments.after_prefixes(lengths_P, prefixes_P)
+            if shares
+            else SequenceLayout.from_lengths(lengths_P)
+        ),
         mask=joined("mask", np.bool_, False),
         advantages=joined("advantages", np.float32, 0.0),
         generator_logprobs=joined("generator_logprobs", np.float32, np.nan),
@@ -298,33 +300,11 @@ def _pack_one(
         sequence_ids=torch.from_numpy(sequence_ids),
         num_sequences=len(chosen),
         sample_indices=tuple(indices),
-        lengths=tuple(lengths),
-        rows=_rows_of_samples(pieces, rows, num_samples=len(chosen)),
+        lengths=tuple(len(sample.token_ids) - 1 for sample in chosen),
+        rows=tuple(
+            (own[i].prefix, own[i].rows) if own[i].begin else (own[i].rows,) for i in range(len(chosen))
+        ),
     )
-
-
-def _rows(pieces: Sequence[Piece]) -> list[slice]:
-    """Return the rows of the pieces, one after another."""
-    return [slice(begin, end) for begin, end in pairwise(accumulate(map(len, pieces), initial=0))]
-
-
-def _rows_of_samples(
-    pieces: Sequence[Piece], rows: Sequence[slice], *, num_samples: int
-) -> tuple[tuple[slice, ...], ...]:
-    """Return each sample's own rows after those of its shared prefix, without the padding."""
-    parts: dict[int, tuple[slice, ...]] = {}
-    for piece, place in zip(pieces, rows, strict=True):
-        parts[piece.sample] = (place,) if piece.prefix is None else (rows[piece.prefix], place)
-    return tuple(parts[sample] for sample in range(num_samples))
-
-
-def _layout(pieces: Sequence[Piece], rows: Sequence[slice]) -> SequenceLayout | Segments:
-    lengths = [len(piece) for piece in pieces]
-    if all(piece.prefix is None for piece in pieces):
-        return SequenceLayout.from_lengths(lengths)
-    nothing = slice(0, 0)
-    prefixes = [nothing if piece.prefix is None else rows[piece.prefix] for piece in pieces]
-    return Segments.after_prefixes(lengths, [(prefix.start, prefix.stop) for prefix in prefixes])
 
 
 def num_shareable(sample: TrainingSample) -> int:
@@ -352,15 +332,22 @@ def families_of(samples: Sequence[TrainingSample]) -> list[list[int]]:
 
 def _pieces_of(samples: Sequence[TrainingSample], *, share: bool) -> list[Piece]:
     """Return the pieces of a micro-batch in order: each shared prompt before what follows it."""
-    apart = [Piece(i, 0, len(sample.token_ids) - 1) for i, sample in enumerate(samples)]
-    if not share:
-        return apart
+    lengths = [len(sample.token_ids) - 1 for sample in samples]
+    families = families_of(samples) if share else []
+    num_saved = sum((len(family) - 1) * num_shareable(samples[family[0]]) for family in families)
+    if 1.0 - (sum(lengths) - num_saved) / max(1, sum(lengths)) < SMALLEST_SAVING:
+        families = [[i] for i in range(len(samples))]
     pieces: list[Piece] = []
-    for family in families_of(samples):
+
+    def add(sample: int, begin: int, end: int, prefix: slice = NO_ROWS) -> slice:
+        """Append a piece and return its rows."""
+        first = pieces[-1].rows.stop if pieces else 0
+        pieces.append(Piece(sample, begin, end, slice(first, first + end - begin), prefix))
+        return pieces[-1].rows
+
+    for family in families:
         shared = num_shareable(samples[family[0]]) if len(family) > 1 else 0
-        prefix = len(pieces) if shared else None
-        if shared:
-            pieces.append(Piece(family[0], 0, shared))
-        pieces.extend(Piece(i, shared, apart[i].end, prefix) for i in family)
-    saving = 1.0 - sum(map(len, pieces)) / max(1, sum(map(len, apart)))
-    return pieces if saving >= SMALLEST_SAVING else apart
+        prefix = add(family[0], 0, shared) if shared else NO_ROWS
+        for i in family:
+            add(i, shared, lengths[i], prefix)
+    return pieces

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Literal
 
 from rl.observability.spans import span
@@ -42,12 +42,12 @@ class NumberedProblems:
         """Problems drawn from the task so far, outstanding ones included."""
         self._again = set() if position is None else set(position.outstanding)
         """Outstanding problems of the position that were not given again yet."""
+        num_before, again = self.num_drawn, tuple(sorted(self._again))
         self._numbered: Iterator[tuple[int, Problem]]
         if (problem_at := getattr(problems, "problem", None)) is not None:
-            numbers = itertools.chain(sorted(self._again), itertools.count(self.num_drawn))
-            self._numbered = ((number, problem_at(number)) for number in numbers)
+            self._numbered = ((n, problem_at(n)) for n in itertools.chain(again, itertools.count(num_before)))
         else:
-            self._numbered = self._skipping(enumerate(problems))
+            self._numbered = ((n, p) for n, p in enumerate(problems) if n >= num_before or n in again)
 
     def __iter__(self) -> Iterator[tuple[int, Problem]]:
         return self
@@ -62,10 +62,6 @@ class NumberedProblems:
         """Return the position after `step`, given the numbers that were drawn and not used."""
         left = tuple(sorted(self._again.union(outstanding)))
         return LoopPosition(step=step, num_problems=self.num_drawn, outstanding=left)
-
-    def _skipping(self, numbered: Iterator[tuple[int, Problem]]) -> Iterator[tuple[int, Problem]]:
-        num_seen, again = self.num_drawn, set(self._again)
-        return ((number, p) for number, p in numbered if number >= num_seen or number in again)
 
 
 def reason_to_drop(group: Group, *, drop_equal: bool, max_sample_tokens: int | None) -> DropReason | None:
@@ -105,42 +101,28 @@ class ProducerState:
     """Groups dropped since the last batch."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RolloutProducer:
-    """Runs as many groups concurrently as the bound allows."""
+    """Runs as many groups concurrently as the bound allows; its collaborators belong to it alone."""
 
-    def __init__(
-        self,
-        *,
-        bound: StalenessBound,
-        worker: Callable[[int, Problem], Awaitable[Group]],
-        problems: Iterator[tuple[int, Problem]],
-        drop_equal: bool,
-        max_sample_tokens: int | None,
-        max_dropped: int,
-        max_failed_rewards: float,
-        rewards_per_step: int,
-        state: ProducerState | None = None,
-    ) -> None:
-        """Take collaborators that no other producer uses.
+    bound: StalenessBound
+    worker: Callable[[int, Problem], Awaitable[Group]]
+    problems: Iterator[tuple[int, Problem]]
+    """Problems with their numbers, without finished groups of `continued`."""
+    drop_equal: bool
+    """Drop groups without policy gradient."""
+    max_sample_tokens: int | None
+    """Drop groups with a longer sample, prompt included; None: no limit."""
+    max_dropped: int
+    """Most groups in a row that may be dropped; one more stops the run."""
+    max_failed_rewards: float
+    """Largest share of failed rewards since the last batch."""
+    rewards_per_step: int
+    """Smallest number that the share is taken of, so that a batch's first failure does not count as all of it."""
+    continued: InitVar[ProducerState | None] = None
+    """State of an earlier producer to continue from."""
 
-        Args:
-            problems: problems with their numbers, without those of finished groups in `state`.
-            drop_equal: drop groups without policy gradient.
-            max_sample_tokens: drop groups with a longer sample, prompt included; None: no limit.
-            max_dropped: most groups in a row that may be dropped; one more stops the run.
-            max_failed_rewards: largest share of failed rewards since the last batch.
-            rewards_per_step: smallest number that the share is taken of, so that the first failure of a batch does
-                not count as all of it.
-            state: state of an earlier producer to continue from.
-        """
-        self.bound = bound
-        self._worker = worker
-        self._problems = problems
-        self._drop_equal = drop_equal
-        self._max_sample_tokens = max_sample_tokens
-        self._max_dropped = max_dropped
-        self._max_failed_rewards = max_failed_rewards
-        self._rewards_per_step = rewards_per_step
+    def __post_init__(self, continued: ProducerState | None) -> None:
         self._num_scored = 0
         """Scores since the last batch."""
         self._failures: list[str] = []
@@ -152,11 +134,11 @@ class RolloutProducer:
         self._used_up = False
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
-        if state is not None:
-            for group, last_step in state.finished:
+        if continued is not None:
+            self._dropped = list(continued.dropped)
+            for group, last_step in continued.finished:
                 self._finished[group.number] = group
                 self.bound.hold(group.number, last_step=last_step)
-            self._dropped = list(state.dropped)
 
     def serve(self, step: int) -> None:
         """Record that every generator has the weights after `step`, and start the groups that now may."""
@@ -217,7 +199,7 @@ class RolloutProducer:
 
     def _start_groups(self) -> None:
         while self._error is None and not self._used_up and self.bound.may_start():
-            numbered = next(self._problems, None)
+            numbered = next(self.problems, None)
             if numbered is None:
                 self._used_up = True
                 self._changed.set()
@@ -230,15 +212,13 @@ class RolloutProducer:
 
     async def _run(self, number: int, problem: Problem) -> None:
         try:
-            group = await self._worker(number, problem)
+            group = await self.worker(number, problem)
             self._settle(group)
-        except asyncio.CancelledError as error:
+        except asyncio.CancelledError:
             if self._error is None:  # cancelled by its own code, not by `close`
-                cancelled = RunError(
-                    f"the rollouts of problem {problem.id!r} were cancelled by their own code"
+                self.fail(
+                    RunError(f"the rollouts of problem {problem.id!r} were cancelled by their own code")
                 )
-                cancelled.__cause__ = error
-                self.fail(cancelled)
             raise
         except Exception as error:  # noqa: BLE001  (raised by `next_batch`)
             self.fail(error)
@@ -251,30 +231,27 @@ class RolloutProducer:
         check_failures(
             self._failures,
             num_scored=self._num_scored,
-            out_of=max(self._num_scored, self._rewards_per_step),
-            max_share=self._max_failed_rewards,
+            out_of=max(self._num_scored, self.rewards_per_step),
+            max_share=self.max_failed_rewards,
             where="since the last batch",
         )
-        reason = reason_to_drop(group, drop_equal=self._drop_equal, max_sample_tokens=self._max_sample_tokens)
+        reason = reason_to_drop(group, drop_equal=self.drop_equal, max_sample_tokens=self.max_sample_tokens)
         if reason is None:
             self._dropped_in_row.clear()
         else:
             self._dropped.append((reason, self._finished.pop(group.number)))
             self._dropped_in_row[reason] += 1
             self.bound.release(group.number)
-            self._stop_if_all_are_dropped()
+            count = self._dropped_in_row.total()
+            if count > self.max_dropped:
+                reasons = ", ".join(f"{n} {reason}" for reason, n in self._dropped_in_row.items())
+                raise NothingToLearnError(
+                    f"{count} groups in a row could not be trained on ({reasons}), more than the {self.max_dropped} "
+                    "of loop.max_empty_steps times loop.groups_per_batch: the task is solved or out of reach, or its "
+                    "replies do not fit"
+                )
             self._start_groups()
         self._changed.set()
-
-    def _stop_if_all_are_dropped(self) -> None:
-        count = self._dropped_in_row.total()
-        if count > self._max_dropped:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self._dropped_in_row.items())
-            raise NothingToLearnError(
-                f"{count} groups in a row could not be trained on ({reasons}), more than the "
-                f"{self._max_dropped} of loop.max_empty_steps times loop.groups_per_batch: the task is solved or "
-                "out of reach, or its replies do not fit"
-            )
 
     def _check_used_up(self) -> None:
         num_left, needed = len(self.bound.outstanding), self.bound.groups_per_batch

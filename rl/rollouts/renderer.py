@@ -120,32 +120,27 @@ def make_renderer(config: RendererConfig, *, tokenizer: Any, stop_token_ids: Seq
     Raises:
         ValueError: a field does not fit the tokenizer; names the field or the file.
     """
-    return Renderer(
-        template=_make_template(config, tokenizer=tokenizer, stop_token_ids=tuple(stop_token_ids)),
-        tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids,
-        system=config.system,
-    )
-
-
-def _make_template(config: RendererConfig, *, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> Template:
+    template: Template
     if config.kind == "template":
-        return TokenizerTemplate(
+        template = TokenizerTemplate(
             tokenizer,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=tuple(stop_token_ids),
             thinking=config.thinking,
             keep_replies=config.keep_replies,
             system=bool(config.system),
         )
-    if config.kind == "raw":
-        return RawText(end_of_turn=tokenizer.eos_token, separator=config.separator)
-    for token in (IM_START, IM_END):
-        if token not in tokenizer.get_added_vocab():
+    elif config.kind == "raw":
+        template = RawText(end_of_turn=tokenizer.eos_token, separator=config.separator)
+    else:
+        if missing := {IM_START, IM_END} - set(tokenizer.get_added_vocab()):
             raise ValueError(
                 f"renderer.kind={config.kind}: the tokenizer of {tokenizer.name_or_path} has no token "
-                f"{token!r}; choose kind template or raw"
+                f"{' or '.join(sorted(missing))}; choose kind template or raw"
             )
-    return ChatML(reply_begins="" if config.thinking else NO_THOUGHTS)
+        template = ChatML(reply_begins="" if config.thinking else NO_THOUGHTS)
+    return Renderer(
+        template=template, tokenizer=tokenizer, stop_token_ids=stop_token_ids, system=config.system
+    )
 
 
 class PromptTooLongError(ValueError):

@@ -6,7 +6,7 @@ of a group. The process calls sync functions one at a time in its main thread, a
 async functions overlap in an event loop. If the process ends while several calls are under way, each of them is
 repeated alone in a second process to find the guilty one.
 
-    to the process      (id, RubricCall or StatesCall)
+    to the process      (id, RubricCall); or (id, random states to set first, or None) to ask for its states
     from the process    (0, None) once it is ready; then (id, CallResult or random states)
 """
 
@@ -47,22 +47,13 @@ MAX_SENT = 16
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class ProcessEndedError(Exception):
     """The reward process ended, or was killed because a call did not answer in time."""
 
-    def __init__(self, *, exit_code: int | None, num_calls: int) -> None:
-        super().__init__(f"exit code {exit_code}")
-        self.exit_code = exit_code
-        self.num_calls = num_calls
-        """Calls that were under way."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StatesCall:
-    """Request for the random states of the process."""
-
-    restored: bytes | None = None
-    """States to set first."""
+    exit_code: int | None
+    num_calls: int
+    """Calls that were under way."""
 
 
 def longest_s(rubric: Rubric, num_rollouts: int, *, time_limit_s: float) -> float:
@@ -129,12 +120,12 @@ class RewardProcess:
 
     async def random_states(self) -> bytes | None:
         """Return the random states of the process; None if there is none, or it does not answer soon."""
-        return await self._states(StatesCall()) if self._process.is_running else None
+        return await self._states(None) if self._process.is_running else None
 
     async def restore_random_states(self, states: bytes) -> None:
         """Set states from `random_states` in the current process."""
         await self.start()
-        if await self._states(StatesCall(restored=states)) is None:
+        if await self._states(states) is None:
             logger.warning("random states of the reward process are not restored: it does not answer")
 
     async def close(self) -> None:
@@ -143,11 +134,11 @@ class RewardProcess:
         await asyncio.gather(self._process.close(), self._second.close())
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _states(self, call: StatesCall) -> bytes | None:
+    async def _states(self, restored: bytes | None) -> bytes | None:
+        """Set random states if any are given, and return those of the process; None if it does not answer."""
         try:
-            async with asyncio.timeout(STATES_S):
-                states: bytes = await self._process.send(call)
-                return states
+            states: bytes = await asyncio.wait_for(self._process.send(restored), STATES_S)
+            return states
         except (TimeoutError, ProcessEndedError):
             return None
 
@@ -178,10 +169,8 @@ class RewardProcess:
         answer = process.send(call)
         async with turn or contextlib.nullcontext():
             await asyncio.wait({answer}, timeout=self.time_limit_s * len(call.rollouts))
-            if (
-                not answer.done()
-            ):  # the second wait also lets this event loop, if it was busy, read the answer
-                await asyncio.wait({answer}, timeout=self.grace_s)
+            # The second wait also lets this event loop, if it was busy, read the answer.
+            await asyncio.wait({answer}, timeout=self.grace_s)
             if overdue := not answer.done():
                 process.kill()
         try:
@@ -231,8 +220,8 @@ class _Child:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise RunError(
-                    f"the rubric cannot be sent to the reward process ({error}): define reward functions at the "
-                    "top of a module, not within a function"
+                    f"the rubric cannot be sent to the reward process ({error}): define its functions at the top of "
+                    "a module"
                 ) from error
             finally:
                 theirs.close()
@@ -242,15 +231,14 @@ class _Child:
             threading.Thread(target=_write, args=(ours, self._outgoing), daemon=True).start()
             threading.Thread(target=self._read, args=(loop, ours, process), daemon=True).start()
             try:
-                async with asyncio.timeout(START_S):
-                    await ready
+                await asyncio.wait_for(ready, START_S)
             except TimeoutError:
                 await self._end()
                 raise TimeoutError(f"the reward process did not start within {START_S:g} s") from None
             except ProcessEndedError as error:
+                code = error.exit_code
                 raise RunError(
-                    f"the reward process ended while loading the rubric (exit code {error.exit_code}); its "
-                    "own error is on stderr"
+                    f"the reward process ended while loading the rubric (exit code {code}): see stderr"
                 ) from error
 
     def send(self, message: Any) -> asyncio.Future[Any]:
@@ -354,10 +342,10 @@ def _serve(link: Connection, rubric: Rubric, time_limit_s: float) -> None:
     async def call_async(call_id: int, call: RubricCall) -> None:
         send(call_id, await rubric.async_result(call, time_limit_s=time_limit_s))
 
-    def take(call_id: int, call: RubricCall | StatesCall) -> None:
-        if isinstance(call, StatesCall):
-            if call.restored is not None:
-                restore_process_states(call.restored)
+    def take(call_id: int, call: RubricCall | bytes | None) -> None:
+        if not isinstance(call, RubricCall):
+            if call is not None:
+                restore_process_states(call)
             send(call_id, process_states())
         elif rubric.is_async(call):
             asyncio.run_coroutine_threadsafe(call_async(call_id, call), loop)

@@ -65,10 +65,6 @@ class UnparsedAnswer(Exception):  # noqa: N818  (a reply without an answer is a 
         self.value = value
 
 
-class ScoringError(Exception):
-    """A reward function gave no finite numbers; the message names it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Criterion:
     """A reward function of one rollout, sync or async, with its weight.
@@ -103,20 +99,13 @@ class GroupCriterion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Value:
-    """The result of a reward function for one rollout."""
-
-    value: float
-    unparsed: bool = False
-    """True if the function found no answer in the reply."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CallResult:
     """Values of the reward functions of a call, or the reason why there are none."""
 
-    values: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """One value for each rollout of the call, by name of the function."""
+    unparsed: tuple[str, ...] = ()
+    """Functions that found no answer in the reply."""
     failure: str | None = None
 
 
@@ -162,19 +151,14 @@ class Rubric:
             if name in (ENVIRONMENT, OVERLONG):
                 raise ValueError(f"a criterion has the reserved name {name!r}: choose another")
         if isinstance(self.correct, str) and self.correct not in names:
-            raise ValueError(
-                f"correct={self.correct!r} is not a criterion of the rubric: it has {', '.join(names) or 'none'}"
-            )
+            raise ValueError(f"correct={self.correct!r} is not a criterion of the rubric {names}")
         if self.correct in self.comparing:
             raise ValueError(
-                f"correct={self.correct!r} compares the rollouts of a problem, so it is left out of greedy "
-                "evaluation: let correct be a function or another criterion, or set needs_group=False if it "
-                "can grade one rollout alone"
+                f"correct={self.correct!r} compares the rollouts of a group, but greedy evaluation has one: choose "
+                "a function or another criterion, or set needs_group=False if it can grade one rollout alone"
             )
         if callable(self.correct) and is_async(self.correct):
-            raise ValueError(
-                "correct is an async function: make it sync, or a criterion, and give the criterion's name"
-            )
+            raise ValueError("correct is an async function: make it a criterion, and give its name instead")
 
     @property
     def has_group_functions(self) -> bool:
@@ -219,70 +203,76 @@ class Rubric:
 
     def result(self, call: RubricCall) -> CallResult:
         """Call the sync functions of a call in this thread, up to the first that fails."""
-        values: dict[str, list[Value]] = {}
+        results = []
         for name in call.names:
-            function, argument = self._function(name, call)
             try:
-                try:
-                    given = function(argument)
-                except UnparsedAnswer as answer:
-                    given = answer
-                values[name] = self._read(name, given, num=len(call.rollouts))
-            except ScoringError as error:
-                return CallResult(failure=str(error))
+                given = self._given(name, call)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (code of a user)
-                return CallResult(failure=f"{_title(name)} raised {shown(error)}")
-        return CallResult(values=values)
+                given = error
+            results.append(self._read(name, given, num=len(call.rollouts)))
+            if results[-1].failure is not None:
+                return results[-1]
+        return CallResult(
+            values={name: numbers for result in results for name, numbers in result.values.items()},
+            unparsed=tuple(name for result in results for name in result.unparsed),
+        )
 
     async def async_result(self, call: RubricCall, *, time_limit_s: float | None) -> CallResult:
         """Call the async function of a call within `time_limit_s` for each rollout; None: without limit."""
         (name,) = call.names
-        function, argument = self._function(name, call)
-        limit_s = None if time_limit_s is None else time_limit_s * len(call.rollouts)
+        num = len(call.rollouts)
         try:
-            async with asyncio.timeout(limit_s) as timer:
-                try:
-                    given = await function(argument)
-                except UnparsedAnswer as answer:
-                    given = answer
-            return CallResult(values={name: self._read(name, given, num=len(call.rollouts))})
-        except ScoringError as error:
-            return CallResult(failure=str(error))
+            async with asyncio.timeout(None if time_limit_s is None else time_limit_s * num) as timer:
+                given = await self._given(name, call)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             if timer.expired() and time_limit_s is not None:
                 return call.too_long(time_limit_s)
-            return CallResult(failure=f"{_title(name)} raised {shown(error)}")
+            given = error
+        return self._read(name, given, num=num)
 
-    def _function(self, name: str, call: RubricCall) -> tuple[Callable[[Any], Any], Any]:
-        """Return a function of a call and its argument."""
+    def _given(self, name: str, call: RubricCall) -> Any:
+        """Return what a function of a call returns: a coroutine if it is async."""
         if name == CORRECT:
             assert callable(self.correct)
-            return self.correct, call.rollouts[0]
+            return self.correct(call.rollouts[0])
         criterion = self.criterion(name)
         if isinstance(criterion, GroupCriterion):
-            return criterion.function, call.rollouts
-        return criterion.function, call.rollouts[0]
+            return criterion.function(call.rollouts)
+        return criterion.function(call.rollouts[0])
 
-    def _read(self, name: str, given: Any, *, num: int) -> list[Value]:
-        """Return one value for each of `num` rollouts from what a function returned, or its UnparsedAnswer."""
+    def _read(self, name: str, given: Any, *, num: int) -> CallResult:
+        """Return the values of `num` rollouts from what a function returned or raised."""
         title = _title(name)
+        is_unparsed = isinstance(given, UnparsedAnswer)
+        if isinstance(given, BaseException) and not is_unparsed:
+            return CallResult(failure=f"{title} raised {shown(given)}")
         if isinstance(given, UnparsedAnswer):
-            value = _finite(f"{title}: the value of its UnparsedAnswer", given.value)
-            return [Value(value=value, unparsed=True)] * num
-        if name == CORRECT:
-            return [Value(value=float(bool(given)))]
-        if isinstance(self.criterion(name), Criterion):
-            return [Value(value=_finite(title, given))]
-        try:
-            numbers = list(given)
-        except TypeError:
-            numbers = []
-        if len(numbers) != num:
-            raise ScoringError(f"{title} is {shown(given)}, but must be {num} numbers, one for each rollout")
-        return [Value(value=_finite(f"{title}, number {i},", n)) for i, n in enumerate(numbers)]
+            title, numbers = f"{title}: the value of its UnparsedAnswer", [given.value] * num
+        elif name == CORRECT:
+            numbers = [bool(given)]
+        elif isinstance(self.criterion(name), Criterion):
+            numbers = [given]
+        else:
+            try:
+                numbers = list(given)
+            except TypeError:
+                numbers = []
+            if len(numbers) != num:
+                failure = f"{title} is {shown(given)}, but must be {num} numbers, one for each rollout"
+                return CallResult(failure=failure)
+        values = []
+        for i, number in enumerate(numbers):
+            where = f"{title}, number {i}," if num > 1 else title
+            try:
+                values.append(float(number))
+            except (TypeError, ValueError):
+                return CallResult(failure=f"{where} is {shown(number)}, not a number")
+            if not math.isfinite(values[-1]):
+                return CallResult(failure=f"{where} is {values[-1]}, not a finite number")
+        return CallResult(values={name: values}, unparsed=(name,) if is_unparsed else ())
 
     def scores(
         self, group: Sequence[Rollout], calls: Sequence[RubricCall], results: Sequence[CallResult]
@@ -299,20 +289,20 @@ class Rubric:
         for failure in (rollout.failure, *(r.failure for r, _ in results)):
             if failure is not None:
                 return failed_score(failure, rollout=rollout)
-        values = {name: given[at] for r, at in results for name, given in r.values.items()}
+        values = {name: numbers[at] for r, at in results for name, numbers in r.values.items()}
         graded = [c for c in self.criteria if c.name in values]
-        parts = {c.name: values[c.name].value for c in graded}
+        parts = {c.name: values[c.name] for c in graded}
         environment_reward = sum(t.observation.reward for t in rollout.turns)
         if any(t.observation.reward for t in rollout.turns):
             parts[ENVIRONMENT] = environment_reward
-        reward = sum(c.weight * values[c.name].value for c in graded) + environment_reward
+        reward = sum(c.weight * values[c.name] for c in graded) + environment_reward
         if not math.isfinite(reward):
             return failed_score(f"weighted reward is {reward}, not a finite number", rollout=rollout)
-        unparsed = tuple(name or "correct" for name, value in values.items() if value.unparsed)
+        unparsed = tuple(name or "correct" for r, _ in results for name in r.unparsed)
         if callable(self.correct):
-            is_correct = values[CORRECT].value == 1.0 and not values[CORRECT].unparsed
+            is_correct = values[CORRECT] == 1.0 and not any(CORRECT in r.unparsed for r, _ in results)
         else:
-            is_correct = (reward if self.correct is None else values[self.correct].value) >= RIGHT
+            is_correct = (reward if self.correct is None else values[self.correct]) >= RIGHT
         return Score(reward=reward, correct=is_correct, parts=parts, unparsed=unparsed)
 
     def score(self, rollout: Rollout) -> Score:
@@ -402,13 +392,3 @@ def _check(criterion: Criterion | GroupCriterion) -> None:
         raise ValueError(f"criterion {name!r}: weight={criterion.weight} is not a finite number")
     if most is not None and (not isinstance(most, int) or most < 1):
         raise ValueError(f"criterion {name!r}: max_concurrency={most!r} is not a number of at least 1")
-
-
-def _finite(title: str, given: Any) -> float:
-    try:
-        number = float(given)
-    except (TypeError, ValueError):
-        raise ScoringError(f"{title} is {shown(given)}, not a number") from None
-    if not math.isfinite(number):
-        raise ScoringError(f"{title} is {number}, not a finite number")
-    return number

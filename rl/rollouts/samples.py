@@ -42,9 +42,9 @@ def policy_sample(rollout: Rollout, *, advantages_C: np.ndarray, temperature: fl
         ValueError: the number of advantages differs from the number of tokens.
     """
     if len(advantages_C) != rollout.num_completion_tokens:
+        num = rollout.num_completion_tokens
         raise ValueError(
-            f"advantages_C has {len(advantages_C)} entries for the {rollout.num_completion_tokens} tokens "
-            f"that the model produced for problem {rollout.prompt.problem.id!r}"
+            f"{len(advantages_C)} advantages for {num} tokens of problem {rollout.prompt.problem.id!r}"
         )
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
     advantages = np.split(advantages_C, ends[:-1])
@@ -111,13 +111,13 @@ def cut(sample: TrainingSample, *, max_tokens: int) -> TrainingSample:
 async def demonstrated(problem: Problem, environments: Environments, *, renderer: Renderer) -> TrainingSample:
     """Return the conversation of `demonstrated_rollout` as a sample; raises as that does."""
     rollout = await demonstrated_rollout(problem, environments, renderer=renderer)
-    return supervised_sample(
-        [
-            TokenSpan(token_ids, is_reply=is_reply)
-            for turn in rollout.turns
-            for token_ids, is_reply in ((turn.prompt_ids, False), (turn.completion.token_ids, True))
+    spans: list[TokenSpan] = []
+    for turn in rollout.turns:
+        spans += [
+            TokenSpan(turn.prompt_ids, is_reply=False),
+            TokenSpan(turn.completion.token_ids, is_reply=True),
         ]
-    )
+    return supervised_sample(spans)
 
 
 async def demonstrated_rollout(
@@ -147,10 +147,9 @@ async def demonstrated_rollout(
         raise ValueError(rollout.failure)
     num_turns = len(rollout.turns)
     if rollout.end != "done" or num_turns < len(replies):
-        more = "ends after" if rollout.end == "done" else "continues after"
+        what = "ends" if rollout.end == "done" else "continues"
         raise UnfitDemonstrationError(
-            f"problem {problem.id!r}: its environment {more} reply {num_turns} of the {len(replies)} of its "
-            "demonstration: must be a reply for each turn"
+            f"problem {problem.id!r}: its environment {what} after reply {num_turns} of the {len(replies)} demonstrated"
         )
     return rollout
 
@@ -160,10 +159,7 @@ def demonstrated_now(
 ) -> list[TrainingSample]:
     """Return `demonstrated` of each problem, for code that cannot await."""
 
-    async def all_of_them() -> list[TrainingSample]:
-        return [await demonstrated(problem, environments, renderer=renderer) for problem in problems]
-
-    return run_now(all_of_them())
+    return [run_now(demonstrated(problem, environments, renderer=renderer)) for problem in problems]
 
 
 class _Recital:

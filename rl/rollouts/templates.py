@@ -116,14 +116,12 @@ class TokenizerTemplate:
         reads_thinking = "enable_thinking" in str(template)
         if not thinking and not reads_thinking:
             raise ValueError(
-                f"renderer.thinking=False: {self.name} does not read enable_thinking, so it cannot switch "
-                "thinking off; choose renderer.kind=qwen3, or leave it on"
+                f"renderer.thinking=False: {self.name} does not read enable_thinking; choose renderer.kind=qwen3"
             )
         self.options = {"enable_thinking": thinking} if reads_thinking else {}
         if ASKED.content not in self.opening([SYSTEM, ASKED] if system else [ASKED]):
             raise ValueError(
-                f"{self.name} does not render a user's turn: its text is left out (some templates of models "
-                "that see images want a list of parts); take another template, or another renderer.kind"
+                f"{self.name} does not render a user's turn: its text is left out; choose another renderer.kind"
             )
         self.end_of_turn: str | None = None
         self._refusal = ""
@@ -144,8 +142,8 @@ class TokenizerTemplate:
         follows = self._after_reply([ASKED, REPLIED, *messages])
         if self.end_of_turn is None or not follows.startswith(self.end_of_turn):
             raise ValueError(
-                f"{self.name} puts {follows[:20]!r} between a reply and a message of role "
-                f"{messages[0].role}, but {self.end_of_turn!r} before a user's; choose another renderer.kind"
+                f"{self.name} does not put {self.end_of_turn!r} between a reply and a message of role "
+                f"{messages[0].role}; choose another renderer.kind"
             )
         return follows
 
@@ -158,12 +156,9 @@ class TokenizerTemplate:
 
     def _render(self, messages: Sequence[Message], *, opens_reply: bool = True) -> str:
         dicts = [{"role": m.role, "content": m.content} for m in messages]
+        options = {"tokenize": False, "add_generation_prompt": opens_reply, **self.options}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    dicts, tokenize=False, add_generation_prompt=opens_reply, **self.options
-                )
-            )
+            return str(self.tokenizer.apply_chat_template(dicts, **options))
         except RENDER_ERRORS as error:
             roles = ", ".join(m.role for m in messages)
             raise ValueError(f"{self.name} does not render messages of roles {roles}: {error}") from error
@@ -183,16 +178,12 @@ class TokenizerTemplate:
             )
         for reply in ("reply", "reply.", "reply ", "reply\n"):
             if self._encode(reply + follows) != [*self._encode(reply), *self._encode(follows)]:
-                raise ValueError(
-                    f"ends a reply with {token!r}, and {reply + token!r} is not tokenized as {reply!r} and "
-                    f"{token!r} are"
-                )
+                raise ValueError(f"{reply + token!r} is not tokenized as {reply!r} and {token!r} are")
         closed = self._after_reply([ASKED, REPLIED], opens_reply=False)
         if first[0] not in stop_token_ids and not closed.startswith(token):
             raise ValueError(
-                f"puts {token!r} after a reply, which is not one of the tokens that end a "
-                f"reply ({list(stop_token_ids)}): if it does end one, add {first[0]} to eos_token_id of "
-                "generation_config.json"
+                f"puts {token!r} after a reply, which is none of the tokens that end one ({list(stop_token_ids)}): "
+                f"if it is, add {first[0]} to eos_token_id of generation_config.json"
             )
         return token
 
@@ -205,9 +196,9 @@ class TokenizerTemplate:
             except ValueError:
                 continue  # the template refuses such conversations, and will say so in a run
             if other != follows:
+                role = history[0].role
                 raise ValueError(
-                    f"writes what follows a reply differently after messages of {history[0].role}: "
-                    f"{follows!r}, {other!r}"
+                    f"writes what follows a reply differently after messages of {role}: {follows!r}, {other!r}"
                 )
 
     def _check_replies(self) -> None:
@@ -218,8 +209,7 @@ class TokenizerTemplate:
             longer = self._render([ASKED, Message(role="assistant", content=reply), ASKED_AGAIN])
             if not longer.startswith(shorter):
                 raise ValueError(
-                    f"{what} ({shorter!r} is not the beginning of {longer!r}); renderer.keep_replies=True lets "
-                    "the tokens keep replies as they were produced"
+                    f"{what} ({shorter!r} does not begin {longer!r}); renderer.keep_replies=True accepts that"
                 )
 
     def _encode(self, text: str) -> list[int]:

@@ -87,9 +87,9 @@ def test_demonstration_is_an_episode_whose_replies_are_trained_on():
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        (3, r"'ask/one': its environment continues after reply 3 of the 3 of its demonstration"),
-        (1, r"'ask/one': its environment ends after reply 2 of the 3 of its demonstration"),
-        (0, r"'ask/one': its environment ends after reply 1 of the 3 of its demonstration"),
+        (3, r"'ask/one': its environment continues after reply 3 of the 3 demonstrated"),
+        (1, r"'ask/one': its environment ends after reply 2 of the 3 demonstrated"),
+        (0, r"'ask/one': its environment ends after reply 1 of the 3 demonstrated"),
     ],
 )
 def test_number_of_replies_must_fit_the_environment(turns, message):
