@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
 from rl.config.effect import only_if
 from rl.config.tree import check_bounds
 from rl.observability.metrics import Record, reduced
-from rl.observability.progress import format_duration, is_terminal, print_line, progress
+from rl.observability.progress import TolerantStream, is_terminal, print_line, progress
 from rl.observability.span_reader import read_states
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ ROWS_PER_HEADER = 20
 MAX_PROCESS_LINES = 12
 MIN_ROWS = 3
 """Steps that a low terminal shows at least."""
-GAP = 2
+GAP = "  "
 """Blanks between two columns."""
 
 
@@ -123,9 +123,9 @@ class LineConsole(Console):
             print_line(f"evaluation at {_evaluation(record)}", stream=self._stream)
             return
         if self._num_rows % ROWS_PER_HEADER == 0:
-            print_line("  ".join(column.header for column in COLUMNS), stream=self._stream)
+            print_line(GAP.join(column.header for column in COLUMNS), stream=self._stream)
         self._num_rows += 1
-        print_line("  ".join(column.cell(record) for column in COLUMNS), stream=self._stream)
+        print_line(GAP.join(column.cell(record) for column in COLUMNS), stream=self._stream)
 
 
 class LiveConsole(Console):
@@ -135,41 +135,41 @@ class LiveConsole(Console):
     """
 
     def __init__(
-        self,
-        *,
-        title: str,
-        num_steps: int,
-        num_rows: int,
-        logs: Path,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, title: str, num_steps: int, num_rows: int, logs: Path, stream: TextIO | None = None
     ) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
         self._title = title
         self._num_rows = num_rows
         self._logs = logs
         self._stream = stream
-        self._clock = clock
-        self._num_steps = num_steps
         # The drawing thread reads these while the loop writes them: they are replaced, never changed.
         self._rows: tuple[Record, ...] = ()
-        self._phases: tuple[str, ...] = ()
-        self._evaluations: tuple[Record, ...] = ()
-        self._start_s = self._last_s = 0.0
-        self._first_step = 0
+        self._phase: str | None = None
+        self._evaluation: Record | None = None
         self._is_running = False
+        self._progress = Progress(
+            BarColumn(bar_width=30),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps,"),
+            TimeElapsedColumn(),
+            TextColumn("passed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            speed_estimate_period=math.inf,
+        )
+        self._steps = self._progress.add_task("", total=num_steps)
 
     @contextlib.contextmanager
     def shown(self, records: Sequence[Mapping[str, float]]) -> Iterator[None]:
         from rich.console import Console as RichConsole
         from rich.live import Live
 
-        self._rows, self._evaluations = (), ()
+        self._rows, self._evaluation = (), None
         for record in records:
             self.write(record)
-        self._start_s = self._last_s = self._clock()
-        self._first_step = self._num_done
+        self._progress.reset(self._steps, completed=int(records[-1]["step"]) if records else 0)
         self._is_running = True
-        console = RichConsole(file=_TolerantStream(self._stream or sys.stdout))  # type: ignore[arg-type]
+        console = RichConsole(file=TolerantStream(self._stream or sys.stdout))  # type: ignore[arg-type]
         live = Live(
             get_renderable=lambda: self._draw(width=console.width, height=console.height),
             console=console,
@@ -185,23 +185,18 @@ class LiveConsole(Console):
 
     def write(self, record: Record) -> None:
         if "eval/correct" in record:
-            self._evaluations = (*self._evaluations, record)
+            self._evaluation = record
         else:
             self._rows = (*self._rows, record)[-self._num_rows :]
-            self._last_s = self._clock()
+            self._progress.update(self._steps, completed=reduced(record["step"]))
 
     @contextlib.contextmanager
     def watch(self, title: str, /) -> Iterator[None]:
-        before = self._phases
-        self._phases = (*before, title)
+        before, self._phase = self._phase, title
         try:
             yield
         finally:
-            self._phases = before
-
-    @property
-    def _num_done(self) -> int:
-        return int(reduced(self._rows[-1]["step"]) or 0) if self._rows else 0
+            self._phase = before
 
     def _draw(self, *, width: int, height: int) -> RenderableType:
         from rich.console import Group
@@ -209,16 +204,20 @@ class LiveConsole(Console):
 
         try:
             below: list[RenderableType] = []
-            if self._evaluations:
-                below.append(Text(f"evaluation: {_evaluation(self._evaluations[-1])}", style="bold"))
-            below.append(self._progress(self._clock()))
+            if self._evaluation is not None:
+                below.append(Text(f"evaluation: {_evaluation(self._evaluation)}", style="bold"))
+            below.append(self._progress)
             rows = self._rows
             if self._is_running:
-                below += [Text(f"now: {phase}", style="cyan") for phase in self._phases[-1:]]
+                if self._phase is not None:
+                    below.append(Text(f"now: {self._phase}", style="cyan"))
                 below += self._process_lines()
                 # Rich cuts a table that is too high at the bottom, where the newest step is.
                 rows = rows[-max(MIN_ROWS, height - len(below) - 2) :]
-            return Group(Text(self._title, style="bold"), _step_table(rows, width=width), *below)
+            columns = fitting_columns(width)
+            table = [Text(GAP.join(column.cell(row) for column in columns)) for row in rows]
+            header = Text(GAP.join(column.header for column in columns), style="bold")
+            return Group(Text(self._title, style="bold"), header, *table, *below)
         except Exception as error:  # noqa: BLE001  (the drawing thread must survive)
             return f"the run cannot be shown: {error!r}"
 
@@ -226,43 +225,18 @@ class LiveConsole(Console):
         from rich.text import Text
 
         states = list(read_states(self._logs))
-        shown = states[:MAX_PROCESS_LINES]
-        width = max((len(state.name) for state in shown), default=0) + GAP
+        shown, num_more = states[:MAX_PROCESS_LINES], len(states) - MAX_PROCESS_LINES
+        width = max((len(state.name) for state in shown), default=0)
         lines: list[RenderableType] = [
             Text(
-                f"{state.name:<{width}}{state.describe()}",
+                f"{state.name:<{width}}{GAP}{state.describe()}",
                 style="" if state.open else "dim",
                 no_wrap=True,
                 overflow="ellipsis",
             )
             for state in shown
         ]
-        if num_more := len(states) - len(shown):
-            lines.append(Text(f"and {num_more} more", style="dim"))
-        return lines
-
-    def time_left_s(self, now_s: float) -> float | None:
-        """Return the time left at the mean pace so far, or None before the first step."""
-        num_new = self._num_done - self._first_step
-        if num_new <= 0:
-            return None
-        step_s = (self._last_s - self._start_s) / num_new
-        return max(0.0, step_s * (self._num_steps - self._num_done) - (now_s - self._last_s))
-
-    def _progress(self, now_s: float) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        left_s, num_done = self.time_left_s(now_s), self._num_done
-        is_over = left_s is None or num_done >= self._num_steps
-        left = "" if left_s is None or is_over else f", about {format_duration(left_s)} left"
-        passed = format_duration(now_s - self._start_s)
-        line = Table.grid(padding=(0, GAP, 0, 0))
-        line.add_row(
-            ProgressBar(total=max(1, self._num_steps), completed=num_done, width=30),
-            f"{num_done:,}/{self._num_steps:,} steps, {passed} passed{left}",
-        )
-        return line
+        return [*lines, Text(f"and {num_more} more", style="dim")] if num_more > 0 else lines
 
 
 def _evaluation(record: Record) -> str:
@@ -275,37 +249,5 @@ def _evaluation(record: Record) -> str:
 
 def fitting_columns(width: int) -> list[Column]:
     """Return the first columns, as many as fit into the width."""
-    ends = [sum(column.width + GAP for column in COLUMNS[: i + 1]) - GAP for i in range(len(COLUMNS))]
-    return [column for column, end in zip(COLUMNS, ends, strict=True) if end <= width]
-
-
-def _step_table(rows: Sequence[Record], *, width: int) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = fitting_columns(width)
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.header, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(column.cell(row)) for column in columns))
-    return table
-
-
-class _TolerantStream:
-    """Stream that ignores errors, such as those of a terminal that was closed."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    ends = itertools.accumulate(column.width + len(GAP) for column in COLUMNS)
+    return [column for column, end in zip(COLUMNS, ends, strict=True) if end - len(GAP) <= width]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -44,13 +44,15 @@ class Events:
     def add(self, event: EventName, **fields: object) -> None:
         """Append one event."""
         line = to_json({"time": round(self._wall_clock(), 3), "event": event} | fields) + "\n"
-        with self._lock, optional_write(self.file):
-            if self.file.exists() and not self.file.read_bytes().endswith(b"\n"):
-                line = f"\n{line}"  # a killed process may have left an unfinished line
-            with closing(AppendFile(self.file)) as file:
-                file.append(line)
+        with self._lock, optional_write(self.file), closing(AppendFile(self.file)) as file:
+            file.append(line)
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
     """Return the events, oldest first, without damaged lines; nothing if the file does not exist."""
-    return [event for _, event in json_lines(file) if event is not None]
+    return [event for _, event in json_lines(file) if event is not None and is_event(event)]
+
+
+def is_event(line: Mapping[str, Any]) -> bool:
+    """Return whether an object of the file has the fields that every event has."""
+    return isinstance(line.get("event"), str) and isinstance(line.get("time"), int | float)

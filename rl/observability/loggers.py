@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl.config.effect import only_if
 
@@ -17,22 +16,20 @@ if TYPE_CHECKING:
 _ENABLED = only_if("enable", True)
 
 
-class MetricsLogger(Protocol):
+class MetricsLogger:
     """Client of one package. Any call may raise."""
 
     name: str
 
     def open(self, last_step: int | None) -> None:
         """Start, or continue a run after this step; called again when the run goes back to an earlier step."""
-        ...
 
-    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
-        """Log one record."""
-        ...
+    def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
+        """Log one record; `row` is twice the step, plus one for an evaluation."""
+        raise NotImplementedError
 
     def close(self, *, failed: bool) -> None:
         """Release everything. Idempotent."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +40,7 @@ class TensorBoardConfig:
     """Write the event files; needs the extra `sinks`."""
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(MetricsLogger):
     """Event files of TensorBoard."""
 
     name = "tensorboard"
@@ -56,12 +53,10 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         self.close(failed=False)
-        has_files = self._folder.is_dir() and any(self._folder.iterdir())
-        first_step = 0 if last_step is None else last_step + 1
-        # Readers drop earlier points from the purge step on.
-        self._writer = SummaryWriter(str(self._folder), purge_step=first_step if has_files else None)
+        # Readers drop the points of earlier files from the purge step on.
+        self._writer = SummaryWriter(str(self._folder), purge_step=0 if last_step is None else last_step + 1)
 
-    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+    def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         assert self._writer is not None
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -100,30 +95,19 @@ class WandbConfig:
         _check_project(self.project)
 
 
-class WandbLogger:
+class WandbLogger(MetricsLogger):
     """Run of Weights & Biases. W&B keeps its records of steps that are trained again."""
 
     name = "wandb"
 
-    def __init__(
-        self,
-        config: WandbConfig,
-        *,
-        folder: Path,
-        title: str,
-        run_id: str,
-        settings: Mapping[str, Any],
-        finish_s: float,
-    ) -> None:
-        """`finish_s` limits the time to reach the server, and the time to send what is left at the end."""
+    def __init__(self, config: WandbConfig, *, finish_s: float, **run: Any) -> None:
+        """Take the arguments of `wandb.init` about the run.
+
+        `finish_s` limits the time to reach the server, and the time to send what is left at the end.
+        """
         self._config = config
         self._finish_s = finish_s
-        self._arguments: dict[str, Any] = {
-            "id": run_id,
-            "name": title,
-            "dir": str(folder),
-            "config": dict(settings),
-        }
+        self._arguments = run
         self._run: Any = None
 
     def open(self, last_step: int | None) -> None:
@@ -134,36 +118,32 @@ class WandbLogger:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        hooks = sys.excepthook, sys.exit
-        try:
-            self._run = wandb.init(
-                **self._arguments,
-                entity=self._config.entity,
-                project=self._config.project,
-                group=self._config.group,
-                tags=list(self._config.tags) or None,
-                mode=self._config.mode,
-                resume="allow",
-                reinit="create_new",  # a notebook may have another run
-                settings=wandb.Settings(
-                    console="off",
-                    silent=True,
-                    save_code=False,
-                    disable_git=True,
-                    init_timeout=self._finish_s,
-                    finish_timeout=self._finish_s,
-                    x_transaction_log_flush_interval=1.0,
-                ),
-            )
-        finally:
-            # W&B's hooks print tracebacks that the log already has.
-            sys.excepthook, sys.exit = hooks
+        config = self._config
+        self._run = wandb.init(
+            **self._arguments,
+            entity=config.entity,
+            project=config.project,
+            group=config.group,
+            tags=list(config.tags) or None,
+            mode=config.mode,
+            resume="allow",
+            reinit="create_new",  # a notebook may have another run
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                save_code=False,
+                disable_git=True,
+                init_timeout=self._finish_s,
+                finish_timeout=self._finish_s,
+                x_transaction_log_flush_interval=1.0,
+            ),
+        )
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+    def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         assert self._run is not None
-        # W&B takes one row for each of its steps, and none again; a step has a record and an evaluation.
-        self._run.log({"step": step, **values}, step=2 * step + is_evaluation, commit=True)
+        # W&B takes one row for each of its steps, and none again.
+        self._run.log({"step": step, **values}, step=row, commit=True)
 
     def close(self, *, failed: bool) -> None:
         run, self._run = self._run, None
@@ -194,7 +174,7 @@ class TrackioConfig:
         _check_project(self.project)
 
 
-class TrackioLogger:
+class TrackioLogger(MetricsLogger):
     """Run in trackio's local database.
 
     The storage is used directly: `trackio.init` starts a dashboard server and hides errors of the database.
@@ -205,27 +185,17 @@ class TrackioLogger:
     def __init__(
         self, config: TrackioConfig, *, title: str, run_id: str, settings: Mapping[str, Any]
     ) -> None:
-        self._project = config.project
-        self._title = title
-        self._run_id = run_id
+        self._run = {"project": config.project, "run": title, "run_id": run_id}
         self._settings: dict[str, Any] | None = {**settings, "_Group": config.group}
 
-    def open(self, last_step: int | None) -> None:
-        pass
-
-    def write(self, step: int, values: Mapping[str, float], *, is_evaluation: bool) -> None:
+    def write(self, step: int, values: Mapping[str, float], *, row: int) -> None:
         from trackio.sqlite_storage import SQLiteStorage
 
         SQLiteStorage.bulk_log(
-            project=self._project,
-            run=self._title,
-            run_id=self._run_id,
+            **self._run,
             metrics_list=[dict(values)],
             steps=[step],
             config=self._settings,
-            log_ids=[f"{self._run_id}-{2 * step + is_evaluation}"],  # an existing row stays as it is
+            log_ids=[f"{self._run['run_id']}-{row}"],  # an existing row stays as it is
         )
         self._settings = None
-
-    def close(self, *, failed: bool) -> None:
-        pass

@@ -7,16 +7,39 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from rl.utils.errors import optional_write
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+CONSOLE = Path("the console")
+
+
+class TolerantStream:
+    """Stream on which a failed write is a warning, such as to a terminal that was closed or a full disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with optional_write(CONSOLE), contextlib.suppress(ValueError):  # closed, or without the characters
+            self._stream.write(text)
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: each write is flushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
 
 def print_line(text: str, *, stream: TextIO | None = None) -> None:
-    """Print a line at once, by default to standard output; errors of the stream are ignored."""
-    with contextlib.suppress(OSError, UnicodeError):
-        print(text, file=stream or sys.stdout, flush=True)
+    """Print a line at once, by default to standard output; a failure is a warning."""
+    TolerantStream(stream or sys.stdout).write(f"{text}\n")
 
 
 def format_duration(seconds: float) -> str:
@@ -101,7 +124,7 @@ def _bar(stream: TextIO) -> Progress:
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}", style="dim"),
-        console=Console(file=stream),
+        console=Console(file=TolerantStream(stream)),  # type: ignore[arg-type]
         transient=True,
         # Lines printed meanwhile appear above the bar, unless their stream is a file.
         redirect_stdout=sys.stdout.isatty(),

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ def check_sinks(config: SinksConfig) -> None:
 
 
 class LoggerThread:
-    """Thread that hands records to one logger, through a bounded queue."""
+    """Daemon thread that hands records to one logger, through a bounded queue."""
 
     def __init__(
         self, metrics_logger: MetricsLogger, *, write_s: float, max_queued: int = MAX_QUEUED
@@ -124,11 +124,12 @@ class LoggerThread:
         self._logger = metrics_logger
         self._write_s = write_s
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
-        self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
         self._last_step: int | None = None
         self._busy_since: float | None = None
         self._is_open = False
         self._has_warned = False
+        self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
+        self._thread.start()
 
     @property
     def num_lost(self) -> int:
@@ -137,8 +138,6 @@ class LoggerThread:
 
     def begin(self, last_step: int | None) -> None:
         """Start the logger, or let it continue after this step."""
-        if self._thread.ident is None:
-            self._thread.start()
         self._put(partial(self._open, last_step))
 
     def write(self, record: Record) -> None:
@@ -155,17 +154,15 @@ class LoggerThread:
         self._put(partial(self._logger.close, failed=failed))
         self._put(None)
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread; return whether the logger took all records, and log what it lacks."""
-        if self._thread.ident is None:
-            return True
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread, and log what its logger lacks."""
         self._thread.join(max(0.0, timeout_s))
-        if not self._thread.is_alive() and not self.num_lost:
-            return True
-        self._has_warned = True  # what its thread reports from now on is no news
-        how = "was not done when the run ended" if self._thread.is_alive() else "has not taken everything"
-        logger.warning("%s %s: it lacks %d records, which are in %s", self.name, how, self.num_lost, METRICS)
-        return False
+        if self._thread.is_alive() or self.num_lost:
+            self._has_warned = True  # what its thread reports from now on is no news
+            how = "was not done when the run ended" if self._thread.is_alive() else "has not taken everything"
+            logger.warning(
+                "%s %s: it lacks %d records, which are in %s", self.name, how, self.num_lost, METRICS
+            )
 
     def _put(self, job: Callable[[], None] | None) -> None:
         with suppress(queue.Full):
@@ -179,8 +176,7 @@ class LoggerThread:
             except Exception as error:  # noqa: BLE001  (a logger never stops training)
                 self._is_open = False
                 self._warn(f"failed: {type(error).__name__}: {error}")
-            finally:
-                self._busy_since = None
+            self._busy_since = None
 
     def _open(self, last_step: int | None) -> None:
         self._last_step = last_step
@@ -193,9 +189,8 @@ class LoggerThread:
                 self._logger.close(failed=True)
             self._open(self._last_step)
         is_evaluation = any(name.startswith("eval/") for name in record)
-        step = int(record["step"])
-        values = {name: value for name, value in record.items() if name != "step"}
-        self._logger.write(step, values, is_evaluation=is_evaluation)
+        step = int(record.pop("step"))
+        self._logger.write(step, record, row=2 * step + is_evaluation)
         self._last_step = step
         self._num_taken += 1
 
@@ -219,7 +214,6 @@ class RunSinks:
         self.threads = threads
         self._metrics = metrics
         self._close_s = close_s
-        self._has_warned = False
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -227,36 +221,18 @@ class RunSinks:
         records = read_metrics(self._metrics)
         for thread in self.threads:
             thread.begin(int(records[-1]["step"]) if records else None)
-        with self._tolerate(self.console.shown(records)):
+        with self.console.shown(records):
             yield
 
     def write(self, record: Record) -> None:
         """Hand on the record of a step or an evaluation."""
         for thread in self.threads:
             thread.write(record)
-        try:
-            self.console.write(record)
-        except Exception as error:  # noqa: BLE001  (a sink never stops training)
-            self._warn(error)
+        self.console.write(record)
 
     def watch(self, title: str, /) -> AbstractContextManager[object]:
         """Show the title of a long operation while it runs."""
-        return self._tolerate(self.console.watch(title))
-
-    @contextmanager
-    def _tolerate(self, shown: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter a context of the console, and go on without the context if the console fails."""
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(shown)
-            except Exception as error:  # noqa: BLE001  (a sink never stops training)
-                self._warn(error)
-            yield
-
-    def _warn(self, error: Exception) -> None:
-        if not self._has_warned:
-            logger.warning("the console failed: %r; training goes on", error, exc_info=error)
-        self._has_warned = True
+        return self.console.watch(title)
 
     async def __aenter__(self) -> RunSinks:
         return self
@@ -301,21 +277,19 @@ def open_sinks(
         ValueError: a package, or something that it needs, is missing.
     """
     check_sinks(config)
+    logs, values = folder / "logs", dict(settings or {})
     loggers: list[MetricsLogger] = []
-    named: dict[str, Any] = {"title": title, "settings": settings or {}}
-    if config.wandb.enable or config.trackio.enable:
-        named["run_id"] = _run_id(folder / "logs")
     if config.tensorboard.enable:
         loggers.append(TensorBoardLogger(folder / TENSORBOARD))
+    if config.wandb.enable or config.trackio.enable:
+        run_id = _run_id(logs)
     if config.wandb.enable:
-        finish_s = FINISH_SHARE * config.close_s
-        loggers.append(WandbLogger(config.wandb, folder=folder, finish_s=finish_s, **named))
+        run = {"id": run_id, "name": title, "dir": str(folder), "config": values}
+        loggers.append(WandbLogger(config.wandb, finish_s=FINISH_SHARE * config.close_s, **run))
     if config.trackio.enable:
-        loggers.append(TrackioLogger(config.trackio, **named))
+        loggers.append(TrackioLogger(config.trackio, title=title, run_id=run_id, settings=values))
     return RunSinks(
-        console=make_console(
-            config.console, num_steps=num_steps, logs=folder / "logs", title=title, stream=stream
-        ),
+        console=make_console(config.console, num_steps=num_steps, logs=logs, title=title, stream=stream),
         threads=[LoggerThread(each, write_s=config.write_s) for each in loggers],
         metrics=folder / METRICS,
         close_s=config.close_s,

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rl.observability.spans import SPANS_FOLDER, STATE_FOLDER
 from rl.utils.files import previous_file
 from rl.utils.processes import ProcessId
 
-Kind = Literal[
-    "generate", "reward", "pack", "forward_backward", "optim", "push", "pull", "wait", "checkpoint", "other"
-]
 WAITS = "waits for "
 """Prefix of the names of spans that wait for another process."""
 MAX_BYTES = 1 << 27
 """Bytes of ended spans that are read: about a million spans."""
-_KIND_OF: dict[str, Kind] = {
+_KINDS = {
+    "wait": WAITS,
     "generate": "generate",
-    "score": "reward",
+    "reward": "score",
     "pack": "pack",
-    "forward_backward": "forward_backward",
-    "optim_step": "optim",
+    "forward_backward": "forward|compute_|drop_gradient",
+    "optim": "optim_step",
     "push": "push",
     "pull": "pull",
-    "save": "checkpoint",
-    "finish_saving": "checkpoint",
-    "load": "checkpoint",
-    "export": "checkpoint",
+    "checkpoint": "save|finish_saving|load|export",
+    "step": r"step \d+",
+    "evaluate": "evaluat|greedy",
+    "setup": "setup|start|warm|sleep|wake|close|import",
 }
+"""Kinds of spans, for colours and sums, with the pattern that their names begin with."""
 _ROLES = ("controller", "trainer", "generator", "reward")
 _READ_ATTEMPTS = 20
 """Attempts to read a state file that is being written."""
@@ -121,6 +122,7 @@ class Span:
     """Policy version of the weights that were read or made."""
     error: str | None = None
     """Class and beginning of the message of the error that ended the span."""
+    unfinished: bool = False
 
     @property
     def process(self) -> str:
@@ -130,14 +132,11 @@ class Span:
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.name)
 
-
-def kind_of(name: str) -> Kind:
-    """Return the kind of the spans of this name, for colours and sums."""
-    return "wait" if name.startswith(WAITS) else _KIND_OF.get(name, "other")
+@functools.lru_cache(maxsize=4096)
+def kind_of(name: str) -> str:
+    """Return the kind of the spans of this name; `other` if no pattern matches."""
+    return next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), "other")
 
 
 def role_order(role: str) -> int:

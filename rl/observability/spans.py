@@ -20,7 +20,6 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import math
 import os
 import socket
@@ -51,8 +50,6 @@ MAX_OPEN_NAMES = 12
 MAX_NAME_CHARACTERS = 100
 MAX_ERROR_CHARACTERS = 200
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(kw_only=True, slots=True)
 class TimelineConfig:
@@ -65,19 +62,6 @@ class TimelineConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_megabytes", at_least=0.1, below=math.inf)
-
-
-def open_span_file(path: Path, *, max_bytes: int) -> BoundedFile | None:
-    """Create the file of a process's ended spans, or continue it; if it cannot be made, log why."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = BoundedFile(path, max_bytes=max_bytes)
-        # An earlier process may have been killed in the middle of a line.
-        file.append("\n" if path.exists() else "")
-        return file
-    except OSError as error:
-        logger.warning("%s: spans are not recorded: %s", path, error.strerror or error)
-        return None
 
 
 class _OpenSpan(NamedTuple):
@@ -104,41 +88,37 @@ class SpanRecorder:
         self._open: dict[str, dict[int, _OpenSpan]] = {}  # by name and number, oldest first
         self._numbers = itertools.count()
         self._policy_version: int | None = None
-        self._failed = "null"
-        self._head = ""
-        self._file: Path | None = None
+        self._failed: dict[str, object] | None = None
+        self._process: dict[str, object] = {}
         self._descriptor: int | None = None
         self._num_writes = 0
 
     def start(self, logs: Path, *, role: str, rank: int, timeline: TimelineConfig | None = None) -> Path:
         """Record under this name from now on, and return the state file.
 
-        Without `timeline` only the open spans are recorded. Raises OSError if the state file cannot be made.
+        Without `timeline` only the open spans are recorded. Raises OSError if the files cannot be made.
         """
         file = logs / STATE_FOLDER / f"{role}-{rank}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         process = identify(os.getpid())
         assert process is not None
-        head = {
-            "role": role,
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": process.pid,
-            "start_ticks": process.start_ticks,
-            "clock_offset_s": self._offset_s,
-        }
         with self._lock:
             self._close()
-            if self._file is not None and self._file != file:
-                self._file.unlink(missing_ok=True)  # a process has one name at a time
-            self._file = file
-            self._head = json.dumps(head)[1:-1]
+            self._process = {
+                "role": role,
+                "rank": rank,
+                "host": socket.gethostname(),
+                "pid": process.pid,
+                "start_ticks": process.start_ticks,
+                "clock_offset_s": self._offset_s,
+            }
             self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, STATE_BYTES)
             self._write_state(self._now_s())
             if timeline is not None and timeline.enable:
                 path = logs / SPANS_FOLDER / f"{role}-{rank}.jsonl"
-                self.log = open_span_file(path, max_bytes=int(timeline.max_megabytes * 1e6))
+                path.parent.mkdir(exist_ok=True)
+                self.log = BoundedFile(path, max_bytes=int(timeline.max_megabytes * 1e6))
         return file
 
     def stop(self) -> None:
@@ -161,57 +141,48 @@ class SpanRecorder:
 
     def end(self, name: str, number: int, error: BaseException | None = None) -> None:
         """Close a span; a cancelled span counts as ended without an error."""
-        message = _describe_error(error) if isinstance(error, Exception) else None
         with self._lock:
             end_s = self._now_s()
             same_name = self._open[name]
-            ended = same_name.pop(number)
+            start_s, version = same_name.pop(number)
             if not same_name:
                 del self._open[name]
-            if message is not None:
-                self._failed = json.dumps(
-                    {"name": name[:MAX_NAME_CHARACTERS], "error": message, "at_s": round(end_s, 3)}
-                )
+            args: dict[str, object] = {} if version is None else {"version": version}
+            if isinstance(error, Exception):
+                args["error"] = _describe_error(error)
+                self._failed = {"name": name[:MAX_NAME_CHARACTERS], "error": args["error"], "at_s": end_s}
             self._write_state(end_s)
             if self.log is not None:
-                args = {"version": ended.version, "error": message}
-                event = {
-                    "ph": "X",
-                    "name": name,
-                    "ts": round(ended.start_s * 1e6),
-                    "dur": round((end_s - ended.start_s) * 1e6, 1),
-                    "args": {key: value for key, value in args.items() if value is not None},
-                }
+                times = {"ts": round(start_s * 1e6), "dur": round((end_s - start_s) * 1e6, 1)}
                 with contextlib.suppress(OSError):  # a full disk loses spans
-                    self.log.append(json.dumps(event) + "\n")
+                    self.log.append(json.dumps({"ph": "X", "name": name, **times, "args": args}) + "\n")
 
     def _now_s(self) -> float:
         return time.monotonic() + self._offset_s
 
     def _write_state(self, now_s: float) -> None:
-        # Twice a span: text put together by hand takes half the time of `json.dumps`.
         if self._descriptor is None:
             return
         self._num_writes += 1
-        spans = []
+        shown = []
         for name, same_name in itertools.islice(self._open.items(), MAX_OPEN_NAMES):
-            oldest = next(iter(same_name.values()))
-            spans.append(
-                f'{{"name": {quote(name[:MAX_NAME_CHARACTERS])}, "num": {len(same_name)}, '
-                f'"version": {_or_null(oldest.version)}, "since_s": {oldest.start_s:.3f}}}'
-            )
-        while len(state := self._state(spans, now_s)) > STATE_BYTES:
-            spans.pop()
-        with contextlib.suppress(OSError):  # a run goes on without its recording
-            os.pwrite(self._descriptor, state.ljust(STATE_BYTES - 1) + b"\n", 0)
-
-    def _state(self, spans: list[str], now_s: float) -> bytes:
+            since_s, version = next(iter(same_name.values()))
+            name = name[:MAX_NAME_CHARACTERS]
+            shown.append({"name": name, "num": len(same_name), "version": version, "since_s": since_s})
         # A reader that finds two different numbers has read during a write.
-        return (
-            f'{{"write": {self._num_writes}, {self._head}, "policy_version": {_or_null(self._policy_version)}, '
-            f'"failed": {self._failed}, "changed_s": {now_s:.3f}, '
-            f'"open": [{", ".join(spans)}], "end": {self._num_writes}}}'
-        ).encode()
+        state = {
+            "write": self._num_writes,
+            **self._process,
+            "policy_version": self._policy_version,
+            "failed": self._failed,
+            "changed_s": now_s,
+            "open": shown,
+            "end": self._num_writes,
+        }
+        while len(text := json.dumps(state)) >= STATE_BYTES:
+            shown.pop()
+        with contextlib.suppress(OSError):  # a run goes on without its recording
+            os.pwrite(self._descriptor, f"{text:<{STATE_BYTES - 1}}\n".encode(), 0)
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -254,16 +225,6 @@ class span:  # noqa: N801  (used like a function)
                 return await method(self, *args, **kwargs)
 
         return recorded
-
-
-@functools.lru_cache(maxsize=1024)
-def quote(name: str) -> str:
-    """Return the name as JSON; spans have few names."""
-    return json.dumps(name)
-
-
-def _or_null(value: int | None) -> int | str:
-    return "null" if value is None else value
 
 
 def _describe_error(error: Exception) -> str:

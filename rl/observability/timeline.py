@@ -15,7 +15,7 @@ from typing import Any
 
 from rl.observability.events import read_events
 from rl.observability.run_folder import EVENTS
-from rl.observability.span_reader import Span, read_spans, read_states, role_order
+from rl.observability.span_reader import Span, kind_of, read_spans, read_states, role_order
 from rl.observability.spans import TimelineConfig
 from rl.utils.files import atomic_write
 
@@ -24,23 +24,19 @@ Event = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-class NoSpansError(ValueError):
-    """A run has no recorded spans."""
-
-
 def write_timeline(logs: Path, destination: Path) -> int:
     """Replace `destination` by the timeline of a run, which may still go on; return the number of spans.
 
     Raises:
-        NoSpansError: no spans were recorded.
+        ValueError: no spans were recorded.
         OSError: the file cannot be written; an earlier file stays.
     """
     spans = read_spans(logs)
     if not spans:
-        raise NoSpansError(
+        raise ValueError(
             f"{logs} holds no spans: the run was made with timeline.enable=False, or by an older version"
         )
-    num_ended, end_s = len(spans), max(span.end_s for span in spans)
+    end_s = max(span.end_s for span in spans)
     spans += [
         Span(
             role=state.role,
@@ -49,22 +45,17 @@ def write_timeline(logs: Path, destination: Path) -> int:
             start_s=span.since_s,
             end_s=max(end_s, span.since_s),
             version=span.version,
+            unfinished=True,
         )
         for state in read_states(logs)
         for span in state.open
     ]
-    marks = [
-        e
-        for e in read_events(logs.parent / EVENTS)
-        if isinstance(e.get("time"), int | float) and "event" in e
-    ]
+    marks = read_events(logs.parent / EVENTS)
     origin_s = min([*(span.start_s for span in spans), *(mark["time"] for mark in marks)])
     processes = sorted({(role_order(span.role), span.process) for span in spans})
     pids = {process: pid for pid, (_, process) in enumerate(processes, start=1)}
     events = itertools.chain(
-        _names(pids),
-        _span_events(spans, pids, origin_s=origin_s, num_ended=num_ended),
-        (_mark(mark, origin_s) for mark in marks),
+        _names(pids), _span_events(spans, pids, origin_s=origin_s), (_mark(mark, origin_s) for mark in marks)
     )
     with atomic_write(destination) as temporary, temporary.open("w", encoding="utf-8") as file:
         head = {"displayTimeUnit": "ms", "otherData": {"begins_at_s": origin_s}}
@@ -96,15 +87,17 @@ def _mark(event: Event, origin_s: float) -> Event:
     return {**place, "name": event["event"], "ts": _us(event["time"], origin_s), "args": args}
 
 
-def _span_events(
-    spans: Iterable[Span], pids: dict[str, int], *, origin_s: float, num_ended: int
-) -> Iterator[Event]:
+def _span_events(spans: Iterable[Span], pids: dict[str, int], *, origin_s: float) -> Iterator[Event]:
     for number, span in enumerate(spans):
-        args: dict[str, Any] = {"version": span.version, "error": span.error}
+        args = {"version": span.version, "error": span.error, "unfinished": span.unfinished or None}
         args = {name: value for name, value in args.items() if value is not None}
-        if number >= num_ended:
-            args["unfinished"] = True
-        event = {"pid": pids[span.process], "tid": 0, "id": number, "cat": span.kind, "name": span.name}
+        event = {
+            "pid": pids[span.process],
+            "tid": 0,
+            "id": number,
+            "cat": kind_of(span.name),
+            "name": span.name,
+        }
         yield {"ph": "b", **event, "ts": _us(span.start_s, origin_s), "args": args}
         yield {"ph": "e", **event, "ts": _us(span.end_s, origin_s)}
 

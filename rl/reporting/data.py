@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.config.json import value_at
+from rl.observability.events import is_event
 from rl.observability.run_folder import EVENTS, METRICS, ROLLOUTS, STATUS, read_status
 from rl.observability.span_reader import Span, read_spans
 from rl.observability.spans import SPANS_FOLDER
@@ -76,7 +77,7 @@ def read_run(folder: str | Path, *, tokens_mb: float = TOKENS_MB) -> RunData:
         steps=steps,
         evaluations=evaluations,
         rollouts=rollouts,
-        events=_lines(folder / EVENTS, problems, _event),
+        events=_lines(folder / EVENTS, problems, lambda line: line if is_event(line) else None),
         spans=_spans(folder / LOGS, problems),
         problems=[*problems, *_missing(folder, steps)],
     )
@@ -118,11 +119,6 @@ def _records(folder: Path, problems: list[str]) -> tuple[list[dict[str, float]],
 def _record(line: dict[str, Any]) -> dict[str, Any] | None:
     record = {name: number for name, value in line.items() if (number := _number(value)) is not None}
     return record if math.isfinite(record.get("step", math.nan)) else None
-
-
-def _event(line: dict[str, Any]) -> dict[str, Any] | None:
-    is_event = isinstance(line.get("event"), str) and isinstance(line.get("time"), int | float)
-    return line if is_event else None
 
 
 def _rollouts(folder: Path, problems: list[str], *, tokens_mb: float) -> list[dict[str, Any]]:

@@ -239,11 +239,12 @@ class AppendFile:
         self._descriptor: int | None = None
 
     def open(self) -> None:
-        """Create the file; raises OSError."""
+        """Create or continue the file, and end a line that a killed process left unfinished; raises OSError."""
         if self._descriptor is None:
-            self._descriptor = os.open(
-                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-            )
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
 
     def append(self, text: str) -> None:
         """Hand the text to the kernel, which writes it even if this process is killed.

@@ -146,7 +146,7 @@ run_id, records = sys.argv[1], json.loads(sys.argv[2])
 made = TrackioLogger(TrackioConfig(enable=True), title="try-1", run_id=run_id, settings={"loop": {"num_steps": 3}})
 made.open(None)
 for step, values in records:
-    made.write(step, values, is_evaluation="eval/correct" in values)
+    made.write(step, values, row=2 * step + ("eval/correct" in values))
 made.close(failed=False)
 
 import trackio

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl.observability.spans import RECORDER, SPANS_FOLDER, open_span_file
+from rl.observability.spans import RECORDER, SPANS_FOLDER
+from rl.utils.files import BoundedFile
 
 
 @contextmanager
 def kept_spans(logs: Path) -> Iterator[None]:
     """Record ended spans, for `rl.observability.span_reader.read_spans(logs)` afterwards."""
-    RECORDER.log = open_span_file(logs / SPANS_FOLDER / "test-0.jsonl", max_bytes=1 << 20)
+    (logs / SPANS_FOLDER).mkdir(exist_ok=True)
+    RECORDER.log = BoundedFile(logs / SPANS_FOLDER / "test-0.jsonl", max_bytes=1 << 20)
     try:
         yield
     finally:

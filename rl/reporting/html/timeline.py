@@ -5,7 +5,6 @@ pack_timeline(run.spans, run.events) -> {"start_s": ..., "length_s": ..., "names
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,21 +21,6 @@ _FIRST_SHARE = 2e-5
 _MAX_ROWS = 8
 """Rows of a process; further overlapping spans share the last row."""
 _STEP = re.compile(r"step (\d+)")
-
-_PATTERNS = (
-    (re.compile(r"step \d+"), "step"),
-    (re.compile(r"evaluat|greedy"), "evaluate"),
-    (re.compile(r"forward|compute_|drop_gradient"), "forward_backward"),
-    (re.compile(r"setup|start|warm|sleep|wake|close|import"), "setup"),
-)
-"""Categories of spans whose kind is `other`."""
-
-
-@functools.lru_cache(maxsize=4096)
-def category(name: str) -> str:
-    """Return a span's kind (`rl.observability.span_reader`), or step, evaluate or setup."""
-    kind = kind_of(name)
-    return next((c for pattern, c in _PATTERNS if kind == "other" and pattern.match(name)), kind)
 
 
 @dataclass(slots=True)
@@ -67,7 +51,7 @@ def pack_timeline(
     start_s = min([span.start_s for span in spans] + times)
     length_s = max([span.end_s for span in spans] + times) - start_s
     steps = sorted(_steps(spans, start_s))
-    lanes = _lanes(span for span in spans if category(span.name) != "step")
+    lanes = _lanes(span for span in spans if kind_of(span.name) != "step")
     gap_s = 0.0
     while True:
         blocks = {lane: _blocks(of, gap_s=gap_s) for lane, of in lanes.items()}
@@ -82,7 +66,7 @@ def pack_timeline(
         "steps": [[step, round(at, 4), round(took, 4)] for step, at, took in steps],
         "events": [_event(event, start_s) for event in events],
         "lanes": [_lane(lane, of, names, start_s) for lane, of in blocks.items()],
-        "names": [[name, category(name)] for name in names],
+        "names": [[name, kind_of(name)] for name in names],
     }
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl.observability.span_reader import Span
-from rl.reporting.html.timeline import category, pack_timeline
+from rl.observability.span_reader import Span, kind_of
+from rl.reporting.html.timeline import pack_timeline
 
 
 def span(name, start_s, end_s, *, role="trainer", rank=0, version=None, error=None):
@@ -80,10 +80,10 @@ def test_span_with_an_error_is_not_merged():
     assert (lane["at"][number], lane["num"][number], error) == (70, 1, "OSError: gone")
 
 
-def test_each_span_has_a_category():
+def test_each_span_has_a_kind():
     kinds = {
         "waits for trainer.optim_step": "wait", "generate": "generate", "score": "reward", "optim_step": "optim",
         "compute_logprobs": "forward_backward", "pull": "pull", "evaluation after step 3": "evaluate",
         "setup": "setup", "something of a plugin": "other",
     }  # fmt: skip
-    assert {name: category(name) for name in kinds} == kinds
+    assert {name: kind_of(name) for name in kinds} == kinds
