@@ -100,7 +100,7 @@ class WandbLogger(MetricsLogger):
 
     name = "wandb"
 
-    def __init__(self, config: WandbConfig, *, finish_s: float, **run: Any) -> None:
+    def __init__(self, config: WandbConfig, /, *, finish_s: float, **run: Any) -> None:
         """Take the arguments of `wandb.init` about the run.
 
         `finish_s` limits the time to reach the server, and the time to send what is left at the end.
