@@ -244,13 +244,7 @@ class Training:
         position = None if source is None or not source.whole else source.position
         step = self._starts[-1]  # may be of another run's checkpoint, which the records do not belong to
         logger.info("going on after step %d", step)
-        cut_back(
-            metrics=self.folder.metrics,
-            rollouts=self.folder.rollouts,
-            position=position,
-            # Without damage the dropped records are of steps that are trained again in the same way.
-            keep_old=position is None and bool(damaged_folders(self.folder.checkpoints)),
-        )
+        cut_back(metrics=self.folder.metrics, rollouts=self.folder.rollouts, position=position)
         self.run_of_actors.events.add("went_back", to_step=step)
 
     def _loop(

@@ -10,21 +10,19 @@
 Only the work that a step needs at least is counted (docs/metrics.md).
 
 Each kind of machine is measured once, by the process and threads that compute there, and the result is cached in a
-file. The best of several tries counts, since other work only slows a try down. If the tries differ much, the machine
-was busy, and the result is used but not cached.
+file. The best of several tries counts, since other work only slows a try down.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import math
 import os
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +41,6 @@ MATRICES = {"cpu": (512, 1024), "cuda": (8192,)}
 """Rows of the square matrices that are multiplied; the best rate counts."""
 LARGEST_COPY = {"cpu": 1 << 28, "cuda": 1 << 30}
 SMALLEST_COPY = 1 << 20
-QUIET = 1.5
-"""Ratio of the median try to the shortest one up to which a machine counts as quiet."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +78,10 @@ class MachineLimits:
     """Bytes copied between the device and the host's memory; on a CPU `memory_bytes_per_s`."""
 
 
-def machine_limits(
-    workload: Workload,
-    *,
-    device: torch.device,
-    cache: Path,
-    measure: Callable[[Workload, torch.device], tuple[MachineLimits, bool]] | None = None,
-) -> MachineLimits:
+def machine_limits(workload: Workload, *, device: torch.device, cache: Path) -> MachineLimits:
     """Return the cached limits, or measure with the calling thread's number of threads.
 
-    A cache folder that cannot be written is a warning. `measure` replaces `measured` in tests.
+    A cache folder that cannot be written is a warning.
     """
     on_gpu = device.type == "cuda"
     subject = {  # all that a measurement depends on
@@ -104,65 +94,52 @@ def machine_limits(
     }
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
     file = cache.expanduser() / f"machine-{name}.json"
-    try:
-        cached = json.loads(file.read_text())["limits"]
-        return MachineLimits(**{f.name: cached[f.name] for f in dataclasses.fields(MachineLimits)})
-    except (OSError, ValueError, KeyError, TypeError):  # not measured, or damaged
-        pass
-    limits, is_quiet = (measure or measured)(workload, device)
-    if not is_quiet:
-        logger.info("%s was busy during the measurement, which is repeated next time", limits.device)
-        return limits
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or damaged
+        return MachineLimits(**json.loads(file.read_text())["limits"])
+    limits = measured(workload, device)
     with optional_write(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as new:
-            new.write_text(json.dumps({"of": subject, "limits": dataclasses.asdict(limits)}, indent=2) + "\n")
+            new.write_text(json.dumps({"of": subject, "limits": asdict(limits)}, indent=2) + "\n")
     return limits
 
 
 @torch.no_grad()
-def measured(workload: Workload, device: torch.device) -> tuple[MachineLimits, bool]:
-    """Measure the limits; return them, and whether the machine was quiet."""
-    on_gpu = device.type == "cuda"
+def measured(workload: Workload, device: torch.device) -> MachineLimits:
+    """Measure the limits."""
     num_bytes = _copied_bytes(workload, device)
-    multiplied = {
-        size: _products(size, getattr(torch, workload.dtype), device) for size in MATRICES[device.type]
-    }
-    size = max(multiplied, key=lambda size: size**3 / min(multiplied[size]))
+    flops_per_s = max(_flops_per_s(rows, workload.dtype, device) for rows in MATRICES[device.type])
     source, target = torch.ones(2, num_bytes // 8, device=device)  # read and written together
-    tries = [multiplied[size], _tries("target.copy_(source)", source=source, target=target)]
-    memory = host = num_bytes / min(tries[-1])
-    if on_gpu:
-        source = torch.ones(LARGEST_COPY["cpu"] // 4, device=device)
-        pinned = torch.empty(LARGEST_COPY["cpu"] // 4, pin_memory=True)
-        tries.append(_tries("target.copy_(source)", source=source, target=pinned))
-        host = LARGEST_COPY["cpu"] / min(tries[-1])
+    memory = host = num_bytes / _shortest_s("target.copy_(source)", source=source, target=target)
+    if device.type == "cuda":
+        num_bytes = LARGEST_COPY["cpu"]
+        source = torch.ones(num_bytes // 4, device=device)
+        pinned = torch.empty(num_bytes // 4, pin_memory=True)
+        host = num_bytes / _shortest_s("target.copy_(source)", source=source, target=pinned)
         del source, target
         torch.cuda.empty_cache()  # other work needs the memory
     limits = MachineLimits(
-        device=_name(device),
-        flops_per_s=2 * size**3 / min(multiplied[size]),
-        memory_bytes_per_s=memory,
-        host_bytes_per_s=host,
+        device=_name(device), flops_per_s=flops_per_s, memory_bytes_per_s=memory, host_bytes_per_s=host
     )
     logger.info("measured: %s", limits)
-    return limits, all(statistics.median(times) <= QUIET * min(times) for times in tries)
+    return limits
 
 
-def _products(size: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return the durations of products of square matrices."""
+def _flops_per_s(rows: int, dtype: str, device: torch.device) -> float:
+    """Return the rate of products of square matrices."""
     # A separate generator leaves the run's random states unchanged.
     generator = torch.Generator(device=device).manual_seed(0)
-    a = torch.randn(size, size, device=device, generator=generator).to(dtype)
-    return _tries("torch.mm(a, b, out=c)", a=a, b=a.t().contiguous(), c=torch.empty_like(a))
+    a = torch.randn(rows, rows, device=device, generator=generator).to(getattr(torch, dtype))
+    product_s = _shortest_s("torch.mm(a, b, out=c)", a=a, b=a.t().contiguous(), c=torch.empty_like(a))
+    return 2 * rows**3 / product_s
 
 
-def _tries(statement: str, **names: Any) -> list[float]:
-    """Return the durations of a statement, run again and again for `MEASURE_S`."""
+def _shortest_s(statement: str, **names: Any) -> float:
+    """Return the shortest duration of a statement, run again and again for `MEASURE_S`."""
     from torch.utils.benchmark import Timer  # slow to import, and most runs read a cached measurement
 
     timer = Timer(statement, globals={"torch": torch, **names}, num_threads=torch.get_num_threads())
-    return list(timer.blocked_autorange(min_run_time=MEASURE_S).times)
+    return min(timer.blocked_autorange(min_run_time=MEASURE_S).times)
 
 
 def _copied_bytes(workload: Workload, device: torch.device) -> int:
@@ -210,22 +187,19 @@ class RunLimits:
             "limit/decode": self._decode(record),
             "limit/train": self._train(record),
             "limit/sync": self._sync(record),
-            "limit/idle": _idle(record, shares_devices=self.shares_devices),
+            "limit/idle": self._idle(record),
         }
         return {name: min(1.0, share) for name, share in shares.items() if share is not None}
 
     def _decode(self, record: Record) -> float | None:
-        drawn, context = (
-            record.get("perf/generated_tokens_per_s"),
-            reduced(record.get("completion/context_mean")),
-        )
+        drawn, prompts = record.get("perf/generated_tokens_per_s"), record.get("prompt/tokens_mean")
+        context = reduced(record.get("completion/context_mean"))
         if not (isinstance(drawn, Mean) and drawn.sum > 0 and drawn.count > 0) or context is None:
             return None
         tokens, busy_s = drawn.sum / self.num_replicas, drawn.count
         steps = tokens / self.most_running
         if self.waits_for_the_longest:
             steps = max(steps, reduced(record.get("completion/tokens_max")) or 0.0)
-        prompts = record.get("prompt/tokens_mean")
         prompt_tokens = prompts.sum if isinstance(prompts, Mean) else 0.0
         computed = tokens + prompt_tokens / self.num_samples / self.num_replicas
         attended = tokens * context
@@ -254,16 +228,15 @@ class RunLimits:
         copy_s = num_bytes * (2 if on_host else 1) / self.trainer.host_bytes_per_s
         return copy_s * (1 / self.num_trainer_ranks + self.num_replicas / self.num_generator_ranks) / took_s
 
-
-def _idle(record: Record, *, shares_devices: bool) -> float | None:
-    step_s = reduced(record.get("time/step_s"))
-    idle_s = [reduced(record.get(f"time/{role}_idle_s")) for role in ("trainer", "generator")]
-    known = [seconds for seconds in idle_s if seconds is not None]
-    if not (known and step_s):
-        return None
-    if shares_devices:  # each is busy only while the other is not
-        return max(0.0, sum(known) / step_s - (len(known) - 1))
-    return sum(known) / len(known) / step_s
+    def _idle(self, record: Record) -> float | None:
+        step_s = reduced(record.get("time/step_s"))
+        idle_s = [reduced(record.get(f"time/{role}_idle_s")) for role in ("trainer", "generator")]
+        known = [seconds for seconds in idle_s if seconds is not None]
+        if not (known and step_s):
+            return None
+        if self.shares_devices:  # each is busy only while the other is not
+            return max(0.0, sum(known) / step_s - (len(known) - 1))
+        return sum(known) / len(known) / step_s
 
 
 class LimitSink:

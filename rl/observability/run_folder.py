@@ -11,13 +11,12 @@ run finished. A run that continues from a checkpoint first truncates its records
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Literal
@@ -45,31 +44,17 @@ REPORT = "report.html"
 TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = ("rollouts.jsonl", "rollouts.1.jsonl")
-BEFORE = ".before"
-"""Suffix of the records of a run that had to start again from the beginning."""
-OWN_FILES = (
-    "config.json",
-    METRICS,
-    "learning_curve.png",
-    *ROLLOUTS,
-    *(f"{name}{BEFORE}.jsonl" for name in ("metrics", "rollouts", "rollouts.1")),
-    "pass_rates.jsonl",
-    EVENTS,
-    ENVIRONMENT,
-    REPORT,
-    TIMELINE,
-    STATUS,
-)
-PARTIAL_FILES = tuple(f"{name}{TMP_SUFFIX}" for name in OWN_FILES)
-"""Temporary files of a process that was killed while it wrote; the next run removes them."""
-OWN_FOLDERS = ("logs", "checkpoints")
 TENSORBOARD = "tensorboard"
+OWN_FOLDERS = ("logs", "checkpoints")
 SINK_FOLDERS = (TENSORBOARD, "wandb")
-"""Folders of sinks."""
 WEIGHTS = "weights"
 """Folder of weights that are published as files; removed at a regular end of the run."""
-FAILURE_FILES = ("nan_batch_*.npz", "collectives_rank*")
-"""Files of a trainer that failed: the batch of a loss that is not finite, and the latest collectives of each rank."""
+OWN_FILES = (
+    "config.json", METRICS, *ROLLOUTS, "pass_rates.jsonl", "learning_curve.png", EVENTS, ENVIRONMENT, REPORT, TIMELINE,
+    STATUS, "nan_batch_*.npz", "collectives_rank*",
+)  # fmt: skip
+"""Patterns of the files that a run writes; the last two are of a trainer that failed: the batch of a loss that is
+not finite, and the latest collectives of each rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +65,7 @@ class RunFolder:
     Closing does not mark the run as finished.
     """
 
-    def __init__(
-        self, path: Path, *, checkpoints: Path | None, lock: FileLock | None, created: Path | None
-    ) -> None:
+    def __init__(self, path: Path, *, checkpoints: Path | None = None, created: Path | None = None) -> None:
         """Use `RunFolder.create`. `created` is the topmost folder that did not exist before."""
         self.path = path
         self.logs = path / "logs"
@@ -94,7 +77,7 @@ class RunFolder:
         self.environment = path / ENVIRONMENT
         self.learning_curve = path / "learning_curve.png"
         self.timeline = path / TIMELINE
-        self._lock = lock
+        self._lock: FileLock | None = None
         self._created = created
 
     @classmethod
@@ -130,23 +113,19 @@ class RunFolder:
         path = Path(dump_folder).expanduser().absolute() / name
         created = make_folder(path, AS_WHAT)
         _refuse_foreign(path)
-        lock: FileLock | None = None
+        folder = cls(path, checkpoints=checkpoints, created=created)
         try:
-            lock = lock_folder(path, as_what=AS_WHAT, otherwise="choose another name")
+            folder._lock = lock_folder(path, as_what=AS_WHAT, otherwise="choose another name")
             check_free(path, overwrite=overwrite)
             _refuse_inputs(path, inputs or {})
             with folder_errors(path, AS_WHAT):
                 _clear(path)
-                for folder in OWN_FOLDERS if checkpoints is None else OWN_FOLDERS[:1]:
-                    (path / folder).mkdir()
-                _write_status(path, "running")
+                folder._start()
         except BaseException:
-            if created is not None:
-                _remove(path, topmost=created)
-            if lock is not None:
-                lock.release()
+            folder._remove_created()
+            folder.close()
             raise
-        return cls(path, checkpoints=checkpoints, lock=lock, created=created)
+        return folder
 
     @classmethod
     def resume(cls, path: Path, *, checkpoints: Path | None = None) -> RunFolder:
@@ -170,7 +149,7 @@ class RunFolder:
         """
         if not path.is_dir() or read_status(path) is None:
             raise ValueError(f"{path} is not the folder of a run: it has no {STATUS}")
-        return cls(path, checkpoints=checkpoints, lock=None, created=None)
+        return cls(path, checkpoints=checkpoints)
 
     @property
     def is_finished(self) -> bool:
@@ -178,14 +157,17 @@ class RunFolder:
 
     def reopen(self) -> None:
         """Mark the run as running again, and remove temporary files of its last process."""
-        for name in PARTIAL_FILES:
-            (self.path / name).unlink(missing_ok=True)
+        for file in _files_of_runs(self.path, suffixes=(TMP_SUFFIX,)):
+            file.unlink(missing_ok=True)
         shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
         with folder_errors(self.path, AS_WHAT):
-            for folder in OWN_FOLDERS:
-                if folder == self.logs.name or self.checkpoints.parent == self.path:
-                    (self.path / folder).mkdir(exist_ok=True)
-            _write_status(self.path, "running")
+            self._start()
+
+    def _start(self) -> None:
+        for folder in (self.logs, self.checkpoints):
+            if folder.parent == self.path:  # other folders for checkpoints are made by the trainer
+                folder.mkdir(exist_ok=True)
+        _write_status(self.path, "running")
 
     def mark_finished(self) -> None:
         """Mark the run as finished.
@@ -198,12 +180,16 @@ class RunFolder:
 
     def discard(self) -> None:
         """Undo `create`, for a run that was refused before it began."""
-        if self._created is not None:
-            _remove(self.path, topmost=self._created)
-        else:
+        self._remove_created()
+        if self._created is None:
             _clear(self.path)
             (self.path / LOCK).unlink()
         self.close()
+
+    def _remove_created(self) -> None:
+        if self._created is not None:
+            shutil.rmtree(self.path)
+            remove_empty(self.path.parent, topmost=self._created)
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
@@ -264,21 +250,18 @@ def _refuse_inputs(path: Path, inputs: Mapping[str, Path]) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove the files that runs write, and no others."""
-    failures = [file.name for pattern in FAILURE_FILES for file in path.glob(pattern)]
-    for name in (*OWN_FOLDERS, *SINK_FOLDERS, *OWN_FILES, *PARTIAL_FILES, *failures):
-        target = path / name
+    """Remove the files and folders that runs write, and no others."""
+    folders = [path / name for name in (*OWN_FOLDERS, *SINK_FOLDERS)]
+    for target in (*folders, *_files_of_runs(path, suffixes=("", TMP_SUFFIX))):
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
         else:
-            with contextlib.suppress(FileNotFoundError):
-                target.unlink()
+            target.unlink(missing_ok=True)
 
 
-def _remove(path: Path, *, topmost: Path) -> None:
-    """Remove a run's folder, and its empty parents up to `topmost`."""
-    shutil.rmtree(path)
-    remove_empty(path.parent, topmost=topmost)
+def _files_of_runs(path: Path, *, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files that runs write; those with `TMP_SUFFIX` were left by a process that was killed."""
+    return [file for name in OWN_FILES for suffix in suffixes for file in path.glob(name + suffix)]
 
 
 def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
@@ -287,7 +270,7 @@ def _write_status(path: Path, status: Literal["running", "finished"]) -> None:
         file.write_text(json.dumps({"status": status, "since": now, "pid": os.getpid()}) + "\n")
 
 
-def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None, keep_old: bool = False) -> None:
+def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None) -> None:
     """Truncate a run's records to the checkpoint that the run continues from.
 
     Lines of later steps are removed, since those steps are repeated; so are evaluations that the checkpoint does
@@ -297,39 +280,35 @@ def cut_back(*, metrics: Path, rollouts: Path, position: LoopPosition | None, ke
         metrics: path of metrics.jsonl.
         rollouts: path of rollouts.jsonl; rollouts.1.jsonl is truncated too.
         position: position of the checkpoint; None if the run starts from the beginning.
-        keep_old: rename files without kept lines, such as to metrics.before.jsonl, instead of removing them.
 
     Raises:
         UnwrittenError: the disk has no room for the kept lines; the file is unchanged.
     """
-    num_kept = [
-        _cut(file, position, keep_old=keep_old) for file in (metrics, previous_file(rollouts), rollouts)
-    ]
-    if position is not None and num_kept[0] < position.num_records:
+    num_kept, *_ = (_cut(file, position) for file in (metrics, previous_file(rollouts), rollouts))
+    if position is not None and num_kept < position.num_records:
         logger.warning(
             "%s has %d lines up to step %d, but %d were written: some are lost",
-            metrics, num_kept[0], position.step, position.num_records,
+            metrics, num_kept, position.step, position.num_records,
         )  # fmt: skip
 
 
-def _cut(file: Path, position: LoopPosition | None, *, keep_old: bool) -> int:
-    """Return the number of kept lines; a file without any is removed, or moved to `kept_aside`."""
+def _cut(file: Path, position: LoopPosition | None) -> int:
+    """Return the number of kept lines; a file without any is removed."""
     if not file.exists():
         return 0
-    with file.open("rb") as lines:
-        kept = [_is_kept(line, position) for line in lines]
+    with file.open("rb") as opened:
+        lines = opened.readlines()
+    kept = [line for line in lines if _is_kept(line, position)]
     with writing(file):
-        if any(kept) and not all(kept):
-            logger.info("%s: removed %d lines of steps that are repeated", file.name, kept.count(False))
-            with atomic_write(file) as new, file.open("rb") as lines, new.open("wb") as shorter:
-                shorter.writelines(line for line, is_kept in zip(lines, kept, strict=True) if is_kept)
+        if not kept:
+            file.unlink()
+        elif len(kept) < len(lines):
+            logger.info("%s: removed %d lines of steps that are repeated", file.name, len(lines) - len(kept))
+            with atomic_write(file) as new, new.open("wb") as shorter:
+                shorter.writelines(kept)
                 shorter.flush()
                 os.fsync(shorter.fileno())
-        elif not any(kept) and keep_old:
-            file.replace(file.with_name(f"{file.stem}{BEFORE}{file.suffix}"))
-        elif not any(kept):
-            file.unlink()
-    return sum(kept)
+    return len(kept)
 
 
 def _is_kept(line: bytes, position: LoopPosition | None) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from rl.distributed.runtime import use_threads
 from rl.models.model_cost import ModelWork
+from rl.observability import machine_limits as machine_limits_module
 from rl.observability.machine_limits import (
     LimitSink,
     MachineLimits,
@@ -37,7 +38,7 @@ def test_measured_rates_match_matrix_products_and_copies():
 
     use_threads(1)
     random_state = torch.get_rng_state()
-    limits, _ = measured(WORKLOAD, CPU)
+    limits = measured(WORKLOAD, CPU)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.get_num_threads() == 1
     a, b = torch.ones(2, 256, 256)
@@ -50,41 +51,28 @@ def test_measured_rates_match_matrix_products_and_copies():
     assert limits.host_bytes_per_s == limits.memory_bytes_per_s
 
 
-def test_limits_of_a_quiet_machine_are_cached_by_workload(tmp_path):
-    measure = Mock(return_value=(MACHINE, True))
+def test_limits_are_cached_by_workload_and_a_damaged_cache_is_measured_again(tmp_path, monkeypatch):
+    measure = Mock(return_value=MACHINE)
+    monkeypatch.setattr(machine_limits_module, "measured", measure)
+    cache = tmp_path / "cache"
 
-    def ask(**changes):
-        workload = replace(WORKLOAD, **changes)
-        return machine_limits(workload, device=CPU, cache=tmp_path / "cache", measure=measure)
+    def ask(cache=cache, **changes):
+        return machine_limits(replace(WORKLOAD, **changes), device=CPU, cache=cache)
 
     use_threads(1)
     # Copies of 3 and 4 MB are of 4 MiB both.
     assert ask() == ask() == ask(num_bytes=4_000_000) == MACHINE
     assert measure.call_count == 1
+    (file,) = cache.iterdir()
     ask(dtype="bfloat16")
     ask(num_bytes=5_000_000)
     use_threads(2)
     ask()
     use_threads(1)
     assert measure.call_count == 4
-
-
-def test_limits_of_a_busy_machine_are_not_cached(tmp_path):
-    measure = Mock(return_value=(MACHINE, False))
-    for _ in range(2):
-        assert machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure) == MACHINE
-    assert measure.call_count == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_cache_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path):
-    measure = Mock(return_value=(MACHINE, True))
-    machine_limits(WORKLOAD, device=CPU, cache=tmp_path, measure=measure)
-    (file,) = tmp_path.iterdir()
     file.write_text("{")
-    for cache in (tmp_path, file / "x"):
-        assert machine_limits(WORKLOAD, device=CPU, cache=cache, measure=measure) == MACHINE
-    assert measure.call_count == 3
+    assert ask() == ask(file / "no folder") == MACHINE
+    assert measure.call_count == 6
 
 
 # Shares of a step, compared with sums by hand

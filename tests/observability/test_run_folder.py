@@ -223,15 +223,3 @@ def test_missing_lines_are_logged(cut, caplog):
     caplog.clear()
     cut(metrics=metrics_of(*WRITTEN), position=at(2, num_records=4))
     assert caplog.text == ""
-
-
-def test_files_without_kept_lines_can_be_set_aside(tmp_path):
-    metrics, rollouts = tmp_path / "metrics.jsonl", tmp_path / "rollouts.jsonl"
-    metrics.write_text(metrics_of(*WRITTEN))
-    rollouts.write_text(rollouts_of((1, "train")))
-    cut_back(metrics=metrics, rollouts=rollouts, position=None, keep_old=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"metrics.before.jsonl", "rollouts.before.jsonl"}
-    assert (tmp_path / "metrics.before.jsonl").read_text() == metrics_of(*WRITTEN)
-    metrics.write_text(metrics_of((1, "step")))
-    cut_back(metrics=metrics, rollouts=rollouts, position=None)
-    assert not metrics.exists()
