@@ -76,8 +76,8 @@ def explain(run: ResolvedRun, *, here: Machine) -> dict[str, Any]:
     on_gpu = trains_on_gpu(config.launch, num_gpus=machine.num_gpus)
     values, registry = to_dict(config), to_dict(resolve(run.module, run.function).config)
     changes = {
-        d.path: {"value": d.value, "registry": d.before, "source": _source(run, d.path)}
-        for d in differences(values, registry)
+        path: {"value": value, "registry": before, "source": _source(run, path)}
+        for path, (before, value) in differences(values, registry).items()
     }
     in_run = run_arithmetic(config, task=parts.task, done_steps=parts.done_steps, single_turn=single_turn)
     return {

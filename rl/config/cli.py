@@ -6,8 +6,8 @@ option can never become a default. `--from_json outputs/x/config.json` starts fr
 fields marked `ONE_RUN`. `--resume outputs/x` continues that run in its own folder. `--explain` shows what the run would
 be and starts nothing.
 
-tyro parses single values and prints `--help`. `tyro.cli(type(config), default=config)` cannot be used: it does not
-resolve annotations of fields that are inherited from another module's class.
+tyro parses single values. `tyro.cli(type(config), default=config)` cannot be used: it does not resolve annotations of
+fields that are inherited from another module's class.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import dataclasses
 import difflib
 import io
 import sys
+import textwrap
 import typing
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
-from rl.config.json import LOCATION, read_json
+from rl.config.json import LOCATION, encode, read_json
 from rl.config.registry import ExplanationForm, ResolvedRun, resolve
 from rl.config.tree import ConfigEntry, ConfigError, children, rebuild, type_name, walk
 from rl.utils.errors import RunError
@@ -38,6 +39,8 @@ SOURCE_OPTIONS = {
     "resume": "Continue the run of this folder with its config.json; options change fields of it.",
     "explain": "Show as text or json what the run would be, and which options are refused; start nothing.",
 }
+WIDTH = 110
+"""Columns of `--help`."""
 _ABSENT = "a registry function can turn it on"
 
 
@@ -228,35 +231,23 @@ def _value(entry: ConfigEntry, values: list[str]) -> Any:
 
 
 def _print_help(run: ResolvedRun, *, prog: str | None) -> NoReturn:
-    """Print all options with tyro and exit."""
-    sources = {"module": run.module, "config": run.function}
-    options: list[tuple[str, Any, str, Any]] = [
-        (name, str | None, text, sources.get(name)) for name, text in SOURCE_OPTIONS.items()
-    ]
+    """Print all options and exit."""
+    print(
+        f"usage: {prog} [--option value ...]\n\n{run.module}.{run.function}: {type(run.config).__qualname__}. "
+        "Defaults are those of this config; choose another with --module and --config.\n"
+    )
+    for name, text in SOURCE_OPTIONS.items():
+        _print_option(name, "str", text)
     for entry in walk(run.config):
         if entry.kind == "leaf":
-            options.append((entry.path, entry.annotation, entry.doc, entry.value))
+            default = f"{entry.doc} (default: {encode(entry.value)!r})".strip()
+            _print_option(entry.path, type_name(entry.annotation), default)
         elif entry.kind in ("node", "absent") and entry.optional:
             state = "None in this config" if entry.value is None else "None turns it off"
-            options.append((entry.path, type(None), f"{entry.doc} ({state})", None))
-    mirror = dataclasses.make_dataclass(
-        "Options",
-        [
-            (
-                f"option_{number}",
-                Annotated[annotation, tyro.conf.arg(name=name, help=text)],
-                dataclasses.field(default_factory=lambda value=value: value),  # type: ignore[misc]
-            )
-            for number, (name, annotation, text, value) in enumerate(options)
-        ],
-    )
-    tyro.cli(
-        mirror,
-        args=["--help"],
-        prog=prog,
-        description=f"{run.module}.{run.function}: {type(run.config).__qualname__}. Defaults are those of this "
-        "config; choose another with --module and --config.",
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )
-    raise AssertionError("tyro returned from --help")
+            _print_option(entry.path, "None", f"{entry.doc} ({state})".strip())
+    raise SystemExit(0)
+
+
+def _print_option(path: str, values: str, text: str) -> None:
+    print(f"--{path} {values}")
+    print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))

@@ -9,20 +9,17 @@ lists, enums their names, paths strings.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
 import math
-import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.config.registry import ResolvedRun, resolve
-from rl.config.tree import ConfigEntry, ConfigError, children, is_of_type, rebuild, type_name
+from rl.config.tree import ConfigEntry, ConfigError, children, convert, rebuild
 from rl.utils.files import atomic_write
 
 ConfigT = TypeVar("ConfigT")
@@ -84,24 +81,18 @@ def read_json(path: Path) -> ResolvedRun:
     return dataclasses.replace(base, config=config)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A leaf with different values in two configs, as in config.json; None also if there is no such leaf."""
+def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return value before and value now of each leaf that differs between two results of `to_dict`, by path.
 
-    path: str
-    value: Any
-    before: Any
-
-
-def differences(values: Mapping[str, Any], before: Mapping[str, Any]) -> list[Difference]:
-    """Return the leaves that differ between two results of `to_dict`."""
+    None also stands for a leaf that is missing.
+    """
     ours, theirs = dict(leaves(values)), dict(leaves(before))
-    return [
-        Difference(path=path, value=ours.get(path), before=theirs.get(path))
+    return {
+        path: (theirs.get(path), ours.get(path))
         for path in {**theirs, **ours}
         # As text, since True and 1.0 equal 1.
         if json.dumps(ours.get(path)) != json.dumps(theirs.get(path))
-    ]
+    }
 
 
 def changed_fields(file: Path, config: Any) -> list[str]:
@@ -111,7 +102,9 @@ def changed_fields(file: Path, config: Any) -> list[str]:
     """
     found = differences(to_dict(config), json.loads(file.read_text())["values"])
     return [
-        f"{d.path}: {json.dumps(d.before)} -> {json.dumps(d.value)}" for d in found if d.path not in LOCATION
+        f"{path}: {json.dumps(before)} -> {json.dumps(value)}"
+        for path, (before, value) in found.items()
+        if path not in LOCATION
     ]
 
 
@@ -164,33 +157,6 @@ def encode(value: Any) -> Any:
     raise TypeError(f"a {type(value).__qualname__} is not plain data")
 
 
-def decode(data: Any, annotation: Any) -> Any:
-    """Return the value of type `annotation` that `encode` made `data` of; raise ValueError for other data."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    value = data
-    if origin in (typing.Union, types.UnionType):
-        for arm in args:
-            with contextlib.suppress(ValueError):
-                return decode(data, arm)
-    elif origin is tuple and isinstance(data, list):
-        arms = args[:1] * len(data) if args[-1] is Ellipsis else args
-        if len(arms) == len(data):
-            value = tuple(map(decode, data, arms))
-    elif isinstance(origin, type) and issubclass(origin, Sequence) and isinstance(data, list):
-        value = [decode(item, args[0]) for item in data]
-    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(data, dict):
-        value = {decode(key, args[0]): decode(item, args[1]) for key, item in data.items()}
-    elif annotation is float and (data in ("inf", "-inf", "nan") or type(data) is int):
-        value = float(data)
-    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        value = annotation.__members__.get(str(data), data)
-    elif isinstance(annotation, type) and issubclass(annotation, Path) and isinstance(data, str):
-        value = annotation(data)
-    if not is_of_type(value, annotation):
-        raise ValueError(f"{data!r} is not of type {type_name(annotation)}")
-    return value
-
-
 def _dump(entry: ConfigEntry) -> Any:
     if entry.kind == "hidden":
         return code_name(entry.value)
@@ -236,6 +202,6 @@ def _collect(config: Any, data: Any, *, prefix: str, changes: dict[str, Any], pr
                 problems.append(f"{entry.path} was {value!r} and is {own!r} in the registry function")
         else:
             try:
-                changes[entry.path] = decode(value, entry.annotation)
+                changes[entry.path] = convert(value, entry.annotation, from_json=True)
             except ValueError as error:
                 problems.append(f"{entry.path}: {error}")

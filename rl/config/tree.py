@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import enum
 import functools
 import inspect
 import itertools
@@ -92,7 +93,7 @@ def _kind(value: Any, annotation: Any) -> Literal["leaf", "node", "absent"]:
         return "node"
     if value is None or (isinstance(value, list | tuple) and not value):
         for arm in typing.get_args(annotation):
-            if dataclasses.is_dataclass(arm) or getattr(arm, "_is_protocol", False):
+            if dataclasses.is_dataclass(arm) or _is_protocol(arm):
                 return "absent"
     return "leaf"
 
@@ -133,8 +134,12 @@ def rebuild(node: NodeT, changes: Mapping[str, Any] | None = None, *, prefix: st
             value = changes.get(entry.path, entry.value)
             if entry.path not in changes and entry.kind == "node":
                 value = rebuild(value, changes, prefix=f"{entry.path}.")
-            elif entry.kind != "hidden" and not is_node(value) and not is_of_type(value, entry.annotation):
-                raise ValueError(f"{entry.name}={value!r}: must be {type_name(entry.annotation)}")
+            elif entry.kind != "hidden" and not is_node(value):
+                try:
+                    convert(value, entry.annotation)
+                except ValueError:
+                    must = type_name(entry.annotation)
+                    raise ValueError(f"{entry.name}={value!r}: must be {must}") from None
             values[entry.name] = value
         if isinstance(node, list | tuple):
             return cls(values.values())
@@ -163,20 +168,18 @@ def check_bounds(
     below: float | None = None,
 ) -> None:
     """Raise ValueError for the first of these fields that is out of bounds or NaN; None is always accepted."""
-    rules = [
-        (f"{word} {bound:g}", functools.partial(holds, bound))
-        for bound, word, holds in (
-            (at_least, "at least", operator.le),
-            (above, "above", operator.lt),
-            (at_most, "at most", operator.ge),
-            (below, "below", operator.gt),
-        )
-        if bound is not None
-    ]
+    bounds = (
+        (at_least, operator.ge, "at least"),
+        (above, operator.gt, "above"),
+        (at_most, operator.le, "at most"),
+        (below, operator.lt, "below"),
+    )
+    rules = [(bound, holds, word) for bound, holds, word in bounds if bound is not None]
     for name in names:
         value = getattr(config, name)
-        if value is not None and not all(holds(value) for _, holds in rules):
-            raise ValueError(f"{name}={value}: must be {' and '.join(text for text, _ in rules)}")
+        if value is not None and not all(holds(value, bound) for bound, holds, _ in rules):
+            must = " and ".join(f"{word} {bound:g}" for bound, _, word in rules)
+            raise ValueError(f"{name}={value}: must be {must}")
 
 
 def is_node(value: Any) -> bool:
@@ -186,34 +189,53 @@ def is_node(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def is_of_type(value: Any, annotation: Any) -> bool:
-    """Return False if a value cannot be of the annotated type.
+def convert(value: Any, annotation: Any, *, from_json: bool = False) -> Any:
+    """Return a value as its annotated type: a list as a tuple, an integer as a float.
 
-    Lists are accepted for tuples and integers for floats; types that cannot be checked, such as protocols, accept any
-    value.
+    With `from_json` enums are read from their names, paths and infinite numbers from strings. Types that cannot be
+    checked, such as protocols, accept any value.
+
+    Raises:
+        ValueError: the value cannot be of that type.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    again = functools.partial(convert, from_json=from_json)
+    fits = True
     if origin in (typing.Union, types.UnionType):
-        return any(is_of_type(value, arm) for arm in args)
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in args)
-    if annotation is None or annotation is Any:
-        return value is None or annotation is Any
-    if annotation in (int, float):
-        return isinstance(value, Integral if annotation is int else Real) and not isinstance(value, bool)
-    if isinstance(origin, type) and issubclass(origin, Sequence):
-        if not isinstance(value, list | tuple):
-            return False
-        if origin is not tuple or args[-1:] == (Ellipsis,):
-            args = args[:1] * len(value)
-        return len(args) == len(value) and all(map(is_of_type, value, args))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(
-            is_of_type(key, args[0]) and is_of_type(item, args[1]) for key, item in value.items()
-        )
-    if not isinstance(annotation, type) or origin is not None or getattr(annotation, "_is_protocol", False):
-        return True
-    return isinstance(value, annotation)
+        for arm in args:
+            with contextlib.suppress(ValueError):
+                return again(value, arm)
+        fits = False
+    elif origin is Literal:
+        fits = any(value == choice and type(value) is type(choice) for choice in args)
+    elif annotation is float and from_json and value in ("inf", "-inf", "nan"):
+        value = float(value)
+    elif annotation in (int, float):
+        fits = isinstance(value, Integral if annotation is int else Real) and not isinstance(value, bool)
+        value = float(value) if fits and annotation is float and type(value) is int else value
+    elif isinstance(origin, type) and issubclass(origin, Sequence):
+        if fits := isinstance(value, list | tuple):
+            arms = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(value)
+            fits = len(arms) == len(value)
+            value = (tuple if origin is tuple else list)(map(again, value, arms))
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        if fits := isinstance(value, Mapping):
+            value = {again(key, args[0]): again(item, args[1]) for key, item in value.items()}
+    elif annotation is None:
+        fits = value is None
+    elif isinstance(annotation, type) and annotation is not Any and not _is_protocol(annotation):
+        if from_json and issubclass(annotation, enum.Enum):
+            value = annotation.__members__.get(str(value))
+        elif from_json and issubclass(annotation, Path) and isinstance(value, str):
+            value = annotation(value)
+        fits = isinstance(value, annotation)
+    if not fits:
+        raise ValueError(f"{value!r} is not of type {type_name(annotation)}")
+    return value
+
+
+def _is_protocol(annotation: Any) -> bool:
+    return getattr(annotation, "_is_protocol", False)
 
 
 def type_name(annotation: Any) -> str:

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 import pytest
 
 from rl.config.configurable import Configurable
-from rl.config.tree import ConfigError, check_fields, field_docs, input_paths, is_of_type, rebuild, walk
+from rl.config.tree import ConfigError, check_fields, convert, field_docs, input_paths, rebuild, walk
 from tests.config import example_configs
-from tests.config.example_configs import Run, SgdOptimizer
+from tests.config.example_configs import Precision, Run, SgdOptimizer
 
 
 def test_walk_lists_every_field_once_with_its_kind():
@@ -109,19 +109,29 @@ class Named(Protocol):
     name: str
 
 
+NAMED = object()
+
+
+REFUSED = object()
+
+
 @pytest.mark.parametrize(
     ("value", "annotation", "expected"),
     [
-        (1, int, True), (True, int, False), (1.0, int, False), (1, float, True), (True, float, False),
-        (Path("x"), str, False), ("x", Path, False), (None, int | None, True),
-        ("a", Literal["a", "b"], True), ("c", Literal["a", "b"], False), (None, Literal["a"] | None, True),
-        ([1.0, 2], tuple[float, float], True), ((1.0,), tuple[float, float], False),
-        ((1, 2, 3), tuple[int, ...], True), ((1, "2"), tuple[int, ...], False),
-        ("ab", tuple[str, ...], False), (["a"], Sequence[Literal["a"]], True),
-        (["b"], Sequence[Literal["a"]], False), ({"a": 1}, dict[str, int], True),
-        ({"a": "1"}, Mapping[str, int], False), ([1], dict[str, int], False),
-        (object(), Any, True), (object(), Named, True),
+        (1, int, 1), (True, int, REFUSED), (1.0, int, REFUSED), (1, float, 1.0), (True, float, REFUSED),
+        (Path("x"), str, REFUSED), ("x", Path, REFUSED), (None, int | None, None), (None, int, REFUSED),
+        ("a", Literal["a", "b"], "a"), ("c", Literal["a", "b"], REFUSED), (1, Literal[True], REFUSED),
+        ([1.0, 2], tuple[float, float], (1.0, 2.0)), ((1.0,), tuple[float, float], REFUSED),
+        ((1, 2, 3), tuple[int, ...], (1, 2, 3)), ((1, "2"), tuple[int, ...], REFUSED), ("ab", tuple[str, ...], REFUSED),
+        (["a"], Sequence[Literal["a"]], ["a"]), (["b"], Sequence[Literal["a"]], REFUSED), (1, list[int], REFUSED),
+        ({"a": 1}, dict[str, int], {"a": 1}), ({"a": "1"}, Mapping[str, int], REFUSED), ([1], dict[str, int], REFUSED),
+        (NAMED, Any, NAMED), (NAMED, Named, NAMED), ("inf", float, REFUSED), ("FULL", Precision, REFUSED),
     ],
 )  # fmt: skip
-def test_is_of_type(value, annotation, expected):
-    assert is_of_type(value, annotation) is expected
+def test_value_is_converted_to_its_type_or_refused(value, annotation, expected):
+    if expected is REFUSED:
+        with pytest.raises(ValueError, match="is not of type"):
+            convert(value, annotation)
+    else:
+        converted = convert(value, annotation)
+        assert (converted, type(converted)) == (expected, type(expected))
