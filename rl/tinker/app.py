@@ -1,23 +1,25 @@
-"""The HTTP application of the Tinker API: the guard (auth.py), the routes, and errors as `{"detail": text}`."""
+"""The HTTP application of the Tinker API: the guard (auth.py), the paths, and errors as `{"detail": text}`."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request, Security
+import pydantic
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from tinker.types.try_again_response import TryAgainResponse
 
 from rl.tinker.auth import KEY_HEADER, Guard, Keys
-from rl.tinker.routes import ErrorAnswer, router
+from rl.tinker.codec import PROTOBUF
 from rl.tinker.service import Service
-from rl.tinker.types import HttpLimits, TinkerError
+from rl.tinker.types import TinkerError
 
 log = logging.getLogger(__name__)
 
@@ -25,25 +27,99 @@ PREFIX = "/api/v1"
 DOCUMENTED = (400, 401, 403, 404, 405, 408, 410, 413, 415, 421, 422, 429, 500)
 """Statuses in the OpenAPI description of every call."""
 MAX_SHOWN_ERRORS = 3
+BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 _key = APIKeyHeader(name=KEY_HEADER, auto_error=False)
 """The key's header in the OpenAPI description; the guard has checked it."""
 
 
-def make_app(service: Service, *, http: HttpLimits, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
+class ErrorAnswer(pydantic.BaseModel):
+    detail: str
+    """Explanation with the field, its value and valid values."""
+
+
+PROTOBUF_BODY: dict[str, Any] = {
+    "openapi_extra": {"requestBody": {"required": True, "content": {PROTOBUF: BINARY}}}
+}
+RESULT: dict[str, Any] = {
+    "response_class": Response,
+    "responses": {
+        200: {
+            "description": "The result; {error, category} for work that failed.",
+            "content": {"application/json": {"schema": {"type": "object"}}, PROTOBUF: BINARY},
+        },
+        408: {
+            "model": TryAgainResponse | ErrorAnswer,
+            "description": "No result yet (or, with `detail`, the body did not arrive in time): ask again.",
+        },
+    },
+}
+EMPTY: dict[str, Any] = {"status_code": 204}
+
+
+def _add_calls(router: APIRouter, service: Service) -> None:
+    """Give the service's calls the paths by which the official client makes them."""
+
+    def add(
+        method: str, path: str, call: Callable[..., Any], options: Mapping[str, Any] | None = None
+    ) -> None:
+        router.add_api_route(f"/{path}", call, methods=[method], **(options or {}))
+
+    add("POST", "client/config", service.client_config)
+    add("POST", "client/dynamic_config", service.dynamic_config)
+    add("POST", "telemetry", service.telemetry)
+    add("GET", "get_server_capabilities", service.capabilities)
+
+    sessions = service.sessions
+    add("POST", "create_session", sessions.create_session)
+    add("POST", "session_heartbeat", sessions.session_heartbeat)
+    add("POST", "sessions/{session_id}/finish", sessions.finish, EMPTY)
+    add("GET", "sessions", sessions.sessions)
+    add("GET", "sessions/{session_id}", sessions.session)
+
+    training = service.training
+    add("POST", "create_model", training.create_model)
+    add("POST", "get_info", training.get_info)
+    add("POST", "forward_backward", training.forward_backward, PROTOBUF_BODY)
+    add("POST", "optim_step", training.optim_step)
+    add("POST", "save_weights", training.save_weights)
+    add("POST", "save_weights_for_sampler", training.save_weights_for_sampler)
+    add("POST", "load_weights", training.load_weights)
+    add("POST", "unload_model", training.unload_model)
+
+    sampling = service.sampling
+    add("POST", "create_sampling_session", sampling.create_sampling_session)
+    add("POST", "asample", sampling.asample)
+    add("GET", "samplers/{sampler_id}", sampling.sampler)
+
+    add("POST", "retrieve_future", service.retrieve_future, RESULT)
+    add("POST", "cancel_future", service.cancel_future, EMPTY)
+
+    runs, checkpoint = service.runs, "training_runs/{run_id}/checkpoints/{kind}/{name}"
+    add("GET", "training_runs", runs.training_runs)
+    add("GET", "training_runs/{run_id}", runs.training_run)
+    add("GET", "training_runs/{run_id}/checkpoints", runs.checkpoints_of_run)
+    add("GET", "checkpoints", runs.checkpoints)
+    add("DELETE", checkpoint, runs.delete_checkpoint, EMPTY)
+    add("PUT", f"{checkpoint}/ttl", runs.set_ttl, EMPTY)
+    add("POST", "weights_info", runs.weights_info)
+
+
+def make_app(service: Service, *, keys: Keys, hosts: Collection[str] | None) -> FastAPI:
     """Build the application around a service that the caller starts and closes; `hosts` are those of `Guard`."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in DOCUMENTED
     }
     # Without documentation pages, which would load scripts from elsewhere.
     app = FastAPI(title="Tinker API", version="1", docs_url=None, redoc_url=None, responses=errors)
-    app.state.service, app.state.http = service, http
     app.add_exception_handler(TinkerError, _tinker_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(Guard, keys=keys, hosts=hosts, limits=http)
+    app.add_middleware(Guard, keys=keys, hosts=hosts, limits=service.http)
     app.add_api_route(f"{PREFIX}/healthz", _health, methods=["GET"])
+    router = APIRouter()
+    _add_calls(router, service)
     app.include_router(router, prefix=PREFIX, dependencies=[Security(_key)])
     return app
 

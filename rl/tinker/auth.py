@@ -18,13 +18,13 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rl.tinker.codec import PROTOBUF, media_type
 from rl.tinker.types import HttpLimits
 
 PREFIX = "tml-"
 """First characters of every key; the official client refuses others."""
 MIN_LENGTH, MAX_LENGTH = 20, 4096
 KEY_HEADER = "X-API-Key"
-PROTOBUF = "application/x-protobuf"
 OPEN_PATHS = ("/api/v1/healthz", "/openapi.json")
 """Paths that need no key, because they reveal nothing about any owner."""
 
@@ -185,11 +185,6 @@ class Guard:
 
 def _too_large(most: int) -> _RefusedError:
     return _RefusedError(413, f"the body is larger than the allowed {most} bytes")
-
-
-def media_type(headers: Headers) -> str:
-    """Return the Content-Type without its parameters."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -180,8 +180,6 @@ class TinkerBackend(Configurable):
         self._spec: ModelSpec
         self._turns: Turns
         self._order = asyncio.Lock()
-        self._samplers: dict[str, int] = {}
-        """Version of the weights of each sampler."""
         self._base_version: int | None = None
         self._failure: Exception | None = None
 
@@ -260,40 +258,37 @@ class TinkerBackend(Configurable):
         async with self._trainer() as workers:
             await workers.delete_model(model_id)
 
-    # Samplers: immutable weights
+    # Weights to sample from, which never change: versions
 
-    async def publish(self, model_id: str, sampler_id: str) -> None:
-        """Create a sampler with the model's weights as they are now.
+    async def publish(self, model_id: str) -> int:
+        """Keep a copy of the model's weights as they are now, and return its version.
 
         Raises:
-            LimitReachedError: there is no room for another sampler.
+            LimitReachedError: there is no room for another one.
             InvalidRequestError: nothing could be sampled from the weights.
         """
         async with self._trainer() as workers:
-            self._samplers[sampler_id] = await self._push(workers, model_id)
+            return await self._push(workers, model_id)
 
-    async def open_sampler(self, sampler_id: str, settings: ModelSettings, folder: Path | None) -> None:
-        """Create a sampler from a folder of `save_model`, or from the base model itself with None."""
+    async def open(self, settings: ModelSettings, folder: Path | None) -> int:
+        """Return the version of a folder of `save_model`, or with None that of the base model itself."""
         async with self._trainer() as workers:
             if folder is not None:
-                version = await self._loaded(workers, settings.lora, folder)
-            elif self._base_version is None:
+                return await self._loaded(workers, settings.lora, folder)
+            if self._base_version is None:
                 # Fresh adapters change nothing, and need no copy of the base.
                 lora = wire.LoraConfig(rank=1, seed=0, train_unembed=False)
-                version = self._base_version = await self._loaded(workers, lora, None)
-            else:
-                version = self._base_version
-            self._samplers[sampler_id] = version
+                self._base_version = await self._loaded(workers, lora, None)
+            return self._base_version
 
-    async def close_sampler(self, sampler_id: str) -> None:
-        """Forget the weights of a sampler that has no requests any more."""
-        version = self._samplers.pop(sampler_id)
+    async def forget(self, version: int) -> None:
+        """Drop a version that has no requests any more; the base stays."""
         if version != self._base_version and self._workers is not None:
             await self._workers.forget(version)
 
-    async def sample(self, sampler_id: str, request: SampleRequest) -> SampleOutput:
+    async def sample(self, version: int, request: SampleRequest) -> SampleOutput:
         """Answer a request; a cancelled one ends its work at the next token."""
-        async with self._refusing() as workers, self._turns.serving(self._samplers[sampler_id]):
+        async with self._refusing() as workers, self._turns.serving(version):
             completions = [_EMPTY] * request.sampling.num_samples
             if request.sampling.max_tokens:
                 (completions,) = await workers.generate([request.prompt], sampling=request.sampling)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pydantic
 from google.protobuf.message import Message
 from tinker import types as wire
 
-from rl.tinker.types import BusyError, GoneError, InvalidRequestError, Limits, TinkerError
+from rl.tinker.types import BusyError, GoneError, HttpLimits, InvalidRequestError, Limits, TinkerError
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 
 Result: TypeAlias = Message | pydantic.BaseModel
 """Answer in the official client's own types: protobuf for tensors, RequestFailedResponse for work that failed."""
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
+
+T = TypeVar("T")
 
 SMALL_BYTES = 1024
 """Bytes counted for a result besides its tensors."""
@@ -98,24 +99,23 @@ class Futures:
         try:
             self._finish(request, await work())
         except TinkerError as error:
-            self.fail([request], str(error))
+            self.fail(request, str(error))
         except asyncio.CancelledError:
-            self.fail([request], "it was cancelled")
+            self.fail(request, "it was cancelled")
             raise
         except Exception:
             log.exception("request %s failed", request.request_id)
             text = f"the server failed; its log has the reason under request {request.request_id}"
-            self.fail([request], text, wire.RequestErrorCategory.Server)
+            self.fail(request, text, wire.RequestErrorCategory.Server)
 
     def fail(
         self,
-        requests: Iterable[Request],
+        request: Request,
         error: str,
         category: wire.RequestErrorCategory = wire.RequestErrorCategory.User,
     ) -> None:
-        """Fail requests; the text is for the client, without paths or other internals."""
-        for request in requests:
-            self._finish(request, wire.RequestFailedResponse(error=error, category=category))
+        """Fail a request; the text is for the client, without paths or other internals."""
+        self._finish(request, wire.RequestFailedResponse(error=error, category=category))
 
     def _finish(self, request: Request, result: Result) -> None:
         """Set a request's result, unless it has one."""
@@ -165,7 +165,7 @@ class Futures:
         task = request.task
         assert task is not None
         # A task that has not begun would not report its cancellation.
-        self.fail([request], error)
+        self.fail(request, error)
         task.cancel()
 
     def close(self) -> None:
@@ -193,9 +193,9 @@ class Background:
     """Tasks that run until they end or the service closes. A failed one is logged."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+    def start(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name=what)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -204,16 +204,16 @@ class Background:
     async def close(self, timeout_s: float) -> None:
         """Wait for all tasks, also those that they start; then cancel the rest and wait as long again."""
         for cancel in (False, True):
-            deadline = asyncio.get_running_loop().time() + timeout_s
-            while self._tasks and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
-                if cancel:
-                    for task in self._tasks:
-                        task.cancel()
-                await asyncio.wait(set(self._tasks), timeout=left_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while self._tasks:
+                        for task in self._tasks if cancel else ():
+                            task.cancel()
+                        await asyncio.wait(self._tasks)
         for task in self._tasks:
             log.error("%s did not end", task.get_name())
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
@@ -228,17 +228,7 @@ class Parts:
     sessions: Sessions
     futures: Futures
     limits: Limits
+    http: HttpLimits
     wall_time_s: Callable[[], float]
     """Unix time, by which checkpoints are stamped and expire."""
     background: Background = field(default_factory=Background)
-
-
-async def in_thread(function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """Run a function in a thread. When cancelled, wait for it nevertheless: a thread cannot be stopped, and
-    the files that it works on must not be removed meanwhile."""
-    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

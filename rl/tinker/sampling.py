@@ -1,6 +1,6 @@
 """Sampling sessions, the weights behind them, and requests to sample.
 
-Saved weights open with the first sample, and all sampling sessions of the same version share them. At most
+Saved weights open with the first sample, and all sampling sessions of the same checkpoint share them. At most
 `limits.samplers` snapshots and saved weights of one owner are open: the next one closes the least recently used
 one. A snapshot is then gone; saved weights open again with their next sample. Base models stay open. Nothing
 closes before its samples have ended.
@@ -9,135 +9,109 @@ closes before its samples have ended.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
-import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from tinker import types as wire
 
-from rl.tinker.codec import encode_sample
-from rl.tinker.datums import check_ids
+from rl.tinker.codec import checked_request, encode_sample
 from rl.tinker.futures import Parts, Result
-from rl.tinker.models import find_base
 from rl.tinker.sessions import Session
 from rl.tinker.storage import Stored
 from rl.tinker.types import (
-    MAX_SEQ_ID,
     BaseModel,
+    Future,
     GoneError,
+    Id,
     InvalidRequestError,
     LimitReachedError,
-    Limits,
     ModelSettings,
     NotFoundError,
-    SampleRequest,
-    TinkerError,
+    Owner,
     check_seq_id,
+    find_base,
 )
-from rl.types import SamplingParams
-
-MAX_TOP_VALUES = 8_000_000
-"""Most values of a prompt's top-k table."""
-UNSUPPORTED = (
-    "base_model",
-    "model_path",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
-"""Fields of a sample that must be off."""
 
 
 @dataclass(slots=True, eq=False)
-class Sampler:
+class Weights:
     """Weights that the backend holds to sample from."""
 
     key: str
-    """Base model, folder or snapshot id."""
-    sampler_id: str
+    """Base model, folder or version of a snapshot."""
     owner: str | None
     """Owner, or None for base models, which all owners share."""
+    version: asyncio.Future[int]
+    """The backend's number for them; pending while they open."""
     num_samples: int = 0
     """Samples that are not finished."""
-    opening: asyncio.Task[None] | None = None
-    """Task that opens the weights; None for snapshots, which exist from the start."""
     closed: str | None = None
     """Reason why no more samples are accepted."""
 
     @property
     def could_not_open(self) -> bool:
-        task = self.opening
-        return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+        return self.version.done() and (self.version.cancelled() or self.version.exception() is not None)
 
 
-class Samplers:
-    """The backend's samplers, and when to close them."""
+class OpenWeights:
+    """The weights that are open, and when to close them."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._open: dict[str, Sampler] = {}
-        """Samplers by key, least recently used first."""
-        self._numbers = itertools.count(1)
+        self._open: dict[str, Weights] = {}
+        """Weights by key, least recently used first."""
 
-    async def publish(self, model_id: str, owner: str) -> Sampler:
+    async def publish(self, model_id: str, owner: str) -> Weights:
         """Snapshot a model's weights.
 
         Raises:
-            LimitReachedError: the backend has no room, and all of the owner's samplers are in use.
+            LimitReachedError: the backend has no room, and all of the owner's weights are in use.
         """
-        sampler_id = f"sampler-{next(self._numbers)}"
-        while True:
+        version = asyncio.get_running_loop().create_future()
+        while not version.done():
             try:
-                await self._parts.backend.publish(model_id, sampler_id)
-                break
+                version.set_result(await self._parts.backend.publish(model_id))
             except LimitReachedError as error:
                 closing = self._close_oldest(owner, str(error))
                 if closing is None:
                     raise
                 await asyncio.wait([closing])
-        sampler = self._open[sampler_id] = Sampler(key=sampler_id, sampler_id=sampler_id, owner=owner)
+        weights = Weights(f"snapshot {version.result()}", owner, version)
+        self._open[weights.key] = weights
         self._make_room(owner)
-        return sampler
+        return weights
 
-    def opened(self, base_model: str, stored: Stored | None, owner: str) -> Sampler:
-        """Return the sampler of saved weights, or with None of a base model; it may still be opening."""
-        key = f"base {base_model}" if stored is None else str(stored.folder)
+    def opened(self, base_model: str, stored: Stored | None, owner: str) -> Weights:
+        """Return saved weights, or with None those of a base model; they may still be opening."""
+        key = f"base {base_model}" if stored is None else str(stored.data)
         found = self._open.get(key)
         if found is None or found.could_not_open:
             settings, folder = ModelSettings(base_model=base_model, lora=None), None
             if stored is not None:
                 settings, folder = stored.record.settings, stored.data
-            sampler_id = f"sampler-{next(self._numbers)}"
-            found = Sampler(key=key, sampler_id=sampler_id, owner=None if stored is None else owner)
-            opening = self._parts.backend.open_sampler(sampler_id, settings, folder)
-            found.opening = self._parts.background.start(opening, f"opening of {key}")
-            self._open[key] = found
+            opening = self._parts.backend.open(settings, folder)
+            version = self._parts.background.start(opening, f"opening of {key}")
+            found = self._open[key] = Weights(key, None if stored is None else owner, version)
         return found
 
-    def acquire(self, sampler: Sampler) -> None:
-        """Keep the weights until `release`, and note that they are the most recently used."""
-        sampler.num_samples += 1
-        self._open[sampler.key] = self._open.pop(sampler.key)
-        self._make_room(sampler.owner)
+    def acquire(self, weights: Weights) -> None:
+        """Keep the weights open until `release`, and note that they are the most recently used."""
+        weights.num_samples += 1
+        self._open[weights.key] = self._open.pop(weights.key)
+        self._make_room(weights.owner)
 
-    def release(self, sampler: Sampler) -> None:
-        sampler.num_samples -= 1
-        if not sampler.num_samples and sampler.closed is not None:
-            self._forget(sampler)
+    def release(self, weights: Weights) -> None:
+        weights.num_samples -= 1
+        if not weights.num_samples and weights.closed is not None:
+            self._forget(weights)
         else:
-            self._make_room(sampler.owner)
+            self._make_room(weights.owner)
 
     def close(self, key: str, why: str) -> asyncio.Task[None] | None:
-        """Close a sampler if it is open; return the task that closes it now, or None while it has samples."""
-        if (sampler := self._open.pop(key, None)) is not None:
-            sampler.closed = why
-            if not sampler.num_samples:
-                return self._forget(sampler)
+        """Close weights that are open; return the task that closes them now, or None while they have samples."""
+        if (weights := self._open.pop(key, None)) is not None:
+            weights.closed = why
+            if not weights.num_samples:
+                return self._forget(weights)
         return None
 
     def _make_room(self, owner: str | None) -> None:
@@ -151,43 +125,40 @@ class Samplers:
                 break
 
     def _close_oldest(self, owner: str, why: str) -> asyncio.Task[None] | None:
-        """Close the owner's least recently used sampler without samples, if there is one."""
-        for key, sampler in self._open.items():
-            if sampler.owner == owner and not sampler.num_samples:
+        """Close the owner's least recently used weights without samples, if there are any."""
+        for key, weights in self._open.items():
+            if weights.owner == owner and not weights.num_samples:
                 return self.close(key, why)
         return None
 
-    def _forget(self, sampler: Sampler) -> asyncio.Task[None]:
+    def _forget(self, weights: Weights) -> asyncio.Task[None]:
         async def forget() -> None:
-            if sampler.opening is not None:
-                await asyncio.wait([sampler.opening])
-            if not sampler.could_not_open:
-                await self._parts.backend.close_sampler(sampler.sampler_id)
+            await asyncio.wait([weights.version])
+            if not weights.could_not_open:
+                await self._parts.backend.forget(weights.version.result())
 
-        return self._parts.background.start(forget(), f"closing of {sampler.sampler_id}")
+        return self._parts.background.start(forget(), f"closing of {weights.key}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingSession:
-    sampling_session_id: str
     session: Session
     base: BaseModel
-    source: Sampler | Stored | None
+    source: Weights | Stored | None
     """Snapshot in memory, saved weights, or None for the base model itself."""
-
-    @property
-    def model_path(self) -> str | None:
-        return str(self.source.path) if isinstance(self.source, Stored) else None
 
 
 class SamplingSessions:
+    """Calls about sampling sessions."""
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._samplers = Samplers(parts)
-        self._sampling: dict[str, SamplingSession] = {}
-        parts.sessions.on_end.append(self._end_session)
+        self._weights = OpenWeights(parts)
+        parts.sessions.end_samplers = self._end_session
 
-    def create(self, body: wire.CreateSamplingSessionRequest, *, owner: str) -> str:
+    async def create_sampling_session(
+        self, body: wire.CreateSamplingSessionRequest, *, owner: Owner
+    ) -> wire.CreateSamplingSessionResponse:
         """Open a sampling session of saved sampler weights or of a base model, and return its id.
 
         The same call returns the same id. Weights load with the first sample; if they are replaced or deleted
@@ -199,49 +170,18 @@ class SamplingSessions:
             NotFoundError, GoneError: there is no such session or path.
         """
         session = self._parts.sessions.live(body.session_id, owner)
-        sampling_session_id = self.id_of(session, body.sampling_session_seq_id)
-        if sampling_session_id in self._sampling:
-            return sampling_session_id
-        stored, name = None, body.base_model
-        if body.model_path is not None:
-            stored = self._parts.storage.find_weights(
-                body.model_path, "sampler", owner, base_model=body.base_model
-            )
-            name = stored.record.settings.base_model
-        self._add(session, sampling_session_id, find_base(self._parts.backend, name), stored)
-        return sampling_session_id
+        new_id = self.id_of(session, body.sampling_session_seq_id)
+        if new_id not in session.samplers:
+            stored, name = None, body.base_model
+            if body.model_path is not None:
+                stored = self._parts.storage.find_weights(body.model_path, "sampler", owner, base_model=name)
+                name = stored.record.settings.base_model
+            base = find_base(self._parts.backend.base_models, name)
+            session.samplers[new_id] = SamplingSession(session=session, base=base, source=stored)
+        return wire.CreateSamplingSessionResponse(sampling_session_id=new_id)
 
-    def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
-        number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
-        return f"{session.session_id}:sample:{number}"
-
-    async def publish(
-        self, model_id: str, sampling_session_id: str, session: Session, base: BaseModel
-    ) -> None:
-        """Open a sampling session of a model's weights as they are now."""
-        sampler = await self._samplers.publish(model_id, session.owner)
-        try:
-            if not self._parts.sessions.is_live(session):
-                raise GoneError(f"session {session.session_id} has ended")
-            self._add(session, sampling_session_id, base, sampler)
-        except TinkerError as error:
-            self._samplers.close(sampler.key, str(error))
-            raise
-
-    def _add(
-        self, session: Session, sampling_session_id: str, base: BaseModel, source: Sampler | Stored | None
-    ) -> None:
-        if sampling_session_id in self._sampling:
-            raise InvalidRequestError(
-                f"sampling_session_seq_id: there is a sampling session {sampling_session_id} already"
-            )
-        self._sampling[sampling_session_id] = SamplingSession(
-            sampling_session_id=sampling_session_id, session=session, base=base, source=source
-        )
-        session.sampling_session_ids.append(sampling_session_id)
-
-    def sample(self, body: wire.SampleRequest, *, owner: str) -> str:
-        """Start a sample and return its request id; its result is a `SampleResponse`.
+    async def asample(self, body: wire.SampleRequest, *, owner: Owner) -> Future:
+        """Start a sample, whose result is a `SampleResponse`.
 
         The same (sampling_session_id, seq_id) is the same request as long as its result is kept. Seq ids count
         from 0, in any order.
@@ -250,121 +190,71 @@ class SamplingSessions:
             InvalidRequestError, NotFoundError, BusyError
             GoneError: the session has ended, or its weights were closed for newer ones.
         """
-        if body.sampling_session_id is None:
+        if (session_id := body.sampling_session_id) is None:
             raise InvalidRequestError("sampling_session_id: is missing; create_sampling_session returns it")
-        one = self.live(body.sampling_session_id, owner)
-        seq_id = check_seq_id("seq_id", body.seq_id, first=0)
-        request = checked_request(body, one.base, self._parts.limits)
-        request_id = f"{one.sampling_session_id}:{seq_id}"
+        one = self.live(session_id, owner)
+        request_id = f"{session_id}:{check_seq_id('seq_id', body.seq_id, first=0)}"
+        asked = checked_request(body, one.base, self._parts.limits)
         futures = self._parts.futures
         if request_id not in futures:
-            sampler = self._sampler(one)
-            future = futures.begin(request_id, owner=owner, num_bytes=request.prompt.nbytes)
+            weights = self._weights_of(one)
+            request = futures.begin(request_id, owner=owner, num_bytes=asked.prompt.nbytes)
 
             async def sampled() -> Result:
-                if sampler.opening is not None:
-                    await asyncio.shield(sampler.opening)
-                output = await self._parts.backend.sample(sampler.sampler_id, request)
-                return encode_sample(output, request)
+                version = await asyncio.shield(weights.version)
+                return encode_sample(await self._parts.backend.sample(version, asked), asked)
 
-            self._samplers.acquire(sampler)
-            future.task = self._parts.background.start(futures.run(future, sampled), f"sample {request_id}")
-            future.task.add_done_callback(lambda _: self._samplers.release(sampler))
-        return request_id
+            self._weights.acquire(weights)
+            request.task = self._parts.background.start(futures.run(request, sampled), f"sample {request_id}")
+            request.task.add_done_callback(lambda _: self._weights.release(weights))
+        ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
+        return Future(request_id=request_id, model_id=session_id, sample_sequence_ids=ids)
+
+    async def sampler(self, sampler_id: Id, *, owner: Owner) -> wire.GetSamplerResponse:
+        one = self.live(sampler_id, owner)
+        path = one.source.path.tinker_path if isinstance(one.source, Stored) else None
+        return wire.GetSamplerResponse(sampler_id=sampler_id, base_model=one.base.name, model_path=path)
+
+    # For the other calls
 
     def live(self, sampling_session_id: str, owner: str) -> SamplingSession:
         """Return a sampling session and keep its session alive."""
-        self._parts.sessions.live(sampling_session_id, owner)
-        if (one := self._sampling.get(sampling_session_id)) is None:
+        session = self._parts.sessions.live(sampling_session_id, owner)
+        if (one := session.samplers.get(sampling_session_id)) is None:
             raise NotFoundError(f"there is no sampling session {sampling_session_id!r:.100}")
         return one
 
-    def _sampler(self, one: SamplingSession) -> Sampler:
-        if not isinstance(one.source, Sampler):
-            return self._samplers.opened(one.base.name, one.source, one.session.owner)
+    def id_of(self, session: Session, sampling_session_seq_id: int | None) -> str:
+        number = check_seq_id("sampling_session_seq_id", sampling_session_seq_id, first=0)
+        return f"{session.session_id}:sample:{number}"
+
+    async def publish(self, model_id: str, new_id: str, session: Session, base: BaseModel) -> None:
+        """Open a sampling session of a model's weights as they are now."""
+        if new_id in session.samplers:
+            raise InvalidRequestError(
+                f"sampling_session_seq_id: there is a sampling session {new_id} already"
+            )
+        weights = await self._weights.publish(model_id, session.owner)
+        if session.ended:
+            self._weights.close(weights.key, "its session has ended")
+            raise GoneError(f"session {session.session_id} has ended")
+        session.samplers[new_id] = SamplingSession(session=session, base=base, source=weights)
+
+    def _weights_of(self, one: SamplingSession) -> Weights:
+        if not isinstance(one.source, Weights):
+            return self._weights.opened(one.base.name, one.source, one.session.owner)
         if (why := one.source.closed) is not None:
-            raise GoneError(f"the weights of {one.sampling_session_id} are no longer in memory: {why}")
+            raise GoneError(f"the weights are no longer in memory: {why}")
         return one.source
 
     def _end_session(self, session: Session, why: str) -> None:
         self._parts.futures.end_samples(session.session_id, why)
-        ended = [self._sampling.pop(one_id) for one_id in session.sampling_session_ids]
-        still_used = {one.source.folder for one in self._sampling.values() if isinstance(one.source, Stored)}
+        ended = list(session.samplers.values())
+        session.samplers.clear()
+        others = self._parts.sessions.samplers()
+        still_used = {one.source.data for one in others if isinstance(one.source, Stored)}
         for one in ended:
-            if isinstance(one.source, Sampler):
-                self._samplers.close(one.source.key, why)
-            elif isinstance(one.source, Stored) and one.source.folder not in still_used:
-                self._samplers.close(str(one.source.folder), why)
-
-
-# Requests
-
-
-def checked_request(body: wire.SampleRequest, base: BaseModel, limits: Limits) -> SampleRequest:
-    """Translate a request, with its defaults filled in.
-
-    Raises:
-        InvalidRequestError: a field is unsupported or out of range; the text names it.
-    """
-    for name in UNSUPPORTED:
-        if value := getattr(body, name):
-            raise InvalidRequestError(f"{name}: {value!a:.80} is not supported; leave it out")
-    params = body.sampling_params
-    prompt = _prompt(body, base)
-    _check_ranges(body, prompt.size, base, limits)
-    stop: Sequence[str | int] = base.stop_token_ids
-    if params.stop is not None:
-        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
-    if "" in stop:
-        raise InvalidRequestError("sampling_params.stop: has an empty text, which would end every completion")
-    stop_ids = [entry for entry in stop if isinstance(entry, int)]
-    check_ids(np.array(stop_ids, object), base.vocab_size, where="sampling_params.stop")
-    room = base.max_context_length - prompt.size
-    return SampleRequest(
-        prompt=prompt,
-        sampling=SamplingParams(
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            num_samples=body.num_samples,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=min(max(0, params.top_k), base.vocab_size),
-            stop_token_ids=tuple(stop_ids),
-            stop_texts=tuple(entry for entry in stop if isinstance(entry, str)),
-            seed=secrets.randbits(62) if params.seed is None else params.seed,
-        ),
-        prompt_logprobs=bool(body.prompt_logprobs),
-        topk_prompt_logprobs=body.topk_prompt_logprobs,
-    )
-
-
-def _prompt(body: wire.SampleRequest, base: BaseModel) -> np.ndarray:
-    tokens: list[int] = []
-    for i, chunk in enumerate(body.prompt.chunks):
-        if chunk.type != "encoded_text":
-            raise InvalidRequestError(f"prompt.chunks[{i}].type: {chunk.type!a}, must be 'encoded_text'")
-        tokens += chunk.tokens
-    asks_prompt = body.prompt_logprobs or body.topk_prompt_logprobs > 0
-    longest = base.max_context_length if asks_prompt else base.max_context_length - 1
-    if not 1 <= len(tokens) <= longest:
-        raise InvalidRequestError(
-            f"prompt: has {len(tokens)} tokens: must be 1 to {longest}; the model's context has "
-            f"{base.max_context_length}"
-        )
-    check_ids(np.array(tokens, object), base.vocab_size, where="prompt")
-    return np.array(tokens, np.int32)
-
-
-def _check_ranges(body: wire.SampleRequest, num_tokens: int, base: BaseModel, limits: Limits) -> None:
-    params, lowest = body.sampling_params, base.min_temperature
-    most_top = min(base.vocab_size, MAX_TOP_VALUES // num_tokens) if base.topk_prompt_logprobs else 0
-    for name, value, lower, upper in (
-        ("num_samples", body.num_samples, 1, limits.samples_per_request),
-        ("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, most_top),
-        ("sampling_params.max_tokens", params.max_tokens, 1, math.inf),
-        ("sampling_params.temperature, unless it is 0", params.temperature or lowest, lowest, 1e30),
-        ("sampling_params.top_p", params.top_p, 1e-30, 1),
-        ("sampling_params.top_k", params.top_k, -1, math.inf),
-        ("sampling_params.seed", params.seed, 0, MAX_SEQ_ID),
-    ):
-        if value is not None and not lower <= value <= upper:
-            raise InvalidRequestError(f"{name}={value!r:.100}: must be {lower} to {upper}")
+            if isinstance(one.source, Weights):
+                self._weights.close(one.source.key, why)
+            elif isinstance(one.source, Stored) and one.source.data not in still_used:
+                self._weights.close(str(one.source.data), why)

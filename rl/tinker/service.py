@@ -1,45 +1,49 @@
-"""The Tinker service: sessions, ordered streams, results, samplers and storage, without a transport.
+"""The Tinker service: sessions, ordered streams, results, samplers and storage.
 
-    routes.py  ->  Service  ->  TinkerBackend (this process or actors)
+    app.py  ->  Service  ->  TinkerBackend (this process or actors)
 
-    sessions             sessions and their timeouts
-    models               models in training, and the order of their requests
-    training             requests of models in training (datums.py translates them)
-    sampling             sampling sessions and samples
-    retrieve, cancel     results of requests (futures.py)
-    the rest             answers about training runs and checkpoints, from memory and disk (storage.py) together
+    sessions     sessions and their timeouts
+    training     requests about models in training (datums.py translates them), each model's in order (models.py)
+    sampling     sampling sessions and samples
+    runs         training runs and checkpoints, in memory and on the disk (storage.py)
+    futures      requests and their results
 
-Everything runs in one event loop. A method that submits work is a plain function: it checks, queues and returns at
-once. A mistake in the call raises a `TinkerError`; what goes wrong later is a `RequestFailedResponse` from
-`retrieve`. Every call names its owner, and what belongs to another owner is not found.
+Everything runs in one event loop. The calls of the official client are methods, in its types; app.py gives them
+their paths. A call that submits work checks it, queues it and returns at once. A mistake in the call raises a
+`TinkerError`; what goes wrong later is a `RequestFailedResponse` from `retrieve_future`. Every call names its owner,
+and what belongs to another owner is not found.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
+from fastapi import Body
+from google.protobuf.message import Message
+from starlette.responses import JSONResponse, Response
 from tinker import types as wire
+from tinker.types.try_again_response import TryAgainResponse
 
-from rl.tinker.futures import Futures, Parts, Result, in_thread
-from rl.tinker.models import Models
+from rl.tinker.codec import PROTOBUF
+from rl.tinker.futures import Futures, Parts, Result
+from rl.tinker.runs import Runs
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.sessions import Sessions
-from rl.tinker.storage import RunRecord, Storage, Stored
+from rl.tinker.storage import Storage, in_thread
 from rl.tinker.training import Training
-from rl.tinker.types import BaseModel, Limits, NotFoundError, check_ttl, parse_path
+from rl.tinker.types import HttpLimits, Limits, Owner
 
 if TYPE_CHECKING:
     from rl.tinker.backend import TinkerBackend
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SWEEP_EVERY_S = 300.0
 
 
@@ -52,27 +56,25 @@ class Service:
         backend: TinkerBackend,
         storage_folder: str | Path,
         limits: Limits | None = None,
+        http: HttpLimits | None = None,
         wall_time_s: Callable[[], float] = time.time,
     ) -> None:
-        self.limits = limits = limits or Limits()
-        self._storage = Storage(storage_folder, limits=limits, wall_time_s=wall_time_s)
+        limits = limits or Limits()
         self._parts = parts = Parts(
             backend=backend,
-            storage=self._storage,
+            storage=Storage(storage_folder, limits=limits, wall_time_s=wall_time_s),
             sessions=Sessions(limits=limits),
             futures=Futures(limits),
             limits=limits,
+            http=http or HttpLimits(),
             wall_time_s=wall_time_s,
         )
+        self.http = parts.http
         self.sessions = parts.sessions
-        self.models = Models(parts)
         self.sampling = SamplingSessions(parts)
-        self.training = Training(parts, models=self.models, sampling=self.sampling)
+        self.training = Training(parts, sampling=self.sampling)
+        self.runs = Runs(parts)
         self._sweeping: asyncio.Task[None] | None = None
-
-    @property
-    def base_models(self) -> Sequence[BaseModel]:
-        return self._parts.backend.base_models
 
     async def start(self) -> None:
         """Start the backend, and remove checkpoints that have expired or are half written.
@@ -80,9 +82,9 @@ class Service:
         Raises:
             ValueError: the storage folder cannot be written.
         """
-        self._storage.prepare()
+        self._parts.storage.prepare()
         await self._parts.backend.start()
-        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="sweep of the storage")
+        self._sweeping = asyncio.create_task(self._sweep(), name="sweep of the storage")
 
     def stop_waiting(self) -> None:
         """Give callers that wait for a result a GoneError at once, and accept no more requests. Idempotent."""
@@ -90,7 +92,7 @@ class Service:
 
     async def close(self) -> None:
         """End all sessions, then the backend, within three times `limits.close_timeout_s`. Idempotent."""
-        timeout_s = self.limits.close_timeout_s
+        timeout_s = self._parts.limits.close_timeout_s
         self.stop_waiting()
         self.sessions.close()
         if self._sweeping is not None:
@@ -107,11 +109,39 @@ class Service:
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
             try:
-                await in_thread(self._storage.sweep)
+                await in_thread(self._parts.storage.sweep)
             except OSError:
                 log.exception("expired checkpoints could not be removed; the next sweep tries again")
 
-    # Results
+    # Calls about the server
+
+    async def client_config(self, body: wire.ClientConfigRequest) -> wire.ClientConfigResponse:
+        return wire.ClientConfigResponse(
+            fwdbwd_max_chunk_len=self.http.chunk_data,
+            fwdbwd_max_chunk_bytes_count=self.http.chunk_bytes,
+        )
+
+    async def dynamic_config(self, body: wire.ClientConfigRequest) -> wire.ClientDynamicConfigResponse:
+        return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
+
+    async def telemetry(self, body: dict[str, Any]) -> dict[str, str]:
+        """Discard the client's telemetry."""
+        return {"status": "accepted"}
+
+    async def capabilities(self) -> wire.GetServerCapabilitiesResponse:
+        return wire.GetServerCapabilitiesResponse(
+            supported_models=[
+                wire.SupportedModel(
+                    model_name=base.name,
+                    max_context_length=base.max_context_length,
+                    trainable=True,
+                    sampleable=True,
+                )
+                for base in self._parts.backend.base_models
+            ]
+        )
+
+    # Calls about results
 
     async def retrieve(self, request_id: str, *, owner: str, wait_s: float) -> Result | None:
         """Return a request's result, or None when there is none after `wait_s`. May be called repeatedly.
@@ -123,113 +153,21 @@ class Service:
         self.sessions.touch(request_id, owner)
         return await self._parts.futures.retrieve(request_id, wait_s=wait_s)
 
-    def cancel(self, request_id: str, *, owner: str) -> None:
-        """Cancel a sample, whose result becomes a failure. Without effect when it has ended.
+    async def retrieve_future(self, body: wire.FutureRetrieveRequest, *, owner: Owner) -> Response:
+        """Wait for a result: protobuf if it has tensors, else JSON."""
+        result = await self.retrieve(body.request_id, owner=owner, wait_s=self.http.poll_s)
+        if result is None:
+            again = TryAgainResponse(request_id=body.request_id, queue_state="active")
+            return JSONResponse(again.model_dump() | {"queue_state_reason": "waiting for its turn"}, 408)
+        if isinstance(result, Message):
+            return Response(result.SerializeToString(), media_type=PROTOBUF)
+        # Python's JSON has NaN, as the official client reads it: null would not be a number.
+        return Response(json.dumps(result.model_dump()), media_type="application/json")
 
-        Raises:
-            InvalidRequestError: the request is no sample.
-            NotFoundError, GoneError: see `retrieve`.
+    async def cancel_future(self, request_id: Annotated[str, Body(embed=True)], *, owner: Owner) -> None:
+        """Cancel a sample, whose result becomes a failure; training cannot be cancelled.
+
+        Without effect when it has ended.
         """
         self.sessions.touch(request_id, owner)
         self._parts.futures.cancel(request_id)
-
-    # Training runs and checkpoints: NotFoundError for what is unknown or belongs to another owner
-
-    async def training_runs(self, *, owner: str, offset: int, limit: int) -> wire.TrainingRunsResponse:
-        """Return the runs in memory or with checkpoints, newest first."""
-        records = {record.model_id: record for record in await in_thread(self._storage.runs, owner)}
-        records |= {model.model_id: model.record for model in self.models.of_owner(owner)}
-        newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
-        some, cursor = page(newest, offset=offset, limit=limit)
-        runs = [await self._describe(record, owner) for record in some]
-        return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
-
-    async def training_run(self, run_id: str, *, owner: str) -> wire.TrainingRun:
-        return await self._describe(await self._record(run_id, owner), owner)
-
-    async def checkpoints(self, run_id: str, *, owner: str) -> wire.CheckpointsListResponse:
-        """Return a run's checkpoints of both kinds, newest first."""
-        record = await self._record(run_id, owner)
-        found = await in_thread(self._storage.checkpoints, record.model_id)
-        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
-
-    async def all_checkpoints(self, *, owner: str, offset: int, limit: int) -> wire.CheckpointsListResponse:
-        """Return the checkpoints of all runs, newest first."""
-
-        def found() -> list[Stored]:
-            runs = self._storage.runs(owner)
-            stored = [stored for run in runs for stored in self._storage.checkpoints(run.model_id)]
-            return sorted(stored, key=lambda stored: stored.record.created_s, reverse=True)
-
-        some, cursor = page(await in_thread(found), offset=offset, limit=limit)
-        listed = [_checkpoint(stored) for stored in some]
-        return wire.CheckpointsListResponse(checkpoints=listed, cursor=cursor)
-
-    async def delete_checkpoint(self, path: str, *, owner: str) -> None:
-        await in_thread(self._storage.delete, parse_path(path), owner)
-
-    async def set_ttl(self, path: str, ttl_seconds: int | None, *, owner: str) -> None:
-        """Let a checkpoint expire so many seconds from now, or never."""
-        check_ttl(ttl_seconds)
-        await in_thread(self._storage.set_expiry, parse_path(path), owner, ttl_seconds)
-
-    async def weights_info(self, path: str, *, owner: str) -> wire.WeightsInfoResponse:
-        """Return the settings that a model must have to load these weights."""
-        stored = await in_thread(self._storage.find, parse_path(path), owner)
-        settings = stored.record.settings
-        lora = {} if settings.lora is None else settings.lora.model_dump(exclude={"rank", "seed"})
-        return wire.WeightsInfoResponse(
-            base_model=settings.base_model,
-            is_lora=settings.lora is not None,
-            lora_rank=None if settings.lora is None else settings.lora.rank,
-            **lora,
-        )
-
-    async def _record(self, model_id: str, owner: str) -> RunRecord:
-        if (model := self.models.find(model_id, owner)) is not None:
-            return model.record
-        record = await in_thread(self._storage.run, model_id, owner)
-        if record is None:
-            raise NotFoundError(f"there is no training run {model_id!r:.100}")
-        return record
-
-    async def _describe(self, record: RunRecord, owner: str) -> wire.TrainingRun:
-        found = await in_thread(self._storage.checkpoints, record.model_id)
-        checkpoints = [_checkpoint(stored) for stored in found]
-        newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
-        model = self.models.find(record.model_id, owner)
-        last = max((checkpoint.time for checkpoint in checkpoints), default=_time(record.created_s))
-        lora = record.settings.lora
-        return wire.TrainingRun(
-            training_run_id=record.model_id,
-            base_model=record.settings.base_model,
-            model_owner=owner,
-            is_lora=lora is not None,
-            lora_rank=None if lora is None else lora.rank,
-            last_request_time=last if model is None else _time(model.requested_s),
-            last_checkpoint=newest.get("training"),
-            last_sampler_checkpoint=newest.get("sampler"),
-            user_metadata=record.user_metadata,
-        )
-
-
-def _checkpoint(stored: Stored) -> wire.Checkpoint:
-    record = stored.record
-    return wire.Checkpoint(
-        checkpoint_id=stored.path.checkpoint_id,
-        checkpoint_type=stored.path.kind,
-        time=_time(record.created_s),
-        tinker_path=str(stored.path),
-        size_bytes=record.size_bytes,
-        user_metadata=record.user_metadata,
-        expires_at=None if record.expires_s is None else _time(record.expires_s),
-    )
-
-
-def page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
-    cursor = wire.Cursor(offset=offset, limit=limit, total_count=len(items))
-    return items[offset : offset + limit], cursor
-
-
-def _time(wall_s: float) -> datetime:
-    return datetime.fromtimestamp(wall_s, UTC)

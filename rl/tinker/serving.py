@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -95,7 +95,9 @@ class TinkerServer(Configurable):
         config = self._config
         folder = Path(config.storage_folder).expanduser()
         with locked_storage(folder), listening(config.host, config.port) as listener:
-            service = Service(backend=config.backend.build(), storage_folder=folder, limits=config.limits)
+            service = Service(
+                backend=config.backend.build(), storage_folder=folder, limits=config.limits, http=config.http
+            )
             if not is_loopback(config.host):
                 print(f"warning: {config.host} speaks plain HTTP: put TLS in front of it", file=sys.stderr)
             asyncio.run(self._serve(service, listener))
@@ -106,9 +108,8 @@ class TinkerServer(Configurable):
             listener,
             keys=self._keys,
             hosts=None if self._keys.configured else (*LOOPBACK_NAMES, self._config.host.lower()),
-            http=self._config.http,
             stop=_stop_signal(),
-            ready=lambda: print(f"serving the Tinker API at {url_of(listener)}", flush=True),
+            ready=lambda url: print(f"serving the Tinker API at {url}", flush=True),
         )
 
 
@@ -162,9 +163,8 @@ class ServerThread:
                 listener,
                 keys=Keys([self.api_key]),
                 hosts=LOOPBACK_NAMES,
-                http=HttpLimits(),
                 stop=self._stop,
-                ready=lambda: self._ready.set_result(url_of(listener)),
+                ready=self._ready.set_result,
             )
 
 
@@ -187,15 +187,29 @@ async def serve(
     *,
     keys: Keys,
     hosts: tuple[str, ...] | None,
-    http: HttpLimits,
     stop: asyncio.Event,
-    ready: Callable[[], None],
+    ready: Callable[[str], object],
 ) -> None:
-    """Start the service, answer requests until `stop` is set, and close the service."""
-    server = _Uvicorn(make_app(service, http=http, keys=keys, hosts=hosts), ready=ready)
+    """Start the service, call `ready` with its URL, answer requests until `stop` is set, and close the service."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(service, keys=keys, hosts=hosts),
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            # Longer than a client's pause between calls; otherwise the client writes to a closing connection.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
+        )
+    )
+    # uvicorn's own handlers would end the process by the signal itself.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
 
     async def run() -> None:
         await service.start()
+        ready(url_of(listener))
         await server.serve(sockets=[listener])
 
     running, stopping = asyncio.create_task(run()), asyncio.create_task(stop.wait())
@@ -210,35 +224,6 @@ async def serve(
     finally:
         stopping.cancel()
         await service.close()
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process by the signal itself."""
-
-    def __init__(self, app: Any, *, ready: Callable[[], None]) -> None:
-        """Call `ready` once requests are answered."""
-        self._ready = ready
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                # Longer than a client's pause between calls; otherwise the client writes to a closing connection.
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(DRAIN_TIMEOUT_S),
-            )
-        )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def is_loopback(host: str) -> bool:
@@ -264,7 +249,7 @@ def _stop_signal() -> asyncio.Event:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind a socket.
+    """Listen on a socket; who connects before requests are answered waits.
 
     Raises:
         ValueError: the address is unavailable.
@@ -275,6 +260,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen()
         except OSError as error:
             raise ValueError(f"host={host!r}, port={port}: cannot listen there: {error.strerror}") from None
         yield listener

@@ -7,16 +7,29 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Body
+from tinker import types as wire
+from tinker.types.session_status import ClientSessionFinishReason
 
 from rl.tinker.types import (
     SESSION,
     GoneError,
+    Id,
+    Limit,
     LimitReachedError,
     Limits,
     Metadata,
     NotFoundError,
+    Offset,
+    Owner,
     check_metadata,
 )
+
+if TYPE_CHECKING:
+    from rl.tinker.models import Model
+    from rl.tinker.sampling import SamplingSession
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +38,10 @@ class Session:
     owner: str
     display_name: str | None
     user_metadata: Metadata | None
-    model_ids: list[str] = field(default_factory=list)
-    sampling_session_ids: list[str] = field(default_factory=list)
+    models: dict[str, Model] = field(default_factory=dict)
+    """Models by id, also those that have ended."""
+    samplers: dict[str, SamplingSession] = field(default_factory=dict)
+    ended: bool = False
     silence: asyncio.TimerHandle | None = None
     """Timer that ends the session unless another request about it comes before."""
 
@@ -35,8 +50,8 @@ class Sessions:
     """The sessions of all owners; each request about a session, its models, samplers or results keeps it alive.
 
     Raises:
-        NotFoundError: from any method, for a session that is unknown or belongs to another owner.
-        GoneError: from any method, for a session that has ended.
+        NotFoundError: from any call, for a session that is unknown or belongs to another owner.
+        GoneError: from any call, for a session that has ended.
     """
 
     def __init__(self, *, limits: Limits) -> None:
@@ -44,85 +59,109 @@ class Sessions:
         """First part of all ids, by which ids of an earlier process of the server are recognised."""
         self._limits = limits
         self._sessions: dict[str, Session] = {}
-        self._owners: dict[str, str] = {}
-        """Owner of each session of this process, also of those that have ended."""
-        self.on_end: list[Callable[[Session, str], None]] = []
-        """Callbacks that get an ended session and the reason."""
+        """All sessions of this process, oldest first, also those that have ended."""
+        self.end_samplers: Callable[[Session, str], None]
+        """Callback that gets an ended session and the reason."""
 
-    def create(
-        self, *, owner: str, user_metadata: Metadata | None = None, display_name: str | None = None
-    ) -> str:
-        """Open a session and return its id.
+    # Calls
 
-        Raises:
-            LimitReachedError: `limits.sessions` is reached.
-            InvalidRequestError: a value of the metadata is no text.
-        """
-        check_metadata(user_metadata)
-        if len(self._of(owner)) >= self._limits.sessions:
+    async def create_session(
+        self, body: wire.CreateSessionRequest, *, owner: Owner
+    ) -> wire.CreateSessionResponse:
+        """Open a session; raise LimitReachedError if `limits.sessions` are open."""
+        check_metadata(body.user_metadata)
+        if len(self._open(owner)) >= self._limits.sessions:
             raise LimitReachedError(
                 f"limit sessions: {self._limits.sessions} have not ended; finish one, or wait until one times out"
             )
-        session = Session(
-            session_id=f"{self._process}-{secrets.token_hex(8)}",
-            owner=owner,
-            display_name=display_name,
-            user_metadata=user_metadata,
-        )
-        self._sessions[session.session_id] = session
-        self._owners[session.session_id] = owner
+        session_id = f"{self._process}-{secrets.token_hex(8)}"
+        session = Session(session_id, owner, body.display_name, body.user_metadata)
+        self._sessions[session_id] = session
         self._keep_alive(session)
-        return session.session_id
+        return wire.CreateSessionResponse(session_id=session_id)
 
-    def ids(self, *, owner: str) -> list[str]:
-        """Return the ids of an owner's sessions that have not ended, newest first."""
-        return [session.session_id for session in reversed(self._of(owner))]
+    async def session_heartbeat(
+        self, body: wire.SessionHeartbeatRequest, *, owner: Owner
+    ) -> wire.SessionHeartbeatResponse:
+        self.live(body.session_id, owner)
+        return wire.SessionHeartbeatResponse()
 
-    def finish(self, session_id: str, *, owner: str) -> None:
-        """End a session in the background: its models and samplers close and waiting requests fail.
+    async def finish(
+        self,
+        session_id: Id,
+        *,
+        reason: Annotated[ClientSessionFinishReason, Body()],
+        detail: Annotated[str | None, Body()] = None,
+        owner: Owner,
+    ) -> None:
+        """End a session: waiting requests fail, its models and samplers close in the background.
 
         Checkpoints stay. Without effect on a session that has ended.
         """
-        if (session := self._sessions.get(self._id_of(session_id, owner))) is not None:
-            self._end(session, f"session {session_id} was finished")
+        self._end(self._find(session_id, owner), f"session {session_id} was finished")
+
+    async def sessions(
+        self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
+    ) -> wire.ListSessionsResponse:
+        """Return the sessions that have not ended, newest first."""
+        newest = [session.session_id for session in reversed(self._open(owner))]
+        return wire.ListSessionsResponse(sessions=newest[offset : offset + limit])
+
+    async def session(self, session_id: Id, *, owner: Owner) -> wire.GetSessionResponse:
+        found = self.live(session_id, owner)
+        return wire.GetSessionResponse(
+            training_run_ids=list(found.models),
+            sampler_ids=list(found.samplers),
+            user_metadata=found.user_metadata,
+            display_name=found.display_name,
+        )
+
+    # For the other calls
 
     def live(self, any_id: str, owner: str) -> Session:
         """Return the session of a model's, sampler's, request's or its own id, and keep it alive."""
-        session_id = self._id_of(any_id, owner)
-        if (session := self._sessions.get(session_id)) is None:
+        session = self._find(any_id, owner)
+        if session.ended:
             raise GoneError(
-                f"session {session_id} has ended: it was finished, or sent no heartbeat for too long"
+                f"session {session.session_id} has ended: it was finished, or sent no heartbeat for too long"
             )
         self._keep_alive(session)
         return session
 
     def touch(self, any_id: str, owner: str) -> None:
         """Keep a session alive if it has not ended."""
-        session = self._sessions.get(self._id_of(any_id, owner))
-        if session is not None:
+        session = self._find(any_id, owner)
+        if not session.ended:
             self._keep_alive(session)
 
-    def is_live(self, session: Session) -> bool:
-        return session.session_id in self._sessions
+    def models(self, owner: str) -> list[Model]:
+        """Return an owner's models in memory, oldest first."""
+        own = [session for session in self._sessions.values() if session.owner == owner]
+        return [model for session in own for model in session.models.values() if model.in_memory]
+
+    def samplers(self) -> list[SamplingSession]:
+        """Return the sampling sessions of all owners."""
+        return [one for session in self._sessions.values() for one in session.samplers.values()]
 
     def close(self) -> None:
         """End all sessions."""
         for session in tuple(self._sessions.values()):
             self._end(session, "the service is closing")
 
-    def _id_of(self, any_id: str, owner: str) -> str:
+    def _find(self, any_id: str, owner: str) -> Session:
         """Return the session that a session's, model's, sampler's or request's id begins with."""
         session_id = any_id.partition(":")[0]
-        if self._owners.get(session_id) == owner:
-            return session_id
+        session = self._sessions.get(session_id)
+        if session is not None and session.owner == owner:
+            return session
         if re.fullmatch(SESSION, session_id) and not session_id.startswith(self._process):
             raise GoneError(
                 f"{any_id!r:.100} ended with the server process that created it; its checkpoints are still there"
             )
         raise NotFoundError(f"there is no {any_id!r:.100}")
 
-    def _of(self, owner: str) -> list[Session]:
-        return [session for session in self._sessions.values() if session.owner == owner]
+    def _open(self, owner: str) -> list[Session]:
+        return [one for one in self._sessions.values() if one.owner == owner and not one.ended]
 
     def _keep_alive(self, session: Session) -> None:
         if (timeout_s := self._limits.session_timeout_s) is not None:
@@ -132,8 +171,11 @@ class Sessions:
             session.silence = asyncio.get_running_loop().call_later(timeout_s, self._end, session, why)
 
     def _end(self, session: Session, why: str) -> None:
-        del self._sessions[session.session_id]
+        if session.ended:
+            return
+        session.ended = True
         if session.silence is not None:
             session.silence.cancel()
-        for end in self.on_end:
-            end(session, why)
+        for model in session.models.values():
+            model.end(why)
+        self.end_samplers(session, why)

@@ -1,93 +1,132 @@
 """Training runs and checkpoints on the disk.
 
-    <folder>/<model id, "." for ":">/run.json                       hash of the owner's key, settings, metadata
-    .../weights/<name>@<version>/checkpoint.json, data/             `data` is written by the backend
-    .../sampler_weights/<name>@<version>/checkpoint.json, data/
+    <folder>/<model id, "." for ":">/run.json       hash of the owner's key, settings, metadata
+    .../weights/<name>.json                         record of a checkpoint, which names its data
+    .../weights/<name>@<random>/                    data, written by the backend
+    .../sampler_weights/...                         the same for weights to sample from
 
-A checkpoint appears whole or not at all. One that replaces another gets the next version; the newest version
-counts, and older ones that a kill left behind go at the next start. An expired checkpoint is not found any more
-and is removed by `sweep`. Reading a checkpoint that is deleted meanwhile fails.
+A checkpoint exists once its record does, and a record is written and replaced in one step. A kill leaves at most
+data that no record names, which the next start removes. An expired checkpoint is not found any more and is removed
+by `sweep`. Reading a checkpoint that is deleted meanwhile fails.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+import pydantic
+from tinker import types as wire
 
-from rl.tinker.futures import in_thread
 from rl.tinker.types import (
-    FOLDERS,
-    CheckpointKind,
-    CheckpointPath,
+    SESSION,
     InvalidRequestError,
     LimitReachedError,
     Limits,
     Metadata,
     ModelSettings,
     NotFoundError,
-    is_model_id,
-    parse_path,
 )
-from rl.utils.files import atomic_folder, atomic_write, publish, remove, remove_leftovers, temporary_folder
+from rl.utils.files import atomic_write, make_folder, publish, remove_leftovers, temporary_folder
 
 log = logging.getLogger(__name__)
 
-_RUN, _CHECKPOINT, _DATA = "run.json", "checkpoint.json", "data"
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+RecordT = TypeVar("RecordT", bound=pydantic.BaseModel)
+CheckpointPath: TypeAlias = wire.ParsedCheckpointTinkerPath
+CheckpointKind = Literal["training", "sampler"]
+
+FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+_RUN = "run.json"
+_MODEL_ID = re.compile(rf"{SESSION}:train:[0-9]{{1,19}}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _OTHER_KIND: dict[CheckpointKind, str] = {
     "training": "has weights to sample from; only those of save_state can be trained",
     "sampler": "has weights for training; save_weights_for_sampler saves those to sample from",
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
-    """Content of run.json; times are Unix seconds."""
+# Paths
 
+
+def checkpoint_path(model_id: str, kind: CheckpointKind, name: str) -> CheckpointPath:
+    return CheckpointPath.from_tinker_path(f"tinker://{model_id}/{FOLDERS[kind]}/{name}")
+
+
+def parse_path(path: str) -> CheckpointPath:
+    """Parse a path.
+
+    Raises:
+        InvalidRequestError: the text does not have the form of a path.
+        NotFoundError: no checkpoint can have this path.
+    """
+    form = re.fullmatch(rf"tinker://([^/\s]+)/(?:{'|'.join(FOLDERS.values())})/([^/]+)", path)
+    if form is None:
+        raise InvalidRequestError(
+            f"path={path!r:.100}: must have the form tinker://<training run>/weights/<name> or "
+            "tinker://<training run>/sampler_weights/<name>"
+        )
+    if not _MODEL_ID.fullmatch(form[1]) or not _NAME.fullmatch(form[2]):
+        raise NotFoundError(f"there is no checkpoint {path!r:.100}")
+    return CheckpointPath.from_tinker_path(path)
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidRequestError unless the text can name a checkpoint."""
+    if _NAME.fullmatch(name) is None:
+        raise InvalidRequestError(
+            f"name={name!r:.100}: must have 1 to 128 letters, digits, '_', '-' and '.', and begin with a "
+            "letter, a digit or '_'"
+        )
+
+
+# Records
+
+
+class _Record(pydantic.BaseModel):
+    """Content of a file; times are Unix seconds."""
+
+    model_config = pydantic.ConfigDict(frozen=True, protected_namespaces=())
+
+    settings: ModelSettings
+    created_s: float
+    user_metadata: Metadata | None
+
+
+class RunRecord(_Record):
     format: Literal[1] = 1
     model_id: str
     session_id: str
     owner_hash: str
     """The owner, who is the hash of a key (auth.py)."""
-    settings: ModelSettings
-    created_s: float
-    user_metadata: Metadata | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointRecord:
-    """Content of checkpoint.json; times are Unix seconds."""
-
-    format: Literal[1] = 1
-    settings: ModelSettings
-    created_s: float
+class CheckpointRecord(_Record):
+    format: Literal[2] = 2
+    folder: str
+    """Name of the folder beside the record that has the data."""
     expires_s: float | None
     size_bytes: int
-    user_metadata: Metadata | None
-
-
-RecordT = TypeVar("RecordT", RunRecord, CheckpointRecord)
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (RunRecord, CheckpointRecord)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """One version of a checkpoint."""
+    """A checkpoint on the disk."""
 
     path: CheckpointPath
-    folder: Path
     record: CheckpointRecord
-
-    @property
-    def data(self) -> Path:
-        """Folder that the backend wrote."""
-        return self.folder / _DATA
+    data: Path
+    """Folder that the backend wrote."""
 
 
 class Storage:
@@ -97,38 +136,37 @@ class Storage:
         self._root = Path(folder).absolute()
         self._limits = limits
         self._wall_time_s = wall_time_s
+        self._changing = threading.Lock()
+        """Lock around changes of records that exist, which several threads may make at once."""
 
     def prepare(self) -> None:
-        """Create the folder, and remove what is half written, replaced, expired or empty.
+        """Create the folder, and remove expired checkpoints, data without a record, and runs without checkpoints.
 
         Raises:
             ValueError: the folder cannot be written.
         """
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            with temporary_folder(self._root / "test"):
-                pass
-        except OSError as error:
-            raise ValueError(f"storage_folder={str(self._root)!r}: cannot be written: {error}") from error
-        remove_leftovers(self._root)
+        make_folder(self._root, "the storage folder")
+        self.sweep()
         for run in self._runs():
             for folder in FOLDERS.values():
                 remove_leftovers(run / folder)
-        self.sweep()
-        for run in self._runs():
-            if not any(any((run / one).iterdir()) for one in FOLDERS.values() if (run / one).is_dir()):
-                _remove(run)
+                for data in (run / folder).glob("*@*"):
+                    file = data.with_name(f"{data.name.rpartition('@')[0]}.json")
+                    record = _read(file, CheckpointRecord)
+                    # Data of a damaged record are kept.
+                    if not file.exists() or (record is not None and record.folder != data.name):
+                        shutil.rmtree(data, ignore_errors=True)
+            if not any(_records(run)):
+                shutil.rmtree(run, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove expired and replaced checkpoints."""
+        """Remove expired checkpoints."""
         for run in self._runs():
-            for folder in FOLDERS.values():
-                for versions in _versions(run / folder).values():
-                    for older in versions[:-1]:
-                        _remove(older)
-                    record = _read(versions[-1] / _CHECKPOINT, CheckpointRecord)
+            for file in _records(run):
+                with self._changing:
+                    record = _read(file, CheckpointRecord)
                     if record is not None and self._has_expired(record):
-                        _remove(versions[-1])
+                        _remove(file, record)
 
     # Reading
 
@@ -139,23 +177,26 @@ class Storage:
         return sorted(own, key=lambda record: record.created_s, reverse=True)
 
     def run(self, model_id: str, owner: str) -> RunRecord | None:
-        record = _read(self._run(model_id) / _RUN, RunRecord) if is_model_id(model_id) else None
+        record = _read(self._run(model_id) / _RUN, RunRecord) if _MODEL_ID.fullmatch(model_id) else None
         return record if record is not None and record.owner_hash == owner else None
 
     def checkpoints(self, model_id: str) -> list[Stored]:
         """Return a run's checkpoints of both kinds, newest first."""
-        found = [
-            self._last(CheckpointPath(model_id=model_id, kind=kind, name=name), versions)
-            for kind, folder in FOLDERS.items()
-            for name, versions in _versions(self._run(model_id) / folder).items()
+        paths = [
+            CheckpointPath.from_tinker_path(f"tinker://{model_id}/{file.parent.name}/{file.stem}")
+            for file in _records(self._run(model_id))
         ]
-        whole = [stored for stored in found if stored is not None]
-        return sorted(whole, key=lambda stored: (stored.record.created_s, str(stored.path)), reverse=True)
+        found = [stored for path in paths if (stored := self._stored(path)) is not None]
+        return sorted(found, key=lambda one: (one.record.created_s, one.path.tinker_path), reverse=True)
+
+    def all_checkpoints(self, owner: str) -> list[Stored]:
+        """Return the checkpoints of all of an owner's runs."""
+        return [stored for run in self.runs(owner) for stored in self.checkpoints(run.model_id)]
 
     def find(self, path: CheckpointPath, owner: str) -> Stored:
-        stored = self._newest(path) if self.run(path.model_id, owner) is not None else None
+        stored = self._stored(path) if self.run(path.training_run_id, owner) is not None else None
         if stored is None:
-            raise NotFoundError(f"there is no checkpoint {path}")
+            raise NotFoundError(f"there is no checkpoint {path.tinker_path}")
         return stored
 
     def find_weights(self, path: str, kind: CheckpointKind, owner: str, *, base_model: str | None) -> Stored:
@@ -165,7 +206,7 @@ class Storage:
             InvalidRequestError, NotFoundError: there is none.
         """
         parsed = parse_path(path)
-        if parsed.kind != kind:
+        if parsed.checkpoint_type != kind:
             raise InvalidRequestError(f"path={path}: {_OTHER_KIND[kind]}")
         stored = self.find(parsed, owner)
         own = stored.record.settings.base_model
@@ -192,105 +233,93 @@ class Storage:
             LimitReachedError: `limits.storage_bytes` is reached.
         """
         await in_thread(self._check_room, run, path, overwrite=overwrite)
-        await in_thread(self._make_run, run)
-        parent = self._run(path.model_id) / FOLDERS[path.kind]
-        older = self._versions_of(path)
-        latest = int(older[-1].name.rpartition("@")[2]) if older else 0
-        folder = parent / f"{path.name}@{latest + 1}"
-        parent.mkdir(exist_ok=True)
-        with temporary_folder(folder) as temporary:
-            data = temporary / _DATA
-            data.mkdir()
-            await write(data)
+        file = self._file(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not (self._run(run.model_id) / _RUN).exists():
+            await in_thread(_write, self._run(run.model_id) / _RUN, run)
+        data = file.with_name(f"{file.stem}@{uuid.uuid4().hex}")
+        with temporary_folder(data) as temporary:
+            await write(temporary)
             now_s = self._wall_time_s()
             record = CheckpointRecord(
                 settings=run.settings,
                 created_s=now_s,
                 expires_s=None if ttl_seconds is None else now_s + ttl_seconds,
-                size_bytes=sum(file.stat().st_size for file in data.rglob("*") if file.is_file()),
+                size_bytes=sum(one.stat().st_size for one in temporary.rglob("*") if one.is_file()),
                 user_metadata=user_metadata,
+                folder=data.name,
             )
-            await in_thread(_write, temporary / _CHECKPOINT, record)
-            await in_thread(publish, temporary, folder)
-        for replaced in older:
-            await in_thread(_remove, replaced)
+            await in_thread(publish, temporary, data)
+        await in_thread(self._replace, file, record)
+
+    def _replace(self, file: Path, record: CheckpointRecord) -> None:
+        with self._changing:
+            older = _read(file, CheckpointRecord)
+            _write(file, record)
+            if older is not None:
+                shutil.rmtree(file.with_name(older.folder), ignore_errors=True)
 
     def _check_room(self, run: RunRecord, path: CheckpointPath, *, overwrite: bool) -> None:
-        if not overwrite and self._newest(path) is not None:
+        if not overwrite and self._stored(path) is not None:
+            name = path.checkpoint_id.partition("/")[2]
             raise InvalidRequestError(
-                f"name={path.name!r}: {path} exists already; overwrite it, or choose another name"
+                f"name={name!r}: {path.tinker_path} exists already; overwrite it, or choose another name"
             )
         if (most := self._limits.storage_bytes) is not None:
-            stored = [
-                one for record in self.runs(run.owner_hash) for one in self.checkpoints(record.model_id)
-            ]
+            stored = self.all_checkpoints(run.owner_hash)
             taken = sum(one.record.size_bytes for one in stored if one.path != path)
             if taken >= most:
                 raise LimitReachedError(
                     f"limit storage_bytes: checkpoints take {taken} of {most}; delete some"
                 )
 
-    def _make_run(self, run: RunRecord) -> None:
-        folder = self._run(run.model_id)
-        if not (folder / _RUN).exists():
-            with suppress(FileExistsError), atomic_folder(folder) as temporary:
-                _write(temporary / _RUN, run)
-
     def delete(self, path: CheckpointPath, owner: str) -> None:
-        self.find(path, owner)
-        for folder in self._versions_of(path):  # oldest first, so that a kill revives none of them
-            _remove(folder)
+        with self._changing:
+            _remove(self._file(path), self.find(path, owner).record)
 
     def set_expiry(self, path: CheckpointPath, owner: str, ttl_seconds: int | None) -> None:
-        stored = self.find(path, owner)
-        expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
-        _write(stored.folder / _CHECKPOINT, replace(stored.record, expires_s=expires_s))
+        with self._changing:
+            expires_s = None if ttl_seconds is None else self._wall_time_s() + ttl_seconds
+            record = self.find(path, owner).record.model_copy(update={"expires_s": expires_s})
+            _write(self._file(path), record)
 
-    # Folders
+    # Files
 
     def _run(self, model_id: str) -> Path:
-        assert is_model_id(model_id)
+        assert _MODEL_ID.fullmatch(model_id)
         return self._root / model_id.replace(":", ".")
 
     def _runs(self) -> list[Path]:
-        return [run for run in self._root.iterdir() if is_model_id(run.name.replace(".", ":"))]
+        return [run for run in self._root.iterdir() if _MODEL_ID.fullmatch(run.name.replace(".", ":"))]
 
-    def _versions_of(self, path: CheckpointPath) -> list[Path]:
-        """Return the versions of one checkpoint, oldest first."""
-        return _versions(self._run(path.model_id) / FOLDERS[path.kind]).get(path.name, [])
+    def _file(self, path: CheckpointPath) -> Path:
+        return self._run(path.training_run_id) / f"{path.checkpoint_id}.json"
 
-    def _newest(self, path: CheckpointPath) -> Stored | None:
-        return self._last(path, self._versions_of(path))
-
-    def _last(self, path: CheckpointPath, versions: Sequence[Path]) -> Stored | None:
-        record = _read(versions[-1] / _CHECKPOINT, CheckpointRecord) if versions else None
+    def _stored(self, path: CheckpointPath) -> Stored | None:
+        file = self._file(path)
+        record = _read(file, CheckpointRecord)
         if record is None or self._has_expired(record):
             return None
-        return Stored(path=path, folder=versions[-1], record=record)
+        return Stored(path=path, record=record, data=file.with_name(record.folder))
 
     def _has_expired(self, record: CheckpointRecord) -> bool:
         return record.expires_s is not None and record.expires_s <= self._wall_time_s()
 
 
-def _versions(parent: Path) -> dict[str, list[Path]]:
-    """Return the folders of each checkpoint in a run's `weights` or `sampler_weights`, oldest version first."""
-    found: dict[str, dict[int, Path]] = {}
-    for folder in parent.iterdir() if parent.is_dir() else ():
-        name, _, version = folder.name.rpartition("@")
-        if version.isascii() and version.isdigit() and not name.startswith("."):
-            found.setdefault(name, {})[int(version)] = folder
-    return {name: [versions[number] for number in sorted(versions)] for name, versions in found.items()}
+def _records(run: Path) -> list[Path]:
+    """Return the files with the records of a run's checkpoints."""
+    return [file for folder in FOLDERS.values() for file in (run / folder).glob("*.json")]
 
 
-def _remove(folder: Path) -> None:
-    with suppress(FileNotFoundError):
-        remove(folder)
+def _remove(file: Path, record: CheckpointRecord) -> None:
+    file.unlink()
+    shutil.rmtree(file.with_name(record.folder), ignore_errors=True)
 
 
-def _write(path: Path, record: RunRecord | CheckpointRecord) -> None:
+def _write(path: Path, record: _Record) -> None:
     """Write a record so that a kill leaves the old file or the new one."""
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
-        file.write(_ADAPTERS[type(record)].dump_json(record, indent=2))
+    with atomic_write(path) as temporary, temporary.open("w") as file:
+        file.write(record.model_dump_json(indent=2))
         file.flush()
         os.fsync(file.fileno())
 
@@ -298,10 +327,20 @@ def _write(path: Path, record: RunRecord | CheckpointRecord) -> None:
 def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
     """Return a record, or None where the file is missing or, with a warning, damaged."""
     try:
-        record: RecordT = _ADAPTERS[kind].validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValidationError) as error:
+    except (OSError, pydantic.ValidationError) as error:
         log.warning("%s is ignored: %s", path, error)
         return None
-    return record
+
+
+async def in_thread(function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+    """Run a function in a thread. When cancelled, wait for it nevertheless: a thread cannot be stopped, and
+    the files that it works on must not be removed meanwhile."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+from fastapi import Depends
 from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
-from rl.tinker.codec import decode_data, encode_forward_backward, loss_settings
+from rl.tinker.codec import decode_data, encode_forward_backward, loss_settings, read_forward_backward
 from rl.tinker.datums import find_loss, metrics_of, optim_params, wire_samples
-from rl.tinker.futures import Parts, Request, Result
-from rl.tinker.models import Model, Models, Work, check_lora, find_base
+from rl.tinker.futures import Parts, Result
+from rl.tinker.models import Model, Work
 from rl.tinker.sampling import SamplingSessions
-from rl.tinker.storage import Stored
+from rl.tinker.storage import CheckpointKind, RunRecord, Stored, check_name, checkpoint_path
 from rl.tinker.types import (
-    CheckpointKind,
-    CheckpointPath,
+    MAX_SEQ_ID,
+    BaseModel,
+    Future,
+    GoneError,
     InvalidRequestError,
+    LimitReachedError,
     ModelSettings,
     NotFoundError,
-    TinkerError,
+    Owner,
     check_metadata,
-    check_name,
     check_seq_id,
     check_ttl,
+    find_base,
 )
 
+ForwardBackward = Annotated[pb.ForwardBackwardRequest, Depends(read_forward_backward)]
 _EITHER = (
     "load_weights: must have either session_id and model_seq_id, for a new model, or model_id and seq_id, for an "
     "existing one, without base_model"
@@ -36,66 +43,40 @@ _EITHER = (
 
 
 class Training:
-    """Requests of models in training; each returns a request id, whose result `Service.retrieve` returns.
+    """Calls about models in training; the result of a request is that of `Service.retrieve_future`.
 
     A repeated (model_id, seq_id) is the same request and is done once, whatever the repetition says. Seq ids count
     from 1. A request refused as invalid uses up its seq id, so that later ones do not wait for it; one refused
     with BusyError does not.
 
     Raises:
-        InvalidRequestError: from any method; the text names the field.
+        InvalidRequestError: from any call; the text names the field.
         NotFoundError: session, model or checkpoint is unknown or belongs to another owner.
         GoneError: session or model has ended.
         BusyError: `limits.waiting` or `waiting_bytes` is reached.
         LimitReachedError: `limits.models` is reached.
     """
 
-    def __init__(self, parts: Parts, *, models: Models, sampling: SamplingSessions) -> None:
+    def __init__(self, parts: Parts, *, sampling: SamplingSessions) -> None:
         self._parts = parts
         self._backend = parts.backend
         self._futures = parts.futures
-        self._models = models
         self._sampling = sampling
 
     # Creation and end
 
-    def create_model(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, *, owner: str) -> str:
+    async def create_model(self, body: wire.CreateModelRequest, *, owner: Owner) -> Future:
         """Create model `<session_id>:train:<model_seq_id>`, to which requests may follow at once."""
-        session = self._parts.sessions.live(str(body.session_id), owner)
-        number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
-        model_id = f"{session.session_id}:train:{number}"
-        request_id = f"{model_id}:0"
-        if self._models.was_added(model_id):
-            return request_id
-        check_metadata(body.user_metadata)
-        settings, stored = self._new_settings(body, owner)
-        base = find_base(self._backend, settings.base_model)
-        if settings.lora is not None:
-            check_lora(settings.lora, base)
-        self._models.check_room(owner)
-        request = self._futures.begin(request_id, owner=owner)
-        model = self._models.add(
-            model_id, settings, base=base, session=session, user_metadata=body.user_metadata
-        )
+        return self._create_model(body, owner)
 
-        async def work() -> Result:
-            if isinstance(body, wire.CreateModelRequest):
-                await self._create(model, None, optimizer=False)
-                return wire.CreateModelResponse(model_id=model_id)
-            await self._create(model, stored, optimizer=body.optimizer)
-            return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
-
-        model.stream.submit(0, request, work)
-        return request_id
-
-    def load_weights(self, body: wire.LoadWeightsRequest, *, owner: str) -> str:
+    async def load_weights(self, body: wire.LoadWeightsRequest, *, owner: Owner) -> Future:
         """Load weights into a model of the same settings, except for the seed, or into a new model."""
         if body.session_id is not None and body.model_seq_id is not None and body.model_id is None:
-            return self.create_model(body, owner=owner)
+            return self._create_model(body, owner)
         if body.model_id is None:
             raise InvalidRequestError(_EITHER)
 
-        def check(model: Model, seq_id: int) -> Work:
+        def check(model: Model) -> Work:
             if body.session_id is not None or body.model_seq_id is not None or body.base_model is not None:
                 raise InvalidRequestError(_EITHER)
             stored = self._find_state(body, owner)
@@ -106,91 +87,142 @@ class Training:
                 )
 
             async def work() -> Result:
-                await self._load(model, stored, optimizer=body.optimizer, seq_id=seq_id)
+                await self._backend.load_model(model.model_id, stored.data, optimizer=body.optimizer)
+                model.failed.clear()
                 return wire.LoadWeightsResponse(path=body.path, model_id=model.model_id)
 
             return work
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
-    def _new_settings(
-        self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str
-    ) -> tuple[ModelSettings, Stored | None]:
-        """Return the settings of a new model, and the weights that it starts from."""
-        if isinstance(body, wire.CreateModelRequest):
-            _check_optimizer(body.optimizer_config)
-            lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
-            return ModelSettings(base_model=body.base_model, lora=lora), None
-        stored = self._find_state(body, owner)
-        return stored.record.settings, stored
-
-    async def _create(self, model: Model, stored: Stored | None, *, optimizer: bool) -> None:
-        try:
-            await self._backend.create_model(model.model_id, model.settings)
-            model.is_created = True
-            if stored is not None:
-                await self._load(model, stored, optimizer=optimizer, seq_id=0)
-        except BaseException as error:
-            reason = str(error) if isinstance(error, TinkerError) else "the server failed"
-            await self._models.end(model, f"it could not be created: {reason}", when_idle=False)
-            raise
-
-    def unload(self, model_id: str, *, owner: str) -> str:
+    async def unload_model(self, body: wire.UnloadModelRequest, *, owner: Owner) -> Future:
         """End a model: what waits fails, what runs is finished. Checkpoints and samplers stay."""
+        model_id = body.model_id
         request_id = f"{model_id}:unload"
         self._parts.sessions.live(model_id, owner)
-        if request_id in self._futures:
-            return request_id
-        model = self._models.live(model_id, owner)
-        request = self._futures.begin(request_id, owner=owner, unblocks=True)
+        if request_id not in self._futures:
+            model = self.live(model_id, owner)
+            request = self._futures.begin(request_id, owner=owner, unblocks=True)
 
-        async def unloaded() -> Result:
-            await self._models.end(model, "it was unloaded")
-            return wire.UnloadModelResponse(model_id=model_id)
+            model.end("it was unloaded")
 
-        self._parts.background.start(self._futures.run(request, unloaded), f"end of {model_id}")
-        return request_id
+            async def unloaded() -> Result:
+                await asyncio.shield(model.task)
+                return wire.UnloadModelResponse(model_id=model_id)
+
+            self._parts.background.start(self._futures.run(request, unloaded), f"end of {model_id}")
+        return Future(request_id=request_id, model_id=model_id)
+
+    async def get_info(self, body: wire.GetInfoRequest, *, owner: Owner) -> wire.GetInfoResponse:
+        model = self.live(body.model_id, owner)
+        base, lora = model.base, model.settings.lora
+        return wire.GetInfoResponse(
+            model_id=model.model_id,
+            model_name=base.name,
+            model_data=wire.ModelData(
+                arch=base.architecture, model_name=base.name, tokenizer_id=base.tokenizer_folder
+            ),
+            is_lora=lora is not None,
+            lora_rank=None if lora is None else lora.rank,
+        )
+
+    def live(self, model_id: str, owner: str) -> Model:
+        """Return a model that accepts requests, and keep its session alive."""
+        model = self._parts.sessions.live(model_id, owner).models.get(model_id)
+        if model is None:
+            raise NotFoundError(f"there is no model {model_id!r:.100}")
+        if model.ended is not None:
+            raise GoneError(f"model {model_id} is no longer there: {model.ended}")
+        model.requested_s = self._parts.wall_time_s()
+        return model
+
+    def _create_model(self, body: wire.CreateModelRequest | wire.LoadWeightsRequest, owner: str) -> Future:
+        session = self._parts.sessions.live(str(body.session_id), owner)
+        number = check_seq_id("model_seq_id", body.model_seq_id, first=0)
+        model_id = f"{session.session_id}:train:{number}"
+        future = Future(request_id=f"{model_id}:0", model_id=model_id)
+        if model_id in session.models:
+            return future
+        check_metadata(body.user_metadata)
+        stored = None
+        if isinstance(body, wire.LoadWeightsRequest):
+            stored = self._find_state(body, owner)
+            settings = stored.record.settings
+        else:
+            _check_optimizer(body.optimizer_config)
+            lora = body.lora_config if body.lora_config is not None and body.lora_config.rank else None
+            settings = ModelSettings(base_model=body.base_model, lora=lora)
+        base = find_base(self._backend.base_models, settings.base_model)
+        if settings.lora is not None:
+            check_lora(settings.lora, base)
+        if len(self._parts.sessions.models(owner)) >= (most := self._parts.limits.models):
+            raise LimitReachedError(f"limit models: {most} are in memory; unload one or finish its session")
+        request = self._futures.begin(future.request_id, owner=owner)
+        record = RunRecord(
+            model_id=model_id,
+            session_id=session.session_id,
+            owner_hash=owner,
+            settings=settings,
+            created_s=self._parts.wall_time_s(),
+            user_metadata=body.user_metadata,
+        )
+        model = session.models[model_id] = Model(self._parts, record=record, session=session, base=base)
+
+        async def work() -> Result:
+            await self._backend.create_model(model_id, settings)
+            model.is_created = True
+            if isinstance(body, wire.CreateModelRequest):
+                return wire.CreateModelResponse(model_id=model_id)
+            assert stored is not None
+            await self._backend.load_model(model_id, stored.data, optimizer=body.optimizer)
+            return wire.LoadWeightsResponse(path=body.path, model_id=model_id)
+
+        model.submit(0, request, work)
+        return future
 
     # Steps
 
-    def forward_backward(self, message: pb.ForwardBackwardRequest, *, max_values: int, owner: str) -> str:
-        """Add to the gradient. If the call fails, so does the next `optim_step`, which would step with part of a
-        batch."""
+    async def forward_backward(self, message: ForwardBackward, *, owner: Owner) -> Future:
+        """Take a ForwardBackwardRequest of the official client's protobuf messages, and add to the gradient.
+
+        If the request fails, so does the next `optim_step`, which would step with part of a batch.
+        """
         backward = not message.forward_only
 
-        def check(model: Model, seq_id: int) -> Work:
-            with model.adding(seq_id, backward=backward):
-                loss = find_loss(message.loss_fn)
-                built = loss.build(loss_settings(message))
-                data = decode_data(message, max_values=max_values)
-                samples = wire_samples(data, loss, model.base)
+        def check(model: Model) -> Work:
+            loss = find_loss(message.loss_fn)
+            built = loss.build(loss_settings(message))
+            data = decode_data(message, max_values=self._parts.http.values_per_request)
+            samples = wire_samples(data, loss, model.base)
 
             async def work() -> Result:
-                with model.adding(seq_id, backward=backward):
-                    result = await self._backend.forward_backward(
-                        model.model_id, samples.samples, loss=built, backward=backward
-                    )
+                result = await self._backend.forward_backward(
+                    model.model_id, samples.samples, loss=built, backward=backward
+                )
                 assert result.logprobs is not None
                 return encode_forward_backward(samples.logprobs(result.logprobs), metrics_of(result, loss))
 
             return work
 
         num_bytes = message.ByteSize()
-        return self._submit(message.model_id, message.seq_id, check, owner=owner, num_bytes=num_bytes)
+        return self._submit(
+            message.model_id, message.seq_id, check, owner=owner, num_bytes=num_bytes, adds=backward
+        )
 
-    def optim_step(self, body: wire.OptimStepRequest, *, owner: str) -> str:
-        def check(model: Model, seq_id: int) -> Work:
+    async def optim_step(self, body: wire.OptimStepRequest, *, owner: Owner) -> Future:
+        def check(model: Model) -> Work:
             if not isinstance(body.optim_params, wire.AdamParams):
                 raise InvalidRequestError("optimizer_params: this server has Adam only; give adam_params")
             settings = optim_params(body.optim_params)
 
             async def work() -> Result:
-                if failed := model.take_incomplete(seq_id):
+                if failed := ", ".join(map(str, model.failed)):
+                    model.failed.clear()
                     await self._backend.drop_gradient(model.model_id)
                     raise InvalidRequestError(
-                        f"optim_step: forward_backward with seq_id {', '.join(map(str, failed))} failed, so the "
-                        "gradient would be that of part of a batch. It is dropped and the weights stay as they "
-                        "were: send the whole batch again, or without the data that failed"
+                        f"optim_step: forward_backward with seq_id {failed} failed, so the gradient would be that "
+                        "of part of a batch. It is dropped and the weights stay as they were: send the whole batch "
+                        "again, or without the data that failed"
                     )
                 result = await self._backend.optim_step(model.model_id, settings)
                 return wire.OptimStepResponse(metrics={"grad_norm:mean": result.grad_norm})
@@ -201,26 +233,24 @@ class Training:
 
     # Checkpoints
 
-    async def _load(self, model: Model, stored: Stored, *, optimizer: bool, seq_id: int) -> None:
-        await self._backend.load_model(model.model_id, stored.data, optimizer=optimizer)
-        model.take_incomplete(seq_id)
-
-    def save_weights(self, body: wire.SaveWeightsRequest, *, owner: str) -> str:
+    async def save_weights(self, body: wire.SaveWeightsRequest, *, owner: Owner) -> Future:
         """Save weights and optimizer state; without a name, under the seq id. A name that is taken fails without
         `overwrite`."""
 
-        def check(model: Model, seq_id: int) -> Work:
-            name = f"{seq_id:06d}" if body.path is None else body.path
+        def check(model: Model) -> Work:
+            name = f"{body.seq_id:06d}" if body.path is None else body.path
             answer = partial(wire.SaveWeightsResponse, type="save_weights")
             return self._saving(model, "training", name, body, answer, overwrite=body.overwrite)
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
-    def save_weights_for_sampler(self, body: wire.SaveWeightsForSamplerRequest, *, owner: str) -> str:
+    async def save_weights_for_sampler(
+        self, body: wire.SaveWeightsForSamplerRequest, *, owner: Owner
+    ) -> Future:
         """Save weights to sample from under `path`, replacing what has it; or, with `sampling_session_seq_id`
         in its place, publish them in memory as a sampling session."""
 
-        def check(model: Model, seq_id: int) -> Work:
+        def check(model: Model) -> Work:
             number = body.sampling_session_seq_id
             answer = partial(wire.SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler")
             if body.kind != "snapshot":
@@ -231,15 +261,15 @@ class Training:
                 raise InvalidRequestError(
                     f"path={body.path!r}, sampling_session_seq_id={number!r}: give one of them"
                 )
-            if body.path is None:
-                new_id = self._sampling.id_of(model.session, number)
+            if body.path is not None:
+                return self._saving(model, "sampler", body.path, body, answer, overwrite=True)
+            new_id = self._sampling.id_of(model.session, number)
 
-                async def snapshot() -> Result:
-                    await self._sampling.publish(model.model_id, new_id, model.session, model.base)
-                    return answer(sampling_session_id=new_id)
+            async def snapshot() -> Result:
+                await self._sampling.publish(model.model_id, new_id, model.session, model.base)
+                return answer(sampling_session_id=new_id)
 
-                return snapshot
-            return self._saving(model, "sampler", body.path, body, answer, overwrite=True)
+            return snapshot
 
         return self._submit(body.model_id, body.seq_id, check, owner=owner)
 
@@ -257,12 +287,12 @@ class Training:
         check_name(name)
         check_ttl(body.ttl_seconds)
         check_metadata(body.user_metadata)
+        path = checkpoint_path(model.model_id, kind, name)
 
         async def write(folder: Path) -> None:
             await self._backend.save_model(model.model_id, folder, optimizer=kind == "training")
 
         async def work() -> Result:
-            path = CheckpointPath(model_id=model.model_id, kind=kind, name=name)
             await self._parts.storage.save(
                 model.record,
                 path,
@@ -271,7 +301,7 @@ class Training:
                 ttl_seconds=body.ttl_seconds,
                 user_metadata=body.user_metadata,
             )
-            return answer(path=str(path))
+            return answer(path=path.tinker_path)
 
         return work
 
@@ -289,37 +319,53 @@ class Training:
         self,
         model_id: str,
         seq_id: int | None,
-        check: Callable[[Model, int], Work],
+        check: Callable[[Model], Work],
         *,
         owner: str,
         num_bytes: int = 0,
-    ) -> str:
-        """Queue a request in its model's stream; `check` validates it and returns its work."""
+        adds: bool = False,
+    ) -> Future:
+        """Give a request to its model; `check` validates it and returns its work."""
         self._parts.sessions.live(model_id, owner)
         number = check_seq_id("seq_id", seq_id, first=1)
-        request_id = f"{model_id}:{number}"
-        if request_id in self._futures:
-            return request_id
-        model = self._models.live(model_id, owner)
-        if model.stream.has_passed(number):
-            return request_id
+        future = Future(request_id=f"{model_id}:{number}", model_id=model_id)
+        if future.request_id in self._futures:
+            return future
+        model = self.live(model_id, owner)
+        if model.has_passed(number):
+            return future
 
-        def begin(*, unblocks: bool) -> Request:
-            return self._futures.begin(request_id, owner=owner, num_bytes=num_bytes, unblocks=unblocks)
-
+        work, refusal = None, None
         try:
-            work = check(model, number)
+            work = check(model)
         except (InvalidRequestError, NotFoundError) as error:
-            request = begin(unblocks=True)
-            self._futures.fail([request], str(error))
-            model.stream.submit(number, request, _refused)
-            raise
-        model.stream.submit(number, begin(unblocks=model.stream.unblocks(number)), work)
-        return request_id
+            refusal = error
+        request = self._futures.begin(
+            future.request_id,
+            owner=owner,
+            num_bytes=num_bytes,
+            unblocks=work is None or model.unblocks(number),
+        )
+        model.submit(number, request, work, adds=adds)
+        if refusal is not None:
+            self._futures.fail(request, str(refusal))
+            raise refusal
+        return future
 
 
-async def _refused() -> Result:
-    raise AssertionError("the request has failed already")
+def check_lora(lora: wire.LoraConfig, base: BaseModel) -> None:
+    """Raise InvalidRequestError for adapters that cannot be created."""
+    if not 1 <= lora.rank <= base.max_lora_rank:
+        raise InvalidRequestError(
+            f"lora_config.rank={lora.rank}: must be 1 to {base.max_lora_rank}, or 0 to train all parameters"
+        )
+    if lora.seed is not None and not 0 <= lora.seed <= MAX_SEQ_ID:
+        raise InvalidRequestError(f"lora_config.seed={lora.seed}: must be 0 to {MAX_SEQ_ID}, or none")
+    if not (lora.train_attn or lora.train_mlp or (lora.train_unembed and not base.tie_embeddings)):
+        raise InvalidRequestError(
+            f"lora_config: train_attn=False, train_mlp=False, train_unembed={lora.train_unembed}: nothing would "
+            "have an adapter; a head that is tied to the embedding never has one"
+        )
 
 
 def _check_optimizer(config: wire.OptimizerConfig | None) -> None:

@@ -1,4 +1,4 @@
-"""Vocabulary of the Tinker service and its backends: values, errors, limits, ids and paths.
+"""Vocabulary of the Tinker service and its backends: values, errors, limits, and parameters of calls.
 
 Names of losses, of their inputs and of their settings are those of the wire (docs/tinker.md). Ids and paths:
 
@@ -13,19 +13,19 @@ Shape legend: N tokens of one datum or prompt, K targets per token.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
+import pydantic
+from fastapi import Depends, Path, Query, Request
 from tinker import types as wire
 
 from rl.models.generate import PromptLogprobs
 from rl.types import Completion, SamplingParams
 
 Metadata: TypeAlias = dict[str, str]
-CheckpointKind = Literal["training", "sampler"]
 
 
 class TinkerError(Exception):
@@ -132,6 +132,14 @@ class SampleOutput:
     """Logprobs of the prompt; None unless requested."""
 
 
+def find_base(offered: Sequence[BaseModel], name: str | None) -> BaseModel:
+    for base in offered:
+        if base.name == name:
+            return base
+    names = ", ".join(repr(base.name) for base in offered)
+    raise InvalidRequestError(f"base_model={name!r:.100}: must be one of {names}")
+
+
 # Limits
 
 
@@ -201,64 +209,31 @@ def _check_positive(limits: Limits | HttpLimits) -> None:
             raise ValueError(f"{field.name}={value!r}: must be above 0")
 
 
-# Ids and paths
+# Parameters of calls
 
 SESSION = r"[0-9a-f]{8}-[0-9a-f]{16}"
 MAX_SEQ_ID = 2**63 - 1
 MAX_TTL_S = 10 * 365 * 24 * 3600
-_MODEL_ID = re.compile(rf"{SESSION}:train:[0-9]{{1,19}}")
-_PATH = re.compile(r"tinker://(?P<run>[^/\s]+)/(?P<folder>weights|sampler_weights)/(?P<name>[^/]+)")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-
-FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
-_KINDS: dict[str, CheckpointKind] = {folder: kind for kind, folder in FOLDERS.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointPath:
-    """The parts of a `tinker://` path."""
-
-    model_id: str
-    kind: CheckpointKind
-    name: str
-
-    @property
-    def checkpoint_id(self) -> str:
-        return f"{FOLDERS[self.kind]}/{self.name}"
-
-    def __str__(self) -> str:
-        return f"tinker://{self.model_id}/{self.checkpoint_id}"
+def _owner(request: Request) -> str:
+    owner: str = request.state.owner
+    return owner
 
 
-def parse_path(path: str) -> CheckpointPath:
-    """Parse a path.
-
-    Raises:
-        InvalidRequestError: the text does not have the form of a path.
-        NotFoundError: no checkpoint can have this path.
-    """
-    parts = _PATH.fullmatch(path)
-    if parts is None:
-        raise InvalidRequestError(
-            f"path={path!r:.100}: must have the form tinker://<training run>/weights/<name> or "
-            "tinker://<training run>/sampler_weights/<name>"
-        )
-    if not is_model_id(parts["run"]) or _NAME.fullmatch(parts["name"]) is None:
-        raise NotFoundError(f"there is no checkpoint {path!r:.100}")
-    return CheckpointPath(model_id=parts["run"], kind=_KINDS[parts["folder"]], name=parts["name"])
+Owner = Annotated[str, Depends(_owner)]
+"""Owner of the call's key, whom the guard has found (auth.py)."""
+Id = Annotated[str, Path(min_length=1, max_length=512)]
+Offset = Annotated[int, Query(ge=0, lt=2**31)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
-def is_model_id(text: str) -> bool:
-    return _MODEL_ID.fullmatch(text) is not None
+class Future(pydantic.BaseModel):
+    """An accepted request, whose result `retrieve_future` returns."""
 
-
-def check_name(name: str) -> None:
-    """Raise InvalidRequestError unless the text can name a checkpoint."""
-    if _NAME.fullmatch(name) is None:
-        raise InvalidRequestError(
-            f"name={name!r:.100}: must have 1 to 128 letters, digits, '_', '-' and '.', and begin with a "
-            "letter, a digit or '_'"
-        )
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
 
 
 def check_seq_id(name: str, value: int | None, *, first: int) -> int:

@@ -35,8 +35,7 @@ from tests.tinker.parts import (
 async def life(backend, folder):
     """Train, publish, save, load and sample; return everything that is computed."""
     outputs = await created(backend, "lora") + await created(backend, "full", rank=0)
-    for name in ("lora", "full"):
-        await backend.publish(name, f"of {name}")
+    lora, full = [await backend.publish(name) for name in ("lora", "full")]
     outputs.append(await add_gradient(backend, "lora", random_data(3, seed=9), backward=False))
     outputs += await train(backend, "lora", seed=30)
     for kind in ("state", "sampler"):
@@ -45,39 +44,37 @@ async def life(backend, folder):
     await backend.create_model("loaded", settings(4, seed=99))
     await backend.load_model("loaded", folder / "state", optimizer=True)
     outputs += await train(backend, "loaded", seed=40)
-    await backend.open_sampler("saved", settings(4), folder / "sampler")
-    await backend.open_sampler("base", settings(), None)
-    names = ("of lora", "base", "of full", "saved", "of lora")
-    answers = await asyncio.gather(*(sampled(backend, name) for name in names))
+    saved = await backend.open(settings(4), folder / "sampler")
+    base = await backend.open(settings(), None)
+    answers = await asyncio.gather(*(sampled(backend, one) for one in (lora, base, full, saved, lora)))
     how = {"temperature": 0.8, "num_samples": 3, "seed": 11, "top_k": 40, "top_p": 0.9}
-    answers.append(await sampled(backend, "of full", **how, prompt_logprobs=True))
+    answers.append(await sampled(backend, full, **how, prompt_logprobs=True))
     (letter, *_) = [token for token in tokens_of(answers[-1])[0][1:] if 32 <= token < 127]
-    answers.append(await sampled(backend, "of full", **how, stop=("no such text", chr(letter))))
+    answers.append(await sampled(backend, full, **how, stop=("no such text", chr(letter))))
     answers.append(
-        await backend.sample("base", request(backend.base_models[0], [7] * 64, prompt_logprobs=True))
+        await backend.sample(base, request(backend.base_models[0], [7] * 64, prompt_logprobs=True))
     )
-    return outputs, answers
+    return outputs, answers, base
 
 
-async def refusals(backend, folder):
+async def refusals(backend, folder, base_version):
     """A refused call changes nothing, and a cancelled one lets others in."""
     (base,) = backend.base_models
     assert (base.min_temperature, base.topk_prompt_logprobs) == (0.01, False)
     with pytest.raises(InvalidRequestError, match="the saved model's lora is"):
-        await backend.open_sampler("none", settings(2), folder / "sampler")
+        await backend.open(settings(2), folder / "sampler")
     with pytest.raises(InvalidRequestError, match=r"no optimizer\.safetensors"):
         await backend.load_model("lora", folder / "sampler", optimizer=True)
-    for number in range(2):
-        await backend.publish("lora", f"s{number}")
+    first, second = [await backend.publish("lora") for _ in range(2)]
     with pytest.raises(LimitReachedError, match="there are 6 snapshots in memory"):
-        await backend.publish("lora", "more")
-    await backend.close_sampler("s0")
+        await backend.publish("lora")
+    await backend.forget(first)
     await add_gradient(backend, "loaded", random_data(2, seed=1))
     await step(backend, "loaded", learning_rate=1e30)
     with pytest.raises(InvalidRequestError, match="its weights have diverged"):
-        await backend.publish("loaded", "diverged")
-    running = asyncio.create_task(sampled(backend, "base", max_tokens=50, num_samples=8))
-    other = asyncio.create_task(sampled(backend, "s1"))
+        await backend.publish("loaded")
+    running = asyncio.create_task(sampled(backend, base_version, max_tokens=50, num_samples=8))
+    other = asyncio.create_task(sampled(backend, second))
     await asyncio.sleep(0)
     running.cancel()
     assert len(tokens_of(await other)[0]) == 12
@@ -92,7 +89,7 @@ async def after_a_death(backend):
     ends = await asyncio.gather(computing, waiting, return_exceptions=True)
     assert isinstance(ends[0], BackendLostError), ends
     assert "Close this backend" in str(ends[0])
-    for call in (step(backend, "full"), backend.open_sampler("again", settings(), None)):
+    for call in (step(backend, "full"), backend.open(settings(), None)):
         with pytest.raises(BackendLostError, match="the backend is lost"):
             await call
 
@@ -104,8 +101,8 @@ def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_call
     actors = actor_config(tmp_path / "base", num_procs=2, parallelism=shards).build()
     local = local_backend(tmp_path / "base")
     with running(actors, local) as loop:
-        outputs, answers = loop.run(life(actors, tmp_path / "actors"))
-        expected, local_answers = loop.run(life(local, tmp_path / "local"))
+        outputs, answers, base = loop.run(life(actors, tmp_path / "actors"))
+        expected, local_answers, _ = loop.run(life(local, tmp_path / "local"))
         assert_same_outputs(outputs, expected)
         for one, other in zip(answers, local_answers, strict=True):
             assert tokens_of(one) == tokens_of(other)
@@ -118,9 +115,9 @@ def test_two_ranks_compute_like_one_process_and_a_lost_rank_fails_all_later_call
         loop.run(local.load_model("loaded", tmp_path / "actors" / "state", optimizer=True))
         loop.run(actors.load_model("loaded", tmp_path / "local" / "state", optimizer=True))
         assert_same_outputs(*(loop.run(train(b, "loaded", seed=50)) for b in (actors, local)))
-        loop.run(refusals(actors, tmp_path / "local"))
+        loop.run(refusals(actors, tmp_path / "local", base))
         loop.run(after_a_death(actors))
         loop.run(actors.close())
         assert carrying_environment(RUN_VARIABLE, RUN) == []
         with pytest.raises(RuntimeError, match="the backend is closed"):
-            loop.run(sampled(actors, "of lora"))
+            loop.run(sampled(actors, base))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 import numpy as np
@@ -24,9 +25,9 @@ from tinker import types as wire
 from tinker.proto import tinker_public_pb2 as pb
 
 from losses.types import Loss
-from rl.models.generate import PromptLogprobs
 from rl.tinker.app import make_app
-from rl.tinker.auth import PROTOBUF, Keys
+from rl.tinker.auth import Keys
+from rl.tinker.codec import PROTOBUF
 from rl.tinker.service import Service
 from rl.tinker.types import (
     BaseModel,
@@ -39,6 +40,8 @@ from rl.tinker.types import (
 )
 from rl.types import Completion, ForwardBackwardResult, OptimParams, OptimStepResult, TrainingSample
 from tests.support.virtual_time import run_in_virtual_time
+
+T = TypeVar("T")
 
 ME, YOU = "tml-me", "tml-you"
 DEADLINE_S = 30
@@ -58,9 +61,11 @@ class FakeBackend:
         """Calls, in the order in which they started."""
         self.weights: dict[str, float] = {}
         self.gradients: dict[str, float] = {}
-        self.samplers: dict[str, float] = {}
-        self.max_samplers = 1000
-        self.num_sampling: Counter[str] = Counter()
+        self.published: dict[int, float] = {}
+        """Weights to sample from, by version."""
+        self.max_published = 1000
+        self.num_sampling: Counter[int] = Counter()
+        self._versions = itertools.count(1)
         self.most_at_once = 0
         """Largest number of models that had a call at the same time."""
         self.is_open = False
@@ -128,43 +133,41 @@ class FakeBackend:
         async with self._call("delete_model", model_id):
             del self.weights[model_id], self.gradients[model_id]
 
-    async def publish(self, model_id: str, sampler_id: str) -> None:
+    async def publish(self, model_id: str) -> int:
         async with self._call("publish", model_id):
-            if len(self.samplers) >= self.max_samplers:
-                raise LimitReachedError(f"there are {len(self.samplers)} snapshots")
-            self.samplers[sampler_id] = self.weights[model_id]
+            if len(self.published) >= self.max_published:
+                raise LimitReachedError(f"there are {len(self.published)} snapshots")
+            return self._add(self.weights[model_id])
 
-    async def open_sampler(self, sampler_id: str, settings: ModelSettings, folder: Path | None) -> None:
-        async with self._call("open_sampler", sampler_id):
-            assert sampler_id not in self.samplers
-            self.samplers[sampler_id] = 0.0 if folder is None else _read(folder)
+    async def open(self, settings: ModelSettings, folder: Path | None) -> int:
+        async with self._call("open", f"weights {len(self.calls)}"):
+            return self._add(0.0 if folder is None else _read(folder))
 
-    async def close_sampler(self, sampler_id: str) -> None:
-        async with self._call("close_sampler", sampler_id):
-            if self.num_sampling[sampler_id]:
-                self.violations.append(f"{sampler_id} closed under its samples")
-            del self.samplers[sampler_id]
+    def _add(self, weight: float) -> int:
+        version = next(self._versions)
+        self.published[version] = weight
+        return version
 
-    async def sample(self, sampler_id: str, request: SampleRequest) -> SampleOutput:
-        self.num_sampling[sampler_id] += 1
+    async def forget(self, version: int) -> None:
+        async with self._call("forget", str(version)):
+            if self.num_sampling[version]:
+                self.violations.append(f"{version} forgotten under its samples")
+            del self.published[version]
+
+    async def sample(self, version: int, request: SampleRequest) -> SampleOutput:
+        self.num_sampling[version] += 1
         try:
-            self.calls.append(f"sample {sampler_id} {request.prompt.tolist()}")
+            self.calls.append(f"sample {version}")
             await self._wait_or_fail("sample")
             completion = Completion(
-                token_ids=np.asarray([round(self.samplers[sampler_id])], dtype=np.int32),
+                token_ids=np.asarray([round(self.published[version])], dtype=np.int32),
                 logprobs=np.zeros(1, np.float32),
                 policy_versions=np.zeros(1, np.int32),
                 finish_reason="stop",
             )
-            logprobs = -request.prompt.astype(np.float32)
-            logprobs[0] = np.nan
-            none = np.empty((len(logprobs), 0))
-            return SampleOutput(
-                completions=(completion,) * request.sampling.num_samples,
-                of_prompt=PromptLogprobs(logprobs=logprobs, top_ids=none, top_logprobs=none),
-            )
+            return SampleOutput(completions=(completion,) * request.sampling.num_samples, of_prompt=None)
         finally:
-            self.num_sampling[sampler_id] -= 1
+            self.num_sampling[version] -= 1
 
     @property
     def is_idle(self) -> bool:
@@ -227,8 +230,27 @@ class Client:
     def of(self, owner: str) -> Client:
         return Client(self.service, self.backend, self.folder, owner)
 
-    def session(self) -> str:
-        return self.service.sessions.create(owner=self.owner)
+    def now(self, call: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any) -> T:
+        """Return the answer of a call that does not wait."""
+        try:
+            call(*args, owner=self.owner, **kwargs).send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError(f"{call} waits")
+
+    def session(self, metadata: dict[str, Any] | None = None, name: str | None = None) -> str:
+        body = wire.CreateSessionRequest.model_construct(user_metadata=metadata, display_name=name)
+        return self.now(self.service.sessions.create_session, body).session_id
+
+    def sessions(self) -> list[str]:
+        return self.now(self.service.sessions.sessions, limit=20, offset=0).sessions
+
+    def finish(self, session: str) -> None:
+        self.now(self.service.sessions.finish, session, reason=None)
+
+    def unload(self, model: str) -> str:
+        body = wire.UnloadModelRequest(model_id=model)
+        return self.now(self.service.training.unload_model, body).request_id
 
     def model(
         self, *, session: str | None = None, number: int = 0, rank: int = 4, seed: int = 1, **fields: Any
@@ -240,45 +262,50 @@ class Client:
             lora_config=wire.LoraConfig(rank=rank, seed=seed),
             **{"base_model": "tiny"} | fields,
         )
-        return self.service.training.create_model(body, owner=self.owner).rpartition(":")[0]
+        model_id = self.now(self.service.training.create_model, body).model_id
+        assert model_id is not None
+        return model_id
 
     def add(self, model: str, seq_id: int, *tokens: int, backward: bool = True) -> str:
         """Submit a forward_backward of one datum."""
-        return self.service.training.forward_backward(
-            message(model, seq_id, *tokens, backward=backward), max_values=1000, owner=self.owner
-        )
+        made = message(model, seq_id, *tokens, backward=backward)
+        return self.now(self.service.training.forward_backward, made).request_id
 
     def step(self, model: str, seq_id: int, lr: float = 1.0) -> str:
         body = wire.OptimStepRequest(
             model_id=model, seq_id=seq_id, adam_params=wire.AdamParams(learning_rate=lr)
         )
-        return self.service.training.optim_step(body, owner=self.owner)
+        return self.now(self.service.training.optim_step, body).request_id
 
     def save(self, model: str, seq_id: int, name: str | None, **options: Any) -> str:
         body = wire.SaveWeightsRequest(model_id=model, seq_id=seq_id, path=name, **options)
-        return self.service.training.save_weights(body, owner=self.owner)
+        return self.now(self.service.training.save_weights, body).request_id
 
     def save_sampler(self, model: str, seq_id: int, name: str | None = None, **options: Any) -> str:
         body = wire.SaveWeightsForSamplerRequest(model_id=model, seq_id=seq_id, path=name, **options)
-        return self.service.training.save_weights_for_sampler(body, owner=self.owner)
+        return self.now(self.service.training.save_weights_for_sampler, body).request_id
 
     def snapshot(self, model: str, seq_id: int, number: int) -> str:
         return self.save_sampler(model, seq_id, sampling_session_seq_id=number)
 
     def load(self, path: str, *, optimizer: bool = True, **where: Any) -> str:
         body = wire.LoadWeightsRequest(path=path, optimizer=optimizer, **where)
-        return self.service.training.load_weights(body, owner=self.owner)
+        return self.now(self.service.training.load_weights, body).request_id
 
     def create_sampler(self, session: str, number: int, **source: Any) -> str:
         body = wire.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=number, **source)
-        return self.service.sampling.create(body, owner=self.owner)
+        return self.now(self.service.sampling.create_sampling_session, body).sampling_session_id
 
     def base_sampler(self, number: int = 0, session: str | None = None) -> str:
         return self.create_sampler(session or self.session(), number, base_model="tiny")
 
     def sample(self, sampler: str, seq_id: int = 0, body: wire.SampleRequest | None = None) -> str:
         body = (body or prompt(1)).model_copy(update={"sampling_session_id": sampler, "seq_id": seq_id})
-        return self.service.sampling.sample(body, owner=self.owner)
+        return self.now(self.service.sampling.asample, body).request_id
+
+    async def runs(self, call: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a call about runs and checkpoints."""
+        return await getattr(self.service.runs, call)(*args, owner=self.owner, **kwargs)
 
     async def result(self, request_id: str) -> Any:
         result = await self.service.retrieve(request_id, owner=self.owner, wait_s=10)
@@ -431,8 +458,8 @@ def http_test(*, keys: Keys | None = None, limits: Limits | None = None, **http:
 
     def decorate(test: Test) -> Callable[..., None]:
         async def serve(folder: Path) -> None:
-            async with running_service(folder, limits=limits) as client:
-                app = make_app(client.service, http=HttpLimits(**http), keys=keys or Keys(), hosts=None)
+            async with running_service(folder, limits=limits, http=HttpLimits(**http)) as client:
+                app = make_app(client.service, keys=keys or Keys(), hosts=None)
                 # Errors that the application raises after its answer do not reach the client, as with a real server.
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as to_app:

@@ -11,9 +11,9 @@ from tinker import AdamParams, LoraConfig
 
 from rl.tinker.backend import TinkerBackend
 from rl.tinker.base import Base
+from rl.tinker.codec import checked_request
 from rl.tinker.datums import WireLoss, find_loss, metrics_of, optim_params, wire_samples
 from rl.tinker.local import LocalTinkerBackend
-from rl.tinker.sampling import checked_request
 from rl.tinker.types import (
     Datum,
     Limits,
@@ -132,10 +132,10 @@ def request(base: Any, tokens: list[int], **how: Any) -> SampleRequest:
     return checked_request(prompt(*tokens, **({"max_tokens": 8, "seed": 3} | how)), base, Limits())
 
 
-async def sampled(backend: TinkerBackend, sampler_id: str, **how: Any) -> SampleOutput:
+async def sampled(backend: TinkerBackend, version: int, **how: Any) -> SampleOutput:
     """Sample 12 tokens, greedily unless told otherwise."""
     asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "stop": ()} | how
-    return await backend.sample(sampler_id, request(backend.base_models[0], [3, 1, 4, 1, 5], **asked))
+    return await backend.sample(version, request(backend.base_models[0], [3, 1, 4, 1, 5], **asked))
 
 
 def tokens_of(output: SampleOutput) -> list[list[int]]:

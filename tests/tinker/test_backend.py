@@ -150,7 +150,7 @@ async def test_loss_and_weights_that_are_not_finite_are_refused(backend):
     await add_gradient(backend, "m", DATA)
     await step(backend, "m", learning_rate=1e30)
     with pytest.raises(InvalidRequestError, match="its weights have diverged"):
-        await backend.publish("m", "diverged")
+        await backend.publish("m")
 
 
 async def test_policy_losses_report_sums_and_maxima(backend):
@@ -227,21 +227,19 @@ async def test_damaged_file_is_named_and_the_model_stays(backend, tmp_path):
 
 async def test_base_snapshot_and_saved_weights_are_sampled_from_at_once(backend, tmp_path):
     await backend.create_model("m", settings())
-    await backend.open_sampler("base", settings(), None)
-    await backend.publish("m", "fresh")
+    versions = [await backend.open(settings(), None), await backend.publish("m")]
     await train(backend, "m", steps=3)
-    await backend.publish("m", "trained")
+    versions.append(await backend.publish("m"))
     await backend.save_model("m", tmp_path, optimizer=False)
-    await backend.open_sampler("saved", settings(), tmp_path)
-    names = ["base", "fresh", "trained", "saved"] * 2
-    pending = [asyncio.create_task(sampled(backend, name)) for name in names]
+    versions.append(await backend.open(settings(), tmp_path))
+    pending = [asyncio.create_task(sampled(backend, version)) for version in versions * 2]
     await train(backend, "m")
     base, fresh, trained, saved, *again = [tokens_of(output) for output in await asyncio.gather(*pending)]
     assert again == [base, fresh, trained, saved]
     assert base == fresh
     assert trained == saved != base
-    for name in names[:4]:
-        await backend.close_sampler(name)
+    for version in versions:
+        await backend.forget(version)
     assert len(backend._workers._pushed) == 1  # the base stays
 
 
@@ -254,10 +252,10 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     backend = local_backend(tmp_path / "base", tie=tie, batch_invariant=True)
     await backend.start()
     await created(backend, "m", rank=rank)
-    await backend.publish("m", "s")
+    version = await backend.publish("m")
     (base,) = backend.base_models
     asked = [request(base, [5, 6, 7, n], num_samples=2, max_tokens=12, stop=()) for n in range(3)]
-    outputs = await asyncio.gather(*(backend.sample("s", one) for one in asked))
+    outputs = await asyncio.gather(*(backend.sample(version, one) for one in asked))
     data = []
     for one, output in zip(asked, outputs, strict=True):
         for drawn in output.completions:
@@ -268,26 +266,26 @@ async def test_samples_have_the_bits_of_training_in_the_batch_invariant_mode(tmp
     assert found.metrics["logprob_diff:max"] == found.metrics["num_clipped:sum"] == 0.0
     assert found.metrics["loss:sum"] == -72.0
     whole = np.append(data[0].tokens, data[0].loss_inputs["target_tokens"][-1])
-    scored = await backend.sample("s", request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
+    scored = await backend.sample(version, request(base, whole.tolist(), prompt_logprobs=True, max_tokens=1))
     assert scored.of_prompt is not None
     assert np.array_equal(scored.of_prompt.logprobs[1:], found.logprobs[0])
     await backend.close()
 
 
 async def test_requests_are_answered_together_without_changing_each_other(backend):
-    await backend.open_sampler("s", settings(), None)
+    version = await backend.open(settings(), None)
     (base,) = backend.base_models
     mine = request(base, PROMPT, seed=11, num_samples=3)
-    alone = tokens_of(await backend.sample("s", mine))
+    alone = tokens_of(await backend.sample(version, mine))
     others = [
         request(base, [9, 9], seed=4, num_samples=3, max_tokens=20),
         request(base, PROMPT, seed=12, num_samples=3),
         request(base, PROMPT, seed=11, num_samples=3, temperature=0.5),
     ]
     leaves = asyncio.create_task(
-        backend.sample("s", request(base, [8], num_samples=3, max_tokens=60, stop=()))
+        backend.sample(version, request(base, [8], num_samples=3, max_tokens=60, stop=()))
     )
-    groups = asyncio.gather(*(backend.sample("s", one) for one in (others[0], mine, *others[1:], mine)))
+    groups = asyncio.gather(*(backend.sample(version, one) for one in (others[0], mine, *others[1:], mine)))
     await asyncio.sleep(0.01)
     leaves.cancel()
     found = [tokens_of(output) for output in await groups]
@@ -304,12 +302,12 @@ async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
         continued = [*PROMPT, *said, end, 66]
         await add_gradient(backend, "m", [datum(continued[:-1], continued[1:])])
         await step(backend, "m")
-    await backend.publish("m", "s")
+    version = await backend.publish("m")
     (base,) = backend.base_models
 
     async def ends(stop: object) -> str:
         asked = request(base, PROMPT, temperature=0.0, stop=stop, max_tokens=len(said) + 1)
-        (completion,) = (await backend.sample("s", asked)).completions
+        (completion,) = (await backend.sample(version, asked)).completions
         tokens = [token for token in completion.token_ids.tolist() if token != end]
         return f"{bytes(tokens).decode()} {completion.finish_reason}"
 
@@ -323,10 +321,10 @@ async def test_stop_texts_and_tokens_end_a_completion_across_tokens(backend):
 
 async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
     await created(backend, "m")
-    await backend.publish("m", "s")
+    version = await backend.publish("m")
     (base,) = backend.base_models
     asked = request(base, [5, 6, 7, 300], prompt_logprobs=True, topk_prompt_logprobs=2)
-    found = await backend.sample("s", asked)
+    found = await backend.sample(version, asked)
     every = datum([5, 6, 7], [list(range(320))] * 3)
     (logprobs,) = (await add_gradient(backend, "m", [every], backward=False)).logprobs
     assert math.isnan(found.of_prompt.logprobs[0])
@@ -335,7 +333,7 @@ async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
     assert top.top_ids[0].tolist() == [-1, -1]
     assert top.top_ids[1:].tolist() == np.argsort(-logprobs, axis=1)[:, :2].tolist()
     np.testing.assert_allclose(top.top_logprobs[1:], -np.sort(-logprobs, axis=1)[:, :2], atol=1e-5)
-    full = await backend.sample("s", request(base, [7] * 64, prompt_logprobs=True, num_samples=2))
+    full = await backend.sample(version, request(base, [7] * 64, prompt_logprobs=True, num_samples=2))
     assert tokens_of(full) == [[], []]
 
 
@@ -345,7 +343,7 @@ async def test_prompt_logprobs_and_their_top_k_equal_those_of_training(backend):
 async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
     for model_id in ("m", "n"):
         await backend.create_model(model_id, settings())
-    await backend.open_sampler("s", settings(), None)
+    version = await backend.open(settings(), None)
     training = asyncio.create_task(train(backend, "m"))
     calls = [asyncio.create_task(step(backend, "n")) for _ in range(3)]
     await asyncio.sleep(0)
@@ -355,7 +353,7 @@ async def test_cancelled_call_is_never_made_and_closing_fails_the_rest(backend):
     assert all(call.cancelled() for call in calls)
     assert engine_of(backend, "n").policy_version == 0
     await backend.delete_model("n")
-    waits = [asyncio.create_task(sampled(backend, "s", max_tokens=50)) for _ in range(3)]
+    waits = [asyncio.create_task(sampled(backend, version, max_tokens=50)) for _ in range(3)]
     await asyncio.sleep(0.02)
     await backend.close()
     await backend.close()

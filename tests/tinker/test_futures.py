@@ -74,14 +74,14 @@ async def test_cancelled_sample_ends_its_work_and_fails(client):
     client.backend.hold("sample")
     sampler = client.base_sampler()
     running, unstarted = client.sample(sampler, 0), client.sample(sampler, 1)
-    client.service.cancel(unstarted, owner=ME)
+    client.now(client.service.cancel_future, unstarted)
     await asyncio.sleep(1)
     assert sum(client.backend.num_sampling.values()) == 1
-    client.service.cancel(running, owner=ME)
+    client.now(client.service.cancel_future, running)
     cancelled = RequestFailedResponse(error="it was cancelled", category=RequestErrorCategory.User)
     assert [await client.failure(one) for one in (running, unstarted)] == [cancelled] * 2
     await asyncio.sleep(1)
-    client.service.cancel(running, owner=ME)  # without effect
+    client.now(client.service.cancel_future, running)  # without effect
     assert sum(client.backend.num_sampling.values()) == 0
 
 
@@ -89,4 +89,4 @@ async def test_cancelled_sample_ends_its_work_and_fails(client):
 async def test_training_cannot_be_cancelled(client):
     request = client.add(client.model(), 1, 5)
     with pytest.raises(InvalidRequestError, match="only samples can be cancelled"):
-        client.service.cancel(request, owner=ME)
+        client.now(client.service.cancel_future, request)

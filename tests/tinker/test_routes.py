@@ -36,9 +36,8 @@ async def test_error_of_the_server_is_a_500_without_its_text(server):
     def broken(*args, **kwargs):
         raise RuntimeError(SECRET)
 
-    server.service.sessions.create = broken
-    body: dict[str, object] = {"tags": [], "user_metadata": None, "sdk_version": ""}
-    answer = await server.post("create_session", body)
+    server.service.sessions.live = broken
+    answer = await server.post("session_heartbeat", {"session_id": "s"})
     assert answer.status_code == 500
     assert answer.json() == {"detail": "an error in the server, which has logged it"}
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from rl.tinker.sampling import checked_request
+from rl.tinker.codec import checked_request
 from rl.tinker.types import GoneError, InvalidRequestError, Limits, NotFoundError
-from tests.support.fake_tinker import BASE, ME, YOU, prompt, service_test, settled
+from tests.support.fake_tinker import BASE, YOU, prompt, service_test, settled
 
 
 @service_test()
@@ -37,7 +37,7 @@ async def test_repeated_sample_is_done_once(client):
     first = client.sample(sampler, 7, prompt(1, num_samples=3))
     assert client.sample(sampler, 7, prompt(2, num_samples=3)) == first
     assert len((await client.result(first)).sequences) == 3
-    assert client.backend.names() == ["open_sampler", "sample"]
+    assert client.backend.names() == ["open", "sample"]
     with pytest.raises(InvalidRequestError, match="num_samples=4: must be 1 to 3"):  # also when repeated
         client.sample(sampler, 7, prompt(1, num_samples=4))
 
@@ -50,14 +50,14 @@ async def test_saved_weights_open_with_the_first_sample_and_are_shared(client):
     path = await client.saved_sampler(model, 3, "step-1")
     service, backend = client.service, client.backend
     ids = [client.create_sampler(client.session(), n, model_path=path) for n in range(2)]
-    assert "open_sampler" not in backend.names()
+    assert "open" not in backend.names()
     assert await asyncio.gather(*map(client.token, ids)) == [-4, -4]
-    assert [service.sampling.live(one, ME).model_path for one in ids] == [path, path]
-    assert backend.names().count("open_sampler") == 1
+    assert [client.now(service.sampling.sampler, one).model_path for one in ids] == [path, path]
+    assert backend.names().count("open") == 1
     for one, num_open in zip(ids, (1, 0), strict=True):
-        service.sessions.finish(one.partition(":")[0], owner=ME)
+        client.finish(one.partition(":")[0])
         await settled()
-        assert len(backend.samplers) == num_open
+        assert len(backend.published) == num_open
 
 
 @service_test(samplers=2)
@@ -75,12 +75,12 @@ async def test_least_recently_used_snapshot_closes_once_its_samples_have_ended(c
     await client.result(running)
     assert [await client.token(one, 9) for one in (first, later[1].sampling_session_id)] == [0, 0]
     await asyncio.sleep(1)
-    assert len(client.backend.samplers) == 3  # two of this owner, and one of the other
+    assert len(client.backend.published) == 3  # two of this owner, and one of the other
 
 
 @service_test()
 async def test_without_room_in_the_backend_the_owners_oldest_unused_snapshot_closes(client):
-    client.backend.max_samplers = 3
+    client.backend.max_published = 3
     model, other = client.model(), client.of(YOU).model()
     await client.of(YOU).result(client.of(YOU).snapshot(other, 1, 9))
     ids = [(await client.result(client.snapshot(model, n, n))).sampling_session_id for n in (1, 2)]
@@ -95,7 +95,7 @@ async def test_without_room_in_the_backend_the_owners_oldest_unused_snapshot_clo
     gate.set()
     await client.result(running)
     assert [await client.token(one, 9) for one in (ids[0], f"{ids[0][:-1]}3")] == [0, 0]
-    assert len(client.backend.samplers) == 3
+    assert len(client.backend.published) == 3
 
 
 @service_test(virtual=False, samplers=1)
@@ -107,8 +107,8 @@ async def test_least_recently_used_weights_close_for_others_and_open_again(clien
     for seq_id, one in enumerate((ids[0], ids[1], ids[0])):
         await client.token(one, seq_id)
         await settled()
-        assert len(client.backend.samplers) == 1
-    assert client.backend.names().count("open_sampler") == 3
+        assert len(client.backend.published) == 1
+    assert client.backend.names().count("open") == 3
 
 
 @service_test(virtual=False)
@@ -128,7 +128,7 @@ async def test_weights_replaced_before_the_first_sample_fail_it(client):
 @service_test()
 async def test_weights_that_failed_to_open_are_tried_again(client):
     sampler = client.base_sampler()
-    client.backend.fail("open_sampler", RuntimeError("no memory"))
+    client.backend.fail("open", RuntimeError("no memory"))
     assert (await client.failure(client.sample(sampler))).category == "server"
     assert await client.token(sampler, 1) == 0
 
@@ -137,8 +137,8 @@ async def test_weights_that_failed_to_open_are_tried_again(client):
 async def test_snapshots_outlive_their_unloaded_model(client):
     model = client.model()
     sampler = (await client.result(client.snapshot(model, 1, 0))).sampling_session_id
-    unload = client.service.training.unload(model, owner=ME)
-    assert client.service.training.unload(model, owner=ME) == unload
+    unload = client.unload(model)
+    assert client.unload(model) == unload
     assert (await client.result(unload)).model_id == model
     with pytest.raises(GoneError, match="it was unloaded"):
         client.add(model, 2, 2)

@@ -28,8 +28,8 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
     sample = client.sample(sampler)
     await asyncio.sleep(1)
 
-    client.service.sessions.finish(session, owner=ME)
-    client.service.sessions.finish(session, owner=ME)
+    client.finish(session)
+    client.finish(session)
     for request in (waiting, sample):
         failure = await client.failure(request)
         assert failure.category == "user"
@@ -46,7 +46,7 @@ async def test_finished_session_frees_its_models_and_samplers_and_fails_what_wai
     gate.set()
     assert (await client.result(running)).metrics["loss:sum"] == 2
     await asyncio.sleep(1)
-    assert client.backend.weights == client.backend.samplers == {}
+    assert client.backend.weights == client.backend.published == {}
 
 
 @service_test(session_timeout_s=60)
@@ -55,7 +55,7 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     session = model.partition(":")[0]
     for call in (
         lambda: client.service.sessions.live(session, ME),
-        lambda: client.service.models.live(model, ME),
+        lambda: client.service.training.live(model, ME),
         lambda: client.add(model, 1, 1),
     ):
         await asyncio.sleep(50)
@@ -63,39 +63,39 @@ async def test_idle_session_ends_and_any_call_keeps_it_alive(client):
     await asyncio.sleep(50)
     await client.service.retrieve(f"{model}:1", owner=ME, wait_s=0)
     await asyncio.sleep(50)
-    assert client.service.sessions.ids(owner=ME) == [session]
+    assert client.sessions() == [session]
     await asyncio.sleep(11)
     with pytest.raises(GoneError):
         client.service.sessions.live(session, ME)
     await asyncio.sleep(1)
-    assert client.service.sessions.ids(owner=ME) == []
+    assert client.sessions() == []
     assert client.backend.weights == {}
 
 
 @service_test()
 async def test_session_belongs_to_its_owner_alone(client):
     service, stranger = client.service, client.of(YOU)
-    mine = service.sessions.create(owner=ME, user_metadata={"b": "1"}, display_name="run")
+    mine = client.session({"b": "1"}, "run")
     model = client.model(session=mine)
     for call in (
         lambda: service.sessions.live(mine, YOU),
-        lambda: service.cancel(f"{mine}:train:0:1", owner=YOU),
-        lambda: service.sessions.finish(mine, owner=YOU),
+        lambda: stranger.now(service.cancel_future, f"{mine}:train:0:1"),
+        lambda: stranger.finish(mine),
         lambda: stranger.model(session=mine, number=1),
         lambda: stranger.add(model, 1, 1),
-        lambda: service.models.live(model, YOU),
-        lambda: service.training.unload(model, owner=YOU),
+        lambda: service.training.live(model, YOU),
+        lambda: stranger.unload(model),
         lambda: stranger.base_sampler(session=mine),
         lambda: service.sampling.live("nobody", ME),
-        lambda: service.models.live("nobody:train:0", ME),
+        lambda: service.training.live("nobody:train:0", ME),
     ):
         with pytest.raises(NotFoundError, match="there is no"):
             call()
     with pytest.raises(NotFoundError):
         await service.retrieve(f"{model}:0", owner=YOU, wait_s=0)
-    assert service.sessions.ids(owner=YOU) == []
+    assert stranger.sessions() == []
     found = service.sessions.live(mine, ME)
-    assert (found.user_metadata, found.display_name, found.model_ids) == ({"b": "1"}, "run", [model])
+    assert (found.user_metadata, found.display_name, list(found.models)) == ({"b": "1"}, "run", [model])
 
 
 @service_test(sessions=2, models=1)
@@ -109,9 +109,9 @@ async def test_limits_on_sessions_and_models_hold_per_owner_until_something_ends
     model = client.model(session=first)
     with pytest.raises(LimitReachedError, match="limit models: 1"):
         client.model(session=first, number=1)
-    await client.result(client.service.training.unload(model, owner=ME))
+    await client.result(client.unload(model))
     client.model(session=first, number=1)
-    client.service.sessions.finish(first, owner=ME)
+    client.finish(first)
     client.session()
     await asyncio.sleep(1)
 
@@ -121,7 +121,7 @@ async def test_metadata_are_texts(client):
     values: tuple[Any, ...] = (1, [], "\ud800")
     for value in values:
         with pytest.raises(InvalidRequestError, match="user_metadata"):
-            client.service.sessions.create(owner=ME, user_metadata={"a": value})
+            client.session({"a": value})
 
 
 @service_test(close_timeout_s=5)

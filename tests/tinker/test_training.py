@@ -6,9 +6,9 @@ import pytest
 from tinker import types as wire
 
 from rl.tinker.datums import optim_params
-from rl.tinker.models import check_lora
+from rl.tinker.training import check_lora
 from rl.tinker.types import GoneError, InvalidRequestError, NotFoundError
-from tests.support.fake_tinker import BASE, LORA, ME, service_test
+from tests.support.fake_tinker import BASE, LORA, ME, service_test, settled
 
 
 @service_test()
@@ -18,7 +18,7 @@ async def test_model_is_created_once_with_the_id_that_clients_derive(client):
     assert client.model(session=session, number=4, rank=0) == model
     assert model == f"{session}:train:4"
     assert (await client.result(f"{model}:0")).model_id == model
-    info = client.service.models.live(model, ME)
+    info = client.service.training.live(model, ME)
     assert (info.settings, info.base) == (LORA, BASE)
     assert client.backend.names("delete_model") == ["create_model"]
 
@@ -74,7 +74,7 @@ async def test_model_from_a_checkpoint_has_its_settings_and_weights(client):
 
     loaded = await client.result(create(0, path, "tiny"))
     assert (loaded.path, loaded.model_id) == (path, f"{session}:train:0")
-    assert client.service.models.live(loaded.model_id, ME).settings == LORA
+    assert client.service.training.live(loaded.model_id, ME).settings == LORA
     assert client.backend.weights[loaded.model_id] == -5
     assert client.backend.calls[-2:] == ["create_model 0", "load_model 0 optimizer=True"]
     with pytest.raises(InvalidRequestError, match="base_model='other': must be 'tiny'"):
@@ -93,6 +93,7 @@ async def test_model_whose_weights_cannot_be_loaded_is_deleted(client):
     client.backend.fail("load_model", RuntimeError("bad file"))
     request = client.load(path, session_id=client.session(), model_seq_id=0)
     assert (await client.failure(request)).category == "server"
+    await settled()
     assert len(client.backend.weights) == 1
     assert client.backend.names()[-1] == "delete_model"
 

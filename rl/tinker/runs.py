@@ -1,0 +1,139 @@
+"""Answers about training runs and checkpoints, from memory and disk together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, TypeVar
+
+import pydantic
+from fastapi import Body, Path
+from tinker import types as wire
+
+from rl.tinker.futures import Parts
+from rl.tinker.storage import RunRecord, Stored, in_thread, parse_path
+from rl.tinker.types import Id, Limit, NotFoundError, Offset, Owner, check_ttl
+
+T = TypeVar("T")
+Kind = Annotated[str, Path(min_length=1, max_length=64)]
+"""Path segment `weights` or `sampler_weights`."""
+
+
+class Ttl(pydantic.BaseModel):
+    ttl_seconds: int | None
+    """Seconds from now; None never expires."""
+
+
+class Runs:
+    """Calls about training runs and checkpoints.
+
+    Raises:
+        NotFoundError: from any call, for what is unknown or belongs to another owner.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._storage = parts.storage
+        self._sessions = parts.sessions
+
+    async def training_runs(
+        self, *, owner: Owner, limit: Limit = 20, offset: Offset = 0
+    ) -> wire.TrainingRunsResponse:
+        """Return the runs in memory or with checkpoints, newest first."""
+        records = {record.model_id: record for record in await in_thread(self._storage.runs, owner)}
+        records |= {model.model_id: model.record for model in self._sessions.models(owner)}
+        newest = sorted(records.values(), key=lambda record: record.created_s, reverse=True)
+        some, cursor = _page(newest, offset=offset, limit=limit)
+        runs = [await self._describe(record, owner) for record in some]
+        return wire.TrainingRunsResponse(training_runs=runs, cursor=cursor)
+
+    async def training_run(self, run_id: Id, *, owner: Owner) -> wire.TrainingRun:
+        return await self._describe(await self._record(run_id, owner), owner)
+
+    async def checkpoints_of_run(self, run_id: Id, *, owner: Owner) -> wire.CheckpointsListResponse:
+        """Return a run's checkpoints of both kinds, newest first."""
+        record = await self._record(run_id, owner)
+        found = await in_thread(self._storage.checkpoints, record.model_id)
+        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(stored) for stored in found])
+
+    async def checkpoints(
+        self, *, owner: Owner, limit: Limit = 100, offset: Offset = 0
+    ) -> wire.CheckpointsListResponse:
+        """Return the checkpoints of all runs, newest first."""
+        found = await in_thread(self._storage.all_checkpoints, owner)
+        newest = sorted(found, key=lambda stored: stored.record.created_s, reverse=True)
+        some, cursor = _page(newest, offset=offset, limit=limit)
+        return wire.CheckpointsListResponse(checkpoints=[_checkpoint(one) for one in some], cursor=cursor)
+
+    async def delete_checkpoint(self, run_id: Id, kind: Kind, name: Id, *, owner: Owner) -> None:
+        path = parse_path(f"tinker://{run_id}/{kind}/{name}")
+        await in_thread(self._storage.delete, path, owner)
+
+    async def set_ttl(self, run_id: Id, kind: Kind, name: Id, body: Ttl, *, owner: Owner) -> None:
+        """Let a checkpoint expire so many seconds from now, or never."""
+        check_ttl(body.ttl_seconds)
+        path = parse_path(f"tinker://{run_id}/{kind}/{name}")
+        await in_thread(self._storage.set_expiry, path, owner, body.ttl_seconds)
+
+    async def weights_info(
+        self, tinker_path: Annotated[str, Body(embed=True)], *, owner: Owner
+    ) -> wire.WeightsInfoResponse:
+        """Return the settings that a model must have to load these weights."""
+        stored = await in_thread(self._storage.find, parse_path(tinker_path), owner)
+        settings = stored.record.settings
+        lora = {} if settings.lora is None else settings.lora.model_dump(exclude={"rank", "seed"})
+        return wire.WeightsInfoResponse(
+            base_model=settings.base_model,
+            is_lora=settings.lora is not None,
+            lora_rank=None if settings.lora is None else settings.lora.rank,
+            **lora,
+        )
+
+    async def _record(self, model_id: str, owner: str) -> RunRecord:
+        for model in self._sessions.models(owner):
+            if model.model_id == model_id:
+                return model.record
+        record = await in_thread(self._storage.run, model_id, owner)
+        if record is None:
+            raise NotFoundError(f"there is no training run {model_id!r:.100}")
+        return record
+
+    async def _describe(self, record: RunRecord, owner: str) -> wire.TrainingRun:
+        found = await in_thread(self._storage.checkpoints, record.model_id)
+        checkpoints = [_checkpoint(stored) for stored in found]
+        newest = {one.checkpoint_type: one for one in reversed(checkpoints)}
+        lora = record.settings.lora
+        times_s = [record.created_s, *(stored.record.created_s for stored in found)]
+        times_s += [m.requested_s for m in self._sessions.models(owner) if m.record is record]
+        return wire.TrainingRun(
+            training_run_id=record.model_id,
+            base_model=record.settings.base_model,
+            model_owner=owner,
+            is_lora=lora is not None,
+            lora_rank=None if lora is None else lora.rank,
+            last_request_time=_time(max(times_s)),
+            last_checkpoint=newest.get("training"),
+            last_sampler_checkpoint=newest.get("sampler"),
+            user_metadata=record.user_metadata,
+        )
+
+
+def _checkpoint(stored: Stored) -> wire.Checkpoint:
+    record, path = stored.record, stored.path
+    return wire.Checkpoint(
+        checkpoint_id=path.checkpoint_id,
+        checkpoint_type=path.checkpoint_type,
+        time=_time(record.created_s),
+        tinker_path=path.tinker_path,
+        size_bytes=record.size_bytes,
+        user_metadata=record.user_metadata,
+        expires_at=None if record.expires_s is None else _time(record.expires_s),
+    )
+
+
+def _page(items: Sequence[T], *, offset: int, limit: int) -> tuple[Sequence[T], wire.Cursor]:
+    cursor = wire.Cursor(offset=offset, limit=limit, total_count=len(items))
+    return items[offset : offset + limit], cursor
+
+
+def _time(wall_s: float) -> datetime:
+    return datetime.fromtimestamp(wall_s, UTC)
