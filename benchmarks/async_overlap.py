@@ -12,13 +12,10 @@ times as shares of a step.
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
+from typing import Any
 
-from benchmarks.processes import medians_of_sides, step_options, tiny_assets, tiny_run
+from benchmarks.processes import measure_steps, num_repeats, step_options, tiny_steps
 
-NUM_WARMUP_STEPS = 3
-"""Steps at the start that are not measured: they allocate memory and fill the pipeline."""
 ROLES = ("generator", "reward", "trainer")
 
 
@@ -29,36 +26,23 @@ def main() -> None:
         "--ages", type=int, nargs="+", default=[1, 2], help="max_off_policy_steps of the async sides"
     )
     args = parser.parse_args()
-    steps, repeats = (4, 1) if args.quick else (12, 3)
-    with tempfile.TemporaryDirectory() as folder:
-        medians = medians_of_sides(
-            run_side,
-            {str(age): {"age": age} for age in (0, *args.ages)},
-            repeats=repeats,
-            threads=args.threads,
-            assets=tiny_assets(Path(folder)),
-            tokens=args.tokens,
-            steps=steps,
-        )
+    sides = {str(age): {"age": age} for age in (0, *args.ages)}
+    medians = measure_steps(run_side, sides, args=args, tokens=args.tokens)
     ratio = {
         str(age): medians[str(age)]["samples_per_s"] / medians["0"]["samples_per_s"] for age in args.ages
     }
-    figures = {"tokens": args.tokens, "threads": args.threads, "repeats": repeats, "by_steps_ahead": medians}
-    print(json.dumps({"benchmark": "async_overlap", **figures, "ratio": ratio}))
+    figures = {"tokens": args.tokens, "threads": args.threads, "repeats": num_repeats(args)}
+    print(json.dumps({"benchmark": "async_overlap", **figures, "by_steps_ahead": medians, "ratio": ratio}))
 
 
-def run_side(assets: str, tokens: int, steps: int, age: int, num_threads: int) -> dict[str, float]:
+def run_side(age: int, num_threads: int, **how: Any) -> dict[str, float]:
     """Run one side and return its samples per second and the share of time in which each role was idle."""
     from configs.sum_digits import tiny, tiny_async
 
     config = tiny_async() if age else tiny()
-    config.trainer.num_threads = config.generator.num_threads = (
-        max(1, num_threads // 2) if age else num_threads
-    )
     loop = config.loop
     loop.max_off_policy_steps = age
-    records = tiny_run(config, assets=assets, tokens=tokens, num_steps=steps + NUM_WARMUP_STEPS)
-    records = records[NUM_WARMUP_STEPS:]
+    records = tiny_steps(config, num_threads=max(1, num_threads // 2) if age else num_threads, **how)
     total_s = sum(record["time/step_s"] for record in records)
     idle = {f"{role}_idle": sum(r[f"time/{role}_idle_s"] for r in records) / total_s for role in ROLES}
     samples_per_s = len(records) * loop.groups_per_batch * loop.group_size / total_s

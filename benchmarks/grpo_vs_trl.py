@@ -15,40 +15,28 @@ import statistics
 import tempfile
 import time
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import medians_of_sides, step_options, tiny_assets, tiny_run
+from benchmarks.processes import NUM_WARMUP_STEPS, measure_steps, num_repeats, step_options, tiny_steps
 
 NUM_PROMPTS, NUM_SAMPLES = 16, 8
-NUM_WARMUP_STEPS = 3
-"""Steps at the start that are not measured: they allocate and compile."""
 
 
 def main() -> None:
     parser = step_options(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="new tokens at most")
     args = parser.parse_args()
-    steps, repeats = (4, 1) if args.quick else (12, 3)
     sides = {name: {"side": name} for name in SIDES}
-    with tempfile.TemporaryDirectory() as folder:
-        assets = tiny_assets(Path(folder))
-        medians = {
-            str(tokens): medians_of_sides(
-                run, sides, repeats=repeats, threads=args.threads, assets=assets, tokens=tokens, steps=steps
-            )
-            for tokens in args.tokens
-        }
-    speeds = {
-        tokens: {side: figures["samples_per_s"] for side, figures in of.items()}
-        for tokens, of in medians.items()
-    }
+    speeds = {}
+    for tokens in args.tokens:
+        medians = measure_steps(run, sides, args=args, tokens=tokens)
+        speeds[str(tokens)] = {side: figures["samples_per_s"] for side, figures in medians.items()}
     figures = {
         "benchmark": "grpo_vs_trl",
         "prompts": NUM_PROMPTS,
         "samples": NUM_SAMPLES,
         "threads": args.threads,
-        "repeats": repeats,
+        "repeats": num_repeats(args),
         "samples_per_s": speeds,
         "ratio": {
             name: {tokens: of[name] / of["trl"] for tokens, of in speeds.items()}
@@ -65,31 +53,27 @@ def run(side: str, **arguments: Any) -> dict[str, float]:
 
 def _summary(step_s: list[float], tokens_mean: float) -> dict[str, float]:
     # Not the median step: asynchronous steps wait in some and not in others.
-    mean_s = statistics.mean(step_s[NUM_WARMUP_STEPS:])
+    mean_s = statistics.mean(step_s)
     return {"samples_per_s": NUM_PROMPTS * NUM_SAMPLES / mean_s, "tokens_mean": tokens_mean}
 
 
-def run_relay(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
+def run_relay(**how: Any) -> dict[str, float]:
     """Measure the synchronous loop with all its actors."""
     from configs.sum_digits import tiny
 
-    config = tiny()
-    config.trainer.num_threads = config.generator.num_threads = num_threads
-    return _run_relay(config, assets=assets, tokens=tokens, steps=steps)
+    return _run_relay(tiny(), **how)
 
 
-def run_relay_async(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str, float]:
+def run_relay_async(num_threads: int, **how: Any) -> dict[str, float]:
     """Measure generation one step ahead of training."""
     from configs.sum_digits import tiny_async
 
-    config = tiny_async()
-    config.trainer.num_threads = config.generator.num_threads = max(1, num_threads // 2)
-    return _run_relay(config, assets=assets, tokens=tokens, steps=steps)
+    return _run_relay(tiny_async(), num_threads=max(1, num_threads // 2), **how)
 
 
-def _run_relay(config: Any, *, assets: str, tokens: int, steps: int) -> dict[str, float]:
+def _run_relay(config: Any, **how: Any) -> dict[str, float]:
     config.loop.groups_per_batch, config.loop.group_size = NUM_PROMPTS, NUM_SAMPLES
-    records = tiny_run(config, assets=assets, tokens=tokens, num_steps=steps + NUM_WARMUP_STEPS)
+    records = tiny_steps(config, **how)
     tokens_mean = statistics.mean(r["completion/tokens_mean"] for r in records)
     return _summary([r["time/step_s"] for r in records], tokens_mean)
 
@@ -142,7 +126,7 @@ def run_trl(assets: str, tokens: int, steps: int, num_threads: int) -> dict[str,
             args=settings,
         )
         trainer.train()
-    return _summary(step_s, statistics.mean(lengths))
+    return _summary(step_s[NUM_WARMUP_STEPS:], statistics.mean(lengths))
 
 
 def _trl_prompts(tokenizer: Any, *, groups_per_batch: int) -> Any:

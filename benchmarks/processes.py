@@ -24,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 1800
+NUM_WARMUP_STEPS = 3
+"""Steps at the start that are not measured: they allocate memory, compile and fill the pipeline."""
 
 
 class Worker:
@@ -98,6 +100,30 @@ def step_options(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
+def measure_steps(
+    function: Callable[..., dict[str, float]],
+    sides: Mapping[str, Mapping[str, Any]],
+    *,
+    args: argparse.Namespace,
+    tokens: int,
+) -> dict[str, dict[str, float]]:
+    """Measure steps of the tiny model from the same random weights, with all actors, on each side in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        return medians_of_sides(
+            function,
+            sides,
+            repeats=num_repeats(args),
+            threads=args.threads,
+            assets=tiny_assets(Path(folder)),
+            tokens=tokens,
+            steps=4 if args.quick else 12,
+        )
+
+
+def num_repeats(args: argparse.Namespace) -> int:
+    return 1 if args.quick else 3
+
+
 def medians_of_sides(
     function: Callable[..., dict[str, float]],
     sides: Mapping[str, Mapping[str, Any]],
@@ -148,11 +174,18 @@ def whole_run(folder: Path, name: str, *options: str, timeout_s: float) -> list[
     return read_metrics(path) if path.exists() else []
 
 
-def tiny_run(config: Any, *, assets: str, tokens: int, num_steps: int) -> list[dict[str, float]]:
-    """Run a config of sum-digits with all its actors in this process, from given weights, without evaluations."""
+def tiny_steps(
+    config: Any, *, assets: str, tokens: int, steps: int, num_threads: int
+) -> list[dict[str, float]]:
+    """Run a config of sum-digits with all its actors in this process, from given weights, without evaluations.
+
+    Returns the metrics of each step after the first ones.
+    """
     from rl.config.registry import ResolvedRun
     from rl.observability.metrics import read_metrics
 
+    num_steps = steps + NUM_WARMUP_STEPS
+    config.trainer.num_threads = config.generator.num_threads = num_threads
     config.hf_assets_path, config.warmup = assets, None
     config.loop.num_steps = config.loop.max_empty_steps = num_steps  # random weights are never right
     config.loop.sampling.max_tokens = tokens
@@ -160,7 +193,7 @@ def tiny_run(config: Any, *, assets: str, tokens: int, num_steps: int) -> list[d
     with tempfile.TemporaryDirectory() as folder:
         config.dump_folder = folder
         run = ResolvedRun(module="sum_digits", function="tiny", config=config)
-        return read_metrics(config.build(run=run).run() / "metrics.jsonl")
+        return read_metrics(config.build(run=run).run() / "metrics.jsonl")[NUM_WARMUP_STEPS:]
 
 
 def tiny_assets(folder: Path) -> str:

@@ -23,8 +23,8 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 FULL = 28
 """Number of layers."""
+SPEEDS = ("push_gb_per_s", "pull_gb_per_s")
 NUM_WARM_UP = 3
 """Versions that are pushed before measuring, so that every segment has been used once."""
 
@@ -55,14 +56,6 @@ class Case:
     num_layers: int = FULL
     dtype: str = "bfloat16"
     """Dtype of the writers' tensors; bfloat16 is sent."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    name: str
-    gb: float
-    push_gb_per_s: float
-    pull_gb_per_s: float
 
 
 def main() -> None:
@@ -96,26 +89,22 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     figures = [await measure_case(case, repeats=repeats, threads=args.threads) for case in cases]
     plain, copies = await measure_peers(one, repeats=min(repeats, 3), threads=args.threads)
     ours = figures[0]
+    compared = {"torchstore": plain, "memory_copy": dict.fromkeys(SPEEDS, copies["one_thread"])}
     return {
         "benchmark": "weight_sync",
         "cores": os.cpu_count(),
         "load_before": round(load, 2),
         "threads": args.threads,
         "repeats": repeats,
-        "cases": [rounded(figure) for figure in figures],
-        "torchstore": rounded(plain),
-        "memory_copy_gb_per_s": {name: round(value, 2) for name, value in copies.items()},
+        "cases": figures,
+        "torchstore": plain,
+        "memory_copy_gb_per_s": copies,
         "ratio": {
-            "push_vs_torchstore": round(ours.push_gb_per_s / plain.push_gb_per_s, 1),
-            "pull_vs_torchstore": round(ours.pull_gb_per_s / plain.pull_gb_per_s, 1),
-            "push_vs_memory_copy": round(ours.push_gb_per_s / copies["one_thread"], 2),
-            "pull_vs_memory_copy": round(ours.pull_gb_per_s / copies["one_thread"], 2),
+            f"{speed.partition('_')[0]}_vs_{other}": round(ours[speed] / of_other[speed], 2)
+            for other, of_other in compared.items()
+            for speed in SPEEDS
         },
     }
-
-
-def rounded(figures: Figures) -> dict[str, Any]:
-    return {name: round(v, 3) if isinstance(v, float) else v for name, v in asdict(figures).items()}
 
 
 class Ranks:
@@ -146,7 +135,7 @@ class Ranks:
         await self.launcher.stop_all()
 
 
-async def measure_case(case: Case, *, repeats: int, threads: int) -> Figures:
+async def measure_case(case: Case, *, repeats: int, threads: int) -> dict[str, Any]:
     async with Ranks(case, threads=threads) as ranks:
         store = WeightStore.Config(num_threads=threads).build(dtype="bfloat16")
         await store.start(ranks.meshes[0])
@@ -162,13 +151,16 @@ async def measure_case(case: Case, *, repeats: int, threads: int) -> Figures:
         if case.target == "whole" and case.dtype == "bfloat16":
             assert await ranks.readers.equals.call_one(case.num_layers, torch.bfloat16, 0)
         await store.stop()
-    figures = Figures(
-        name=case.name,
-        gb=ranks.num_bytes / 1e9,
-        push_gb_per_s=ranks.num_bytes / 1e9 / statistics.median(push_s[NUM_WARM_UP:]),
-        pull_gb_per_s=ranks.num_bytes / 1e9 / statistics.median(pull_s[NUM_WARM_UP:]),
-    )
-    print(f"{figures}; first push {push_s[0]:.2f} s", flush=True)
+    print(f"first push of {case.name}: {push_s[0]:.2f} s")
+    return speeds(case.name, ranks.num_bytes / 1e9, push_s[NUM_WARM_UP:], pull_s[NUM_WARM_UP:])
+
+
+def speeds(name: str, gb: float, push_s: Sequence[float], pull_s: Sequence[float]) -> dict[str, Any]:
+    """Return the figures of one case, from the seconds of its calls."""
+    figures = {"name": name, "gb": round(gb, 3)}
+    for speed, took_s in zip(SPEEDS, (push_s, pull_s), strict=True):
+        figures[speed] = round(gb / statistics.median(took_s), 3)
+    print(figures, flush=True)
     return figures
 
 
@@ -185,7 +177,7 @@ async def timed(answer: Awaitable[T]) -> tuple[T, float]:
     return await answer, time.perf_counter() - started
 
 
-async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[Figures, dict[str, float]]:
+async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[dict[str, Any], dict[str, float]]:
     """Measure plain torchstore, and copies within a process by one thread and by all."""
     async with Ranks(case, threads=threads) as ranks:
         name = "plain"
@@ -205,14 +197,8 @@ async def measure_peers(case: Case, *, repeats: int, threads: int) -> tuple[Figu
     async with Ranks(case, threads=1) as ranks:
         one_thread = await ranks.readers.copy_memory.call_one(repeats)
     gb = ranks.num_bytes / 1e9
-    figures = Figures(
-        name="torchstore",
-        gb=gb,
-        push_gb_per_s=gb / statistics.median(push_s),
-        pull_gb_per_s=gb / statistics.median(pull_s),
-    )
-    print(figures, flush=True)
-    return figures, {"one_thread": gb / one_thread, f"{threads}_threads": gb / all_threads}
+    copies = {"one_thread": gb / one_thread, f"{threads}_threads": gb / all_threads}
+    return speeds("torchstore", gb, push_s, pull_s), {name: round(speed, 2) for name, speed in copies.items()}
 
 
 if __name__ == "__main__":
