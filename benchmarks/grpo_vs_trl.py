@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -167,7 +168,11 @@ def _trl_step_times(step_s: list[float]) -> Any:
     return StepTimes()
 
 
-SIDES = {"relay": run_relay, "relay_async": run_relay_async, "trl": run_trl}
+SIDES: dict[str, Callable[..., dict[str, float]]] = {
+    "relay": run_relay,
+    "relay_async": run_relay_async,
+    "trl": run_trl,
+}
 
 if __name__ == "__main__":
     main()
