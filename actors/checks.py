@@ -1,16 +1,15 @@
 """Checks of a run's config before anything starts; every error names the field, its value and what is valid.
 
-`config_faults` and `machine_faults` yield all that is wrong: a run raises the first, `--explain` shows every one.
+`config_faults` and `machine_faults` return all that is wrong: a run raises the first, `--explain` shows every one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,8 +41,6 @@ from rl.training.memory import too_large
 from rl.training.optimizer import Optimizer, check_total_steps
 from rl.weights.store import check_unused
 
-Check = Callable[[], object]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
@@ -65,56 +62,59 @@ class Machine:
         )
 
 
+class Faults(list[str]):
+    """Reasons to refuse a config."""
+
+    @contextmanager
+    def caught(self, prefix: str = "") -> Iterator[None]:
+        """Add the message of an error that the block raises."""
+        try:
+            yield
+        except (ValueError, OSError, ImportError) as error:
+            self.append(f"{prefix}{error}")
+
+
 def check_config(config: RunConfig, *, spec: ModelSpec, machine: Machine, resumes: bool = False) -> None:
     """Raise ValueError for the first fault of a config that would run with this model on this machine."""
     faults = config_faults(config, spec=spec, num_gpus=machine.num_gpus, resumes=resumes)
-    for fault in (*faults, *machine_faults(config, spec=spec, machine=machine)):
+    for fault in faults or machine_faults(config, spec=spec, machine=machine):
         raise ValueError(fault)
 
 
-def messages(checks: Iterable[Check]) -> Iterator[str]:
-    """Yield the messages of the checks that fail."""
-    for check in checks:
-        try:
-            check()
-        except (ValueError, OSError) as error:
-            yield str(error)
-
-
-def config_faults(
-    config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False
-) -> Iterator[str]:
-    """Yield what is wrong with degrees, lengths, devices and settings that depend on each other.
+def config_faults(config: RunConfig, *, spec: ModelSpec, num_gpus: int, resumes: bool = False) -> Faults:
+    """Return what is wrong with degrees, lengths, devices and settings that depend on each other.
 
     Args:
         num_gpus: GPUs of this machine.
         resumes: the run replaces the results of its earlier end.
     """
-    trainer, loop = config.trainer, config.loop
+    trainer, loop, faults = config.trainer, config.loop, Faults()
     on_gpu = trains_on_gpu(config.launch, num_gpus=num_gpus)
-
     # First what no number of processes could mend.
-    for fault in messages([partial(check_decoder_layout, spec.model, trainer.parallelism)]):
-        yield f"trainer.parallelism.{fault}"
-    checks = trainer_checks(
+    with faults.caught("trainer.parallelism."):
+        check_decoder_layout(spec.model, trainer.parallelism)
+    for check in trainer_checks(
         trainer,
         spec,
         world_size=trainer.num_procs,
         device_type="cuda" if on_gpu else "cpu",
         kl_in_reward=loop.kl_reward.coef > 0 and trainer.reference.enable,
-    )
-    yield from messages(named_as_options(trainer)(check) for check in checks)
-    yield from _contradictions(config)
-    yield from _adapter_faults(config, resumes=resumes)
-    for fault in messages([partial(config.generator.check_model, spec.model, on_gpu=on_gpu)]):
-        yield f"generator.{fault.removeprefix('generator.')}"
-    steps = {"num_steps": loop.num_steps, "num_minibatches": loop.num_minibatches}
-    of_run: list[Check] = [
-        partial(check_total_steps, trainer.lr_scheduler, **steps),
-        partial(place_actors, config, num_gpus=num_gpus),
-        partial(converted_model, config, model_spec=spec, num_gpus=num_gpus),
-    ]
-    yield from messages(of_run)
+    ):
+        with faults.caught(), named_as_options("trainer", trainer):
+            check()
+    faults += _contradictions(config)
+    faults += _adapter_faults(config, resumes=resumes)
+    with faults.caught(), named_as_options("generator", config.generator):
+        config.generator.check_model(spec.model, on_gpu=on_gpu)
+    with faults.caught():
+        check_total_steps(
+            trainer.lr_scheduler, num_steps=loop.num_steps, num_minibatches=loop.num_minibatches
+        )
+    with faults.caught():
+        place_actors(config, num_gpus=num_gpus)
+    with faults.caught():
+        converted_model(config, model_spec=spec, num_gpus=num_gpus)
+    return faults
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
@@ -153,13 +153,11 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"launch.share_gpus=True with loop.max_off_policy_steps={loop.max_off_policy_steps}, "
             f"generator.can_sleep={generator.can_sleep}: must be 0 and True, since trainer and generator take turns"
         )
-    waits = [("weights.timeout_s", config.weights.timeout_s, "timeouts.sync_s", timeouts.sync_s)]
-    if trainer.checkpoint.saves:
-        timeout_s = trainer.checkpoint.timeout_s
-        waits.append(
-            ("trainer.checkpoint.timeout_s", timeout_s, "timeouts.checkpoint_s", timeouts.checkpoint_s)
-        )
-    for inner, inner_s, outer, outer_s in waits:
+    checkpoint_s = trainer.checkpoint.timeout_s if trainer.checkpoint.saves else 0.0
+    for inner, inner_s, outer, outer_s in (
+        ("weights.timeout_s", config.weights.timeout_s, "timeouts.sync_s", timeouts.sync_s),
+        ("trainer.checkpoint.timeout_s", checkpoint_s, "timeouts.checkpoint_s", timeouts.checkpoint_s),
+    ):
         if inner_s > outer_s:
             yield f"{inner}={inner_s:g} is more than {outer}={outer_s:g}, after which the run stops: raise that too"
 
@@ -183,27 +181,33 @@ def _adapter_faults(config: RunConfig, *, resumes: bool) -> Iterator[str]:
             )
 
 
-def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Iterator[str]:
-    """Yield missing packages, folders in use, and too little memory or too few cores of a machine without GPUs.
+def machine_faults(config: RunConfig, *, spec: ModelSpec, machine: Machine) -> Faults:
+    """Return missing packages, folders in use, and too little memory or too few cores of a machine without GPUs.
 
     A GPU's memory is checked by each rank, which knows it, before it allocates anything.
     """
-    yield from messages([partial(check_installed, config.sinks), partial(check_unused, config.weights)])
+    faults = Faults()
+    with faults.caught():
+        check_installed(config.sinks)
+    with faults.caught():
+        check_unused(config.weights)
     if config.launch.on_cluster or machine.num_gpus:
-        return
-    yield from messages([partial(_check_memory, config, spec=spec, memory_bytes=machine.memory_bytes)])
+        return faults
+    with faults.caught():
+        _check_memory(config, spec=spec, memory_bytes=machine.memory_bytes)
     generator = config.generator
     num_procs = generator.num_replicas * generator.tensor_parallel_degree
     if generator.num_replicas > machine.num_cores:
-        yield (
+        faults.append(
             f"generator.num_replicas={generator.num_replicas}: must be at most {machine.num_cores}, the cores of "
             "this machine, which has no GPU"
         )
     if num_procs * generator.cpu_kv_cache_gib * 2**30 > machine.memory_bytes:
-        yield (
+        faults.append(
             f"generator.cpu_kv_cache_gib={generator.cpu_kv_cache_gib:g} of each of {num_procs} generator "
             f"processes is more than the {machine.memory_bytes / 2**30:.0f} GiB of this machine, which has no GPU"
         )
+    return faults
 
 
 def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -> None:
@@ -221,16 +225,15 @@ def _check_memory(fleet: ClusterConfig, *, spec: ModelSpec, memory_bytes: int) -
 
 
 @contextmanager
-def named_as_options(trainer: Configurable.Config) -> Iterator[None]:
-    """Prefix errors that begin with a field of the engine, which is an option of `trainer`."""
+def named_as_options(name: str, config: Configurable.Config) -> Iterator[None]:
+    """Prefix errors that begin with a field of a component with the component's name in the run."""
     try:
         yield
     except ValueError as error:
-        first = re.match(r"\w*", str(error))
-        assert first is not None
-        if first[0] not in {field.name for field in fields(trainer)}:
+        first, *_ = re.split(r"\W", str(error), maxsplit=1)
+        if first not in {field.name for field in fields(config)}:
             raise
-        raise ValueError(f"trainer.{error}") from error
+        raise ValueError(f"{name}.{error}") from error
 
 
 def converted_model(
@@ -243,7 +246,7 @@ def converted_model(
     """
     # A GPU is asked by its own process: this one is to hold nothing on it.
     device = torch.device("meta" if trains_on_gpu(fleet.launch, num_gpus=num_gpus) else "cpu")
-    with named_as_options(fleet.trainer):
+    with named_as_options("trainer", fleet.trainer):
         degrees = fleet.trainer.parallelism.degrees(fleet.trainer.num_procs)
         converters = ModelConverters(
             fleet.trainer.converters, spec=model_spec, degrees=degrees, device=device

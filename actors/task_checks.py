@@ -50,26 +50,22 @@ def check_task(
         ValueError: names the problem and what its environment did, or the reward function and what it did.
     """
     held_out = _held_out_problems(task, needed=loop.eval_every > 0)
-    problem = held_out[0] if held_out else next(task.train_problems(seed=seed))
-    goes_on = has_turns(environments, problem)
-    if loop.episode.max_turns != 1 and goes_on:
-        renderer.check_multi_turn()
     probed = [*held_out, *islice(task.train_problems(seed=seed), NUM_PROBED_PROBLEMS)]
-    openings = _openings(environments, probed)
-    may_drop = loop.long_prompts == "drop"
-    max_prompt_tokens = (
-        min(max_model_len, loop.episode.max_tokens or max_model_len) - loop.sampling.max_tokens
-    )
-    for place, (asked, messages) in enumerate(zip(probed, openings, strict=True)):
+    openings, has_one_turn = run_now(_open_all(probed, environments))
+    if loop.episode.max_turns != 1 and not has_one_turn:
+        renderer.check_multi_turn()
+    room = min(max_model_len, loop.episode.max_tokens or max_model_len) - loop.sampling.max_tokens
+    for place, (problem, messages) in enumerate(zip(probed, openings, strict=True)):
         # A training problem with a long prompt is left out later, but its prompt must render.
-        with suppress(PromptTooLongError) if may_drop and place >= len(held_out) else nullcontext():
-            render_prompt(asked, messages, renderer=renderer, max_tokens=max_prompt_tokens)
-    prompt = render_prompt(problem, openings[0], renderer=renderer, max_tokens=max_prompt_tokens)
+        may_drop = loop.long_prompts == "drop" and place >= len(held_out)
+        with suppress(PromptTooLongError) if may_drop else nullcontext():
+            render_prompt(problem, messages, renderer=renderer, max_tokens=room)
+    prompt = render_prompt(probed[0], openings[0], renderer=renderer, max_tokens=room)
+    example = _demonstration(prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0)
     _check_rubric(
         task.rubric(seed=seed),
-        _example(prompt, environments, renderer=renderer, may_fail=loop.max_failed_rewards > 0),
-        one_turn=_one_turn(prompt, openings[0]),
-        goes_on=goes_on,
+        example or _one_turn(prompt, openings[0]),
+        is_complete=example is not None or has_one_turn,
         loop=loop,
         time_limit_s=time_limit_s,
     )
@@ -83,6 +79,30 @@ def check_task(
             max_model_len=max_model_len,
         )
     return prompt
+
+
+async def _open_all(
+    problems: Iterable[Problem], environments: Environments
+) -> tuple[list[tuple[Message, ...]], bool]:
+    """Open and close an environment of each problem.
+
+    Returns:
+        The opening messages of each, and True if the first one declares that it ends after one reply.
+
+    Raises:
+        ValueError: an environment does not open or close; names the problem.
+    """
+    openings: list[tuple[Message, ...]] = []
+    has_one_turn = False
+    for problem in problems:
+        async with environments.opened([problem]) as ((calls,),):
+            has_one_turn = has_one_turn if openings else getattr(calls.environment, "single_turn", False)
+            openings.append(calls.messages)
+            try:
+                await calls.close()
+            except (EnvironmentFailedError, RunError) as error:
+                raise ValueError(f"closing problem {problem.id!r}: {error}") from error
+    return openings, has_one_turn
 
 
 def _check_sample_limit(
@@ -114,71 +134,45 @@ def _held_out_problems(task: Task, *, needed: bool) -> list[Problem]:
 
 
 def _check_rubric(
-    rubric: Rubric,
-    example: Rollout | None,
-    *,
-    one_turn: Rollout,
-    goes_on: bool,
-    loop: LoopConfig,
-    time_limit_s: float,
+    rubric: Rubric, example: Rollout, *, is_complete: bool, loop: LoopConfig, time_limit_s: float
 ) -> None:
-    """Score an example, or an episode of one turn without one; raise ValueError or warn if that fails."""
-    failure = _rubric_failure(
-        rubric, example or one_turn, num_samples=loop.group_size, time_limit_s=time_limit_s
-    )
-    if failure is None:
-        return
-    # A judge may not be up yet; an episode of one turn may not be what the functions are made for.
-    is_sure = not rubric.has_async_functions and (example is not None or not goes_on)
-    if is_sure and not loop.max_failed_rewards:
-        raise ValueError(f"the task's rubric fails: {failure}")
-    logger.warning("the task's rubric fails when it is tried: %s", failure)
+    """Score a group of the example, ended as it is, without words and with other words.
 
-
-def _rubric_failure(rubric: Rubric, example: Rollout, *, num_samples: int, time_limit_s: float) -> str | None:
-    """Return the first failure of a group of the example, ended as it is, with no words or with other words."""
+    Raises:
+        ValueError: a reward function fails. With `loop.max_failed_rewards`, for a judge that may not be up yet, and
+            for an example that is not a complete episode, this is a warning.
+    """
     *before, last = example.turns
     for text in (last.text, "", "?"):
         attempt = replace(example, turns=(*before, replace(last, text=text)))
-        size = num_samples if rubric.has_group_functions else 1
+        size = loop.group_size if rubric.has_group_functions else 1
         group = [replace(attempt, sample=sample) for sample in range(size)]
         for score in score_within(rubric, group, time_limit_s=time_limit_s):
-            if score.failure is not None:
-                return score.failure
-    return None
+            if score.failure is None:
+                continue
+            if is_complete and not rubric.has_async_functions and not loop.max_failed_rewards:
+                raise ValueError(f"the task's rubric fails: {score.failure}")
+            logger.warning("the task's rubric fails when it is tried: %s", score.failure)
+            return
 
 
-def _example(
+def _demonstration(
     prompt: Prompt, environments: Environments, *, renderer: Renderer, may_fail: bool
 ) -> Rollout | None:
     """Return the problem's demonstration, played against its environment; None where there is none that fits.
 
     A demonstration that does not fit is an error only of a run that warms up on it (`check_demonstrations`).
     """
-    problem = prompt.problem
-    if not problem.demonstrations:
+    if not prompt.problem.demonstrations:
         return None
     try:
-        played = demonstrated_rollout(problem, environments, renderer=renderer)
-        return replace(run_now(played), prompt=prompt)
+        played = run_now(demonstrated_rollout(prompt.problem, environments, renderer=renderer))
     except ValueError as error:
         if not (may_fail or isinstance(error, UnfitDemonstrationError)):
             raise
         logger.warning("the rubric is tried on a reply of one turn: %s", error)
         return None
-
-
-def has_turns(environments: Environments, problem: Problem) -> bool:
-    """Return whether an episode of the problem may continue after the first reply.
-
-    Raises ValueError as `Environments.opened` does.
-    """
-
-    async def goes_on() -> bool:
-        async with environments.opened([problem]) as ((calls,),):
-            return not getattr(calls.environment, "single_turn", False)
-
-    return run_now(goes_on())
+    return replace(played, prompt=prompt)
 
 
 def check_demonstrations(
@@ -206,23 +200,6 @@ def check_demonstrations(
                 f"the demonstration of problem {problem.id!r} has {len(sample.token_ids)} tokens with its "
                 f"prompt, more than generator.max_model_len={max_model_len}: raise it"
             )
-
-
-def _openings(environments: Environments, problems: Iterable[Problem]) -> list[tuple[Message, ...]]:
-    """Return the opening messages of each problem; raise ValueError if an environment does not open and close."""
-
-    async def opened() -> list[tuple[Message, ...]]:
-        openings = []
-        for problem in problems:
-            async with environments.opened([problem]) as ((environment,),):
-                openings.append(environment.messages)
-                try:
-                    await environment.close()
-                except (EnvironmentFailedError, RunError) as error:
-                    raise ValueError(f"closing problem {problem.id!r}: {error}") from error
-        return openings
-
-    return run_now(opened())
 
 
 def _one_turn(prompt: Prompt, messages: tuple[Message, ...]) -> Rollout:

@@ -97,7 +97,7 @@ class ActorBackend(TinkerBackend):
             training=trainer.training, cache=config.cache, context=config.generator.max_model_len
         )
         spec = base.spec
-        with named_as_options(trainer):
+        with named_as_options("trainer", trainer):
             check_decoder_layout(spec.model, trainer.parallelism)
             device_type = "cuda" if trains_on_gpu(config.launch, num_gpus=num_gpus()) else "cpu"
             for check in trainer_checks(trainer, spec, world_size=trainer.num_procs, device_type=device_type):

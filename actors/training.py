@@ -13,8 +13,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,39 +73,6 @@ def rollout_settings_hash(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-async def load_newest(
-    trainer: TrainerClient,
-    find: Callable[[], LoadSource | None],
-    *,
-    may_set_aside: Callable[[LoadSource], bool],
-    exclude_of_own: Sequence[str] = (),
-) -> LoadSource | None:
-    """Load what `find` returns, and return it; None if there is nothing to load.
-
-    A checkpoint with damaged tensors is set aside, and `find` is called again.
-
-    Args:
-        exclude_of_own: parts of the run's own checkpoints that are not loaded.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint may not be set aside.
-    """
-    while (source := find()) is not None:
-        try:
-            exclude = exclude_of_own if source.whole else None
-            version = await trainer.load_checkpoint(
-                str(source.path), model_only=source.model_only, exclude=exclude
-            )
-        except DamagedCheckpointError as error:
-            if not may_set_aside(source):
-                raise
-            put_aside(source.path, error)
-        else:
-            logger.info("loaded %s, policy version %d", source.path, version)
-            return source
-    return None
-
-
 async def load_start(
     trainer: TrainerClient,
     *,
@@ -116,20 +83,34 @@ async def load_start(
 ) -> LoadSource | None:
     """Load the checkpoint to continue from, and return it; without one, make the warm-up and return None.
 
+    A checkpoint with damaged tensors is set aside, and `find` is called again.
+
     Args:
         find: looks for the checkpoint; None takes the one of the config.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint may not be set aside.
     """
-    exclude = config.trainer.checkpoint.exclude_from_loading
-    source = await load_newest(
-        trainer,
-        find or (lambda: plan.source),
-        may_set_aside=may_set_aside,
-        # The tokenizer in a checkpoint is not loaded, only compared.
-        exclude_of_own=(TOKENIZER,) if excluded(TOKENIZER, exclude) else (),
-    )
-    if source is None and plan.start.warmed_up is not None:
+    find = find or (lambda: plan.source)
+    # The tokenizer in a checkpoint is not loaded, only compared.
+    has_tokenizer = excluded(TOKENIZER, config.trainer.checkpoint.exclude_from_loading)
+    exclude_of_own = (TOKENIZER,) if has_tokenizer else ()
+    while (source := find()) is not None:
+        exclude = exclude_of_own if source.whole else None
+        try:
+            version = await trainer.load_checkpoint(
+                str(source.path), model_only=source.model_only, exclude=exclude
+            )
+        except DamagedCheckpointError as error:
+            if not may_set_aside(source):
+                raise
+            put_aside(source.path, error)
+        else:
+            logger.info("loaded %s, policy version %d", source.path, version)
+            return source
+    if plan.start.warmed_up is not None:
         await _warm_up(trainer, config=config, plan=plan, destination=plan.start.warmed_up)
-    return source
+    return None
 
 
 async def _warm_up(trainer: TrainerClient, *, config: RunConfig, plan: Plan, destination: Path) -> None:
@@ -287,15 +268,15 @@ class Training:
 
     async def _export(self, trainer: TrainerClient) -> None:
         checkpoint, folder = self.config.trainer.checkpoint, self.folder.checkpoints
-        exports: list[tuple[bool, Path, Callable[[str], Awaitable[None]]]] = [
-            (checkpoint.exports, folder / HF_FOLDER, trainer.export_hf),
-            (checkpoint.saves and has_lora(self.config), folder / ADAPTER_FOLDER, trainer.save_adapter),
-        ]
-        for is_wanted, path, export in exports:
-            if is_wanted:
-                if path.exists():  # of this run's earlier end: another run's was refused before the start
-                    remove(path)
-                await export(str(path))
+        exports: list[tuple[Path, Callable[[str], Awaitable[None]]]] = []
+        if checkpoint.exports:
+            exports.append((folder / HF_FOLDER, trainer.export_hf))
+        if checkpoint.saves and has_lora(self.config):
+            exports.append((folder / ADAPTER_FOLDER, trainer.save_adapter))
+        for path, export in exports:
+            if path.exists():  # of this run's earlier end: another run's was refused before the start
+                remove(path)
+            await export(str(path))
 
 
 def _state(source: LoadSource, config: RunConfig) -> LoopState | None:
@@ -325,12 +306,10 @@ async def _last_save_ends(run: Run, *, in_background: bool) -> AsyncIterator[Non
     """Let the trainer finish a checkpoint in the background before a run ends early."""
     try:
         yield
-    except StopRequestedError:
-        if in_background:
-            await run.trainer.finish_saving()
-        raise
     except Exception as error:
-        if in_background and _can_answer(run.cluster.trainer, error):
-            with suppress(RunError):  # the trainer itself may be the reason of the end
+        is_stop = isinstance(error, StopRequestedError)
+        if in_background and (is_stop or _can_answer(run.cluster.trainer, error)):
+            # The trainer itself may be the reason of another end.
+            with nullcontext() if is_stop else suppress(RunError):
                 await run.trainer.finish_saving()
         raise

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from actors.checks import Machine, check_source, config_faults, machine_faults, messages
+from actors.checks import Faults, Machine, check_source, config_faults, machine_faults
 from actors.cluster import trains_on_gpu
 from actors.config import RunConfig
 from actors.explain.numbers import (
@@ -116,17 +115,9 @@ class FoundParts:
     task: Task | None = None
     source: LoadSource | None = None
     """The checkpoint that the run would load before its first step."""
-    faults: list[str] = field(default_factory=list)
+    faults: Faults = field(default_factory=Faults)
     """Reasons to refuse the run on this machine."""
     not_checked: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def looking_for(self, name: str = "") -> Iterator[None]:
-        """Keep an error of the block as a fault of this machine."""
-        try:
-            yield
-        except (ValueError, OSError, ImportError) as error:
-            self.faults.append(f"{name}{error}")
 
     @property
     def done_steps(self) -> int:
@@ -145,23 +136,23 @@ class FoundParts:
 def find_parts(config: RunConfig, *, resumes: Path | None = None) -> FoundParts:
     """Look for everything that the config names; `resumes` is the folder of a resumed run."""
     parts = FoundParts(spec=replace(config.model, batch_invariant=config.batch_invariant))
-    with parts.looking_for(f"hf_assets_path={config.hf_assets_path!r}: "):
+    with parts.faults.caught(f"hf_assets_path={config.hf_assets_path!r}: "):
         # A warm-up changes no shape; an earlier run's warm-up is found when the run starts.
         parts.start = untrained_start(config)
         parts.spec = parts.start.spec
-    with parts.looking_for():
+    with parts.faults.caught():
         if parts.start is not None:
             renderer_of(config, parts.start)
     if any(cls.__module__ == PROGRAMS for cls in config.task.owner.__mro__):
         parts.not_checked.append("problems of the task, which runs third-party programs")
     else:
-        with parts.looking_for("task: "):
+        with parts.faults.caught("task: "):
             task: Task = config.task.build()
             next(iter(task.train_problems(seed=config.seed)), None)
             if config.loop.eval_every:
                 task.eval_sets()
             parts.task = task
-    with parts.looking_for():
+    with parts.faults.caught():
         if resumes is not None:
             folder = RunFolder.to_read(resumes, checkpoints=config.trainer.checkpoint.shared_folder)
             parts.source = find_resumed(
@@ -216,13 +207,13 @@ def refusals(
     """Return the reasons to refuse the run on any machine, and on this one."""
     spec, num_gpus = parts.spec, machine.num_gpus
     refused = list(dict.fromkeys(config_faults(config, spec=spec, num_gpus=num_gpus, resumes=resumes)))
-    here = list(parts.faults)
+    here = Faults(parts.faults)
     if not refused:
         here += machine_faults(config, spec=spec, machine=machine)
-        if parts.start is not None:
-            check = partial(check_source, start=parts.start, config=config, num_gpus=num_gpus)
-            here += messages([partial(check, parts.source)])
-    return {"refused": refused, "refused_here": here}
+        with here.caught():
+            if parts.start is not None:
+                check_source(parts.source, start=parts.start, config=config, num_gpus=num_gpus)
+    return {"refused": refused, "refused_here": [*here]}
 
 
 def ineffective(

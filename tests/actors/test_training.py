@@ -10,7 +10,7 @@ from actors.calls import ActorLostError
 from actors.cluster import Cluster
 from actors.controller import Controller
 from actors.recovery import Role
-from actors.training import Training, load_newest, rollout_settings_hash
+from actors.training import Training, load_start, rollout_settings_hash
 from configs.sum_digits import tiny
 from rl.loop.stop_request import StopRequest
 from rl.observability.events import read_events
@@ -46,8 +46,16 @@ class Loading:
 
 
 def load(trainer, folder, *, may_set_aside=True, source=None):
-    find = lambda: source or own_checkpoint(folder, num_steps=9)  # noqa: E731
-    return asyncio.run(load_newest(trainer, find, may_set_aside=lambda source: may_set_aside))
+    plan: Any = SimpleNamespace(start=SimpleNamespace(warmed_up=None))
+    return asyncio.run(
+        load_start(
+            trainer,
+            config=tiny(),
+            plan=plan,
+            find=lambda: source or own_checkpoint(folder, num_steps=9),
+            may_set_aside=lambda source: may_set_aside,
+        )
+    )
 
 
 def test_damaged_checkpoints_are_set_aside_until_one_loads(tmp_path, caplog):

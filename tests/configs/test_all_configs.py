@@ -13,7 +13,7 @@ import torch
 
 import configs
 from actors.checks import config_faults
-from actors.task_checks import check_demonstrations, has_turns
+from actors.task_checks import check_demonstrations
 from rl.config.cli import parse_cli
 from rl.config.json import read_json, write_json
 from rl.config.registry import ResolvedRun, registry_functions
@@ -120,8 +120,8 @@ def test_renderers_of_gpu_configs_support_several_turns(tmp_path):
         config = config_of(name)
         if isinstance(config.task, GeneratedTask.Config):
             task = config.task.build()
-            environments = Environments(make=task.environment)
-            several = has_turns(environments, next(task.train_problems(seed=0)))
+            environment = task.environment(next(task.train_problems(seed=0)))
+            several = not getattr(environment, "single_turn", False)
         else:
             several = isinstance(config.task, VerifiersTask.Config)
         if several:
