@@ -44,7 +44,7 @@ from rl.training.failures import unwritten
 from rl.training.gradients import GradientAccumulator
 from rl.training.memory import MemoryEstimate, check_device_memory, estimate
 from rl.training.optimizer import LRSchedule, Optimizer
-from rl.training.policy import Policy, ReferencePolicy, build_policy
+from rl.training.policy import Policy, ReferencePolicy
 from rl.types import ForwardBackwardResult, LoopPosition, OptimParams, OptimStepResult, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -155,12 +155,12 @@ class TrainingEngine(Configurable):
             record_in=failure_folder,
         )
         self.mesh = self._rank.mesh
-        make_policy = partial(build_policy, config, spec=model_spec, rank=self._rank, device=self.device)
+        make_policy = partial(Policy, config, spec=model_spec, rank=self._rank, device=self.device)
         self.policy = make_policy(config.training)
         self.experts = config.experts.build(model=self.policy.model, mesh=self.mesh, device=self.device)
         _set_weights(self.policy, folder)
         has_reference = config.reference.enable
-        self.reference = ReferencePolicy.copy_of(self.policy, build=make_policy) if has_reference else None
+        self.reference = ReferencePolicy(self.policy, build=make_policy) if has_reference else None
         self.optimizer = config.optimizer.build(
             parameters=self.policy.trained_parameters, adapter=model_spec.adapter(model_spec.model)
         )
@@ -370,11 +370,9 @@ class TrainingEngine(Configurable):
         started = time.perf_counter()
         num_objects = gc.collect()
         if training.gc_debug:
+            time_s = time.perf_counter() - started
             logger.info(
-                "garbage collection after step %d: %d objects, %.3f s",
-                self.policy_version,
-                num_objects,
-                time.perf_counter() - started,
+                "collected after step %d: %d objects, %.3f s", self.policy_version, num_objects, time_s
             )
 
 
@@ -384,11 +382,10 @@ def _stop_collections(training: TrainingConfig) -> bool:
     Python pauses one process at an unpredictable moment, for which all other ranks would wait, one pause after
     another. Collections at the same steps pause them together.
     """
-    was_enabled = gc.isenabled()
-    if training.gc_every_steps:
+    stops = training.gc_every_steps > 0 and gc.isenabled()
+    if stops:
         gc.disable()
-        gc.collect()
-    return was_enabled and training.gc_every_steps > 0
+    return stops
 
 
 def _open_assets(path: str | None, spec: ModelSpec) -> tuple[HFFolder | None, ModelSpec]:

@@ -30,6 +30,9 @@ from rl.training.failures import non_finite
 from rl.training.policy import Policy, ReferencePolicy, TokenValues
 from rl.types import ForwardBackwardResult, Packing, TrainingSample
 
+METRIC = "metric "
+"""Prefix of the names of a loss's own metrics among other sums."""
+
 
 class GradientAccumulator:
     """The gradient between two optimizer steps.
@@ -71,10 +74,9 @@ class GradientAccumulator:
     ) -> ForwardBackwardResult:
         """Add the gradient of the loss over `samples` (`TrainingEngine.forward_backward`)."""
         wanted = _wanted_samples(return_logprobs, num_samples=len(samples))
-        call = self._call(samples, loss=loss, wanted=wanted)
+        call = CallSums(samples, policy=self._policy, wanted=wanted)
         with self.dropped_on_error(f"forward_backward of step {version}"):
-            for batch in self._with_reference(call.batches, loss):
-                self._backward(batch.to(self._policy.device), loss=loss, call=call)
+            self._run(call, loss=loss, backward=True)
             result = replace(call.result(), expert_load=self._experts.reduce())
             self.num_calls += 1
             if self._failure_folder is not None:
@@ -89,15 +91,10 @@ class GradientAccumulator:
         self, samples: Sequence[TrainingSample], *, loss: Loss, version: int
     ) -> ForwardBackwardResult:
         """Return what `add` would, with logprobs, without a gradient (`TrainingEngine.forward`)."""
-        call = self._call(samples, loss=loss, wanted=range(len(samples)))
+        call = CallSums(samples, policy=self._policy, wanted=range(len(samples)))
         with awaiting(f"forward of step {version}", record_in=self._failure_folder):
             try:
-                for batch in self._with_reference(call.batches, loss):
-                    batch = batch.to(self._policy.device)
-                    logprobs_T, entropy_T = self._policy.forward(batch)
-                    call.add(
-                        batch, *_evaluate(batch, logprobs_T, entropy_T, loss=loss), logprobs_T, entropy_T
-                    )
+                self._run(call, loss=loss, backward=False)
             finally:
                 self._policy.release()
             result = call.result()
@@ -158,22 +155,21 @@ class GradientAccumulator:
             self.drop()
             raise
 
-    def _call(self, samples: Sequence[TrainingSample], *, loss: Loss, wanted: Sequence[int]) -> CallSums:
-        if not samples:
-            raise ValueError("forward and forward_backward need samples: there are no samples")
-        return CallSums(samples, policy=self._policy, wanted=wanted)
+    def _run(self, call: CallSums, *, loss: Loss, backward: bool) -> None:
+        """Take the micro-batches of a call forward and, if asked, backward."""
+        policy, batches = self._policy, call.batches
+        if self._reference is not None and getattr(loss, "uses_reference", False):
+            batches = self._reference.attach(batches)
+        for batch in (batch.to(policy.device) for batch in batches):
+            logprobs_T, entropy_T = policy.forward(batch, entropy_gradient=backward and uses_entropy(loss))
+            inputs = _loss_inputs(batch, logprobs_T, entropy_T if uses_entropy(loss) else None)
+            output = loss(inputs)
+            if backward:
+                self._backward(batch, output, logprobs_T)
+            call.add(batch, inputs, output, logprobs_T, entropy_T)
 
-    def _with_reference(self, batches: list[PackedBatch], loss: Loss) -> list[PackedBatch]:
-        """Attach reference logprobs if the loss reads them and there is a reference policy."""
-        if self._reference is None or not getattr(loss, "uses_reference", False):
-            return batches
-        return self._reference.attach(batches)
-
-    def _backward(self, batch: PackedBatch, *, loss: Loss, call: CallSums) -> None:
-        policy = self._policy
-        logprobs_T, entropy_T = policy.forward(batch, entropy_gradient=uses_entropy(loss))
-        self._experts.count(policy.real_tokens(batch))
-        inputs, output = _evaluate(batch, logprobs_T, entropy_T, loss=loss)
+    def _backward(self, batch: PackedBatch, output: LossOutput, logprobs_T: Tensor) -> None:
+        self._experts.count(self._policy.real_tokens(batch))
         if self.num_calls and (output.denominator is None) != (self.denominator is None):
             raise ValueError(
                 "this loss has a denominator and an earlier one of the same step has none, or the reverse: call "
@@ -182,7 +178,6 @@ class GradientAccumulator:
         # A micro-batch of padding goes backward too, because FSDP's ranks reduce together.
         loss_sum = output.loss_sum if batch.num_sequences else 0.0 * logprobs_T.sum()
         loss_sum.backward()
-        call.add(batch, inputs, output, logprobs_T, entropy_T)
 
     def _check_finite(self, what: str, value: float, version: int, samples: Sequence[TrainingSample]) -> None:
         if not math.isfinite(value):
@@ -197,17 +192,17 @@ class CallSums:
         Args:
             wanted: indices of the samples whose logprobs are returned.
         """
+        if not samples:
+            raise ValueError("forward and forward_backward need samples: there are no samples")
         self.batches = policy.pack(samples)
         self.has_denominator = False
         self._started = time.perf_counter()
         self._samples = samples
         self._policy = policy
         self._values = TokenValues(samples, policy=policy, wanted=wanted) if wanted else None
-        self._rows: list[Tensor] = []
+        self._sums: list[dict[str, Tensor]] = []
+        """Sums of each micro-batch by name, [] float64; those of the loss's own metrics begin with METRIC."""
         self._largest: list[Tensor] = []
-        self._names: tuple[str, ...] = ()
-        """Names of the first sums; those of the loss's own metrics, `_metrics`, follow."""
-        self._metrics: tuple[str, ...] = ()
 
     @torch.no_grad()
     def add(
@@ -228,7 +223,6 @@ class CallSums:
         is_padding_T = batch.sequence_ids == batch.num_sequences
         denominator = output.denominator
         self.has_denominator = denominator is not None
-        self._metrics = tuple(output.metric_sums)
         sums = {
             "loss": output.loss_sum,
             "denominator": torch.zeros_like(output.loss_sum) if denominator is None else denominator,
@@ -242,21 +236,24 @@ class CallSums:
             "num_rows": torch.full_like(output.num_tokens, batch.sequence_ids.numel()),
             "num_attended": torch.where(is_padding_T, 0, batch.positions + 1).sum(),
         }
-        self._names = tuple(sums)
-        row = (*sums.values(), *output.metric_sums.values())
-        self._rows.append(torch.stack([value.detach().double() for value in row]))
+        sums |= {f"{METRIC}{name}": value for name, value in output.metric_sums.items()}
+        self._sums.append({name: value.detach().double() for name, value in sums.items()})
         self._largest.append(diff_T.amax().double())
 
     def result(self) -> ForwardBackwardResult:
         """Sum over micro-batches and ranks, which waits for the device; a mean over no token is 0, a ratio 1."""
         policy, samples = self._policy, self._samples
+        sums_MN = torch.stack([torch.stack(list(sums.values())) for sums in self._sums])
         totals, (logprob_diff_max,) = reduce_sums_and_maxima(
-            torch.stack(self._rows).sum(0), torch.stack(self._largest).amax().reshape(1), mesh=policy.mesh
+            sums_MN.sum(0), torch.stack(self._largest).amax().reshape(1), mesh=policy.mesh
         )
-        sums = dict(zip(self._names, totals, strict=False))
+        sums = dict(zip(self._sums[0], totals, strict=True))
         num_valid = sums["num_valid"]
-        metric_sums = zip(self._metrics, totals[len(sums) :], strict=True)
-        means = {name: _mean(value, num_valid) for name, value in metric_sums}
+        means = {
+            name.removeprefix(METRIC): _mean(value, num_valid)
+            for name, value in sums.items()
+            if name.startswith(METRIC)
+        }
         return ForwardBackwardResult(
             loss_sum=sums["loss"],
             denominator=sums["denominator"],
@@ -271,10 +268,10 @@ class CallSums:
             logprobs_identical=sums["num_drawn"] > 0 and sums["num_different"] == 0,
             loss_metrics=means,
             packing=Packing(
-                num_micro_batches=len(self._rows),
+                num_micro_batches=len(self._sums),
                 num_packed=round(sums["num_rows"] - sums["num_padding"]),
                 num_padding=round(sums["num_padding"]),
-                num_room=len(self._rows) * policy.training.max_tokens_per_microbatch * policy.data_rank.count,
+                num_room=len(self._sums) * policy.training.max_tokens_per_microbatch * policy.data_rank.count,
                 num_attended=round(sums["num_attended"]),
             ),
             logprobs=None if self._values is None else tuple(self._values.collect()),
@@ -312,11 +309,9 @@ def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
-def _evaluate(
-    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, *, loss: Loss
-) -> tuple[LossInputs, LossOutput]:
-    """Call the loss; K targets of a token become K entries in a row, so that [T, K] becomes [T K]."""
-    inputs = LossInputs(
+def _loss_inputs(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
+    """Return the loss's inputs; K targets of a token become K entries in a row, so that [T, K] becomes [T K]."""
+    return LossInputs(
         logprobs=logprobs_T.flatten(),
         generator_logprobs=batch.generator_logprobs.flatten(),
         advantages=batch.advantages.flatten(),
@@ -326,9 +321,8 @@ def _evaluate(
         reference_logprobs=_flat(batch.reference_logprobs),
         proximal_logprobs=_flat(batch.proximal_logprobs),
         ratio_mask=batch.ratio_mask,
-        entropy=_by_target(entropy_T, batch) if uses_entropy(loss) else None,
+        entropy=None if entropy_T is None else _by_target(entropy_T, batch),
     )
-    return inputs, loss(inputs)
 
 
 def _by_target(values_T: Tensor, batch: PackedBatch) -> Tensor:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl.distributed.compile import CompileConfig, compile_function
 from rl.distributed.context_parallel import ContextParallel
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function of hidden states and the head's weight that returns logprobs and entropies."""
 
 
 class Policy:
@@ -56,21 +54,19 @@ class Policy:
 
     def __init__(
         self,
+        config: TrainingEngine.Config,
+        training: TrainingConfig,
         *,
         spec: ModelSpec,
-        mesh: DeviceMesh | None,
+        rank: RankInfo,
         device: torch.device,
-        training: TrainingConfig,
-        options: ShardingOptions,
-        converters: ModelConverters,
     ) -> None:
-        """
-        Args:
-            mesh: None for a single process.
+        """Build one rank's part of the model; `training` replaces the config's.
 
         Raises:
             ValueError: the mesh does not divide the model, or a converter does not fit it.
         """
+        mesh = rank.mesh
         self.spec = spec
         self.mesh = mesh
         self.device = device
@@ -78,31 +74,38 @@ class Policy:
         self.training = training
         self.context = None if mesh is None else ContextParallel.of(mesh[CP])
         """Share of this rank in its micro-batches; None without context parallelism."""
-        self.converters = converters
+        degrees = config.parallelism.degrees(1 if mesh is None else mesh.size())
+        self.converters = ModelConverters(config.converters, spec=spec, degrees=degrees, device=device)
         self.loaded_from: str | None = None
         """Hugging Face folder of the plain model's weights, if all came from one."""
-        self._param_dtype = options.param_dtype
-        self._loss_parallel = options.loss_parallel
-        self._chunk_logprobs = compile_function(logprobs_of_chunk, options.compile)
-        with torch.device("meta"):
-            model: Decoder = spec.model.build().to(getattr(torch, training.dtype))
-            make_batch_invariant(model, spec=spec, device=device)
-            converters.convert(model)
-        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        self.model = parallelize_decoder(model, mesh=mesh, config=options)
-        for name, parameter in self.model.named_parameters():
-            # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
-            parameter.requires_grad_(trained[name])
-        materialize(self.model, device=device, cpu_offload=options.cpu_offload)
-        reset_buffers(self.model)
+        self._options = _sharding_options(config, training, rank)
+        self._chunk_logprobs = compile_function(logprobs_of_chunk, config.compile)
+        seed_everything(training.seed, offset=self.data_rank.index, deterministic=training.deterministic)
+        self.model = self._build_model()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         """This rank's shards by name, including frozen ones."""
         self._shares_prompts = shares_prompts(
             training,
-            compile=options.compile,
+            compile=config.compile,
             has_context=self.context is not None,
             has_experts=any(isinstance(module, Router) for module in self.model.modules()),
         )
+        if config.print_after_conversion and self.is_first_rank:
+            logger.info("the model after its converters:\n%s", self.model)
+
+    def _build_model(self) -> Decoder:
+        with torch.device("meta"):
+            whole: Decoder = self.spec.model.build().to(getattr(torch, self.training.dtype))
+            make_batch_invariant(whole, spec=self.spec, device=self.device)
+            self.converters.convert(whole)
+        trained = {name: parameter.requires_grad for name, parameter in whole.named_parameters()}
+        model = parallelize_decoder(whole, mesh=self.mesh, config=self._options)
+        for name, parameter in model.named_parameters():
+            # PyTorch's plan for norms makes new parameters that require a gradient even if frozen before.
+            parameter.requires_grad_(trained[name])
+        materialize(model, device=self.device, cpu_offload=self._options.cpu_offload)
+        reset_buffers(model)
+        return model
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -211,12 +214,13 @@ class Policy:
         return values.collect()
 
     def _head(self, targets_T: Tensor, temperatures_T: Tensor, entropy_gradient: bool) -> TokenHead:
+        """Return the function of hidden states and the head's weight that gives logprobs and entropies."""
         return partial(
             token_logprobs,
             targets_T=targets_T,
             temperatures_T=temperatures_T,
             chunk_tokens=self.training.logits_chunk_tokens,
-            loss_parallel=self._loss_parallel,
+            loss_parallel=self._options.loss_parallel,
             chunk_logprobs=self._chunk_logprobs,
             entropy_gradient=entropy_gradient,
         )
@@ -224,45 +228,28 @@ class Policy:
     def _forward(
         self, input_ids: Tensor, positions: Tensor, sequences: SequenceLayout | Segments, head: TokenHead
     ) -> tuple[Tensor, Tensor]:
+        dtype = self._options.param_dtype
         return call_in_dtype(
-            self.model, self._param_dtype, input_ids, positions=positions, sequences=sequences, head=head
+            self.model, dtype, input_ids, positions=positions, sequences=sequences, head=head
         )
 
 
-def build_policy(
-    config: TrainingEngine.Config,
-    training: TrainingConfig,
-    *,
-    spec: ModelSpec,
-    rank: RankInfo,
-    device: torch.device,
-) -> Policy:
-    """Return a policy without weights for one rank of an engine; `training` replaces the engine's."""
+def _sharding_options(
+    config: TrainingEngine.Config, training: TrainingConfig, rank: RankInfo
+) -> ShardingOptions:
     parallelism = config.parallelism
-    degrees = parallelism.degrees(1 if rank.mesh is None else rank.mesh.size())
-    seed_everything(training.seed, offset=DataRank.of(rank.mesh).index, deterministic=training.deterministic)
-    policy = Policy(
-        spec=spec,
-        mesh=rank.mesh,
-        device=device,
-        training=training,
-        options=ShardingOptions(
-            param_dtype=getattr(torch, training.param_dtype),
-            reduce_dtype=getattr(torch, training.reduce_dtype),
-            reshard_after_forward=parallelism.reshard_after_forward,
-            loss_parallel=parallelism.loss_parallel,
-            async_tensor_parallel=parallelism.async_tensor_parallel,
-            cpu_offload=training.cpu_offload,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            expert_mesh=rank.expert_mesh,
-            expert_tensor_parallel=parallelism.expert_tensor_parallel_degree > 1,
-        ),
-        converters=ModelConverters(config.converters, spec=spec, degrees=degrees, device=device),
+    return ShardingOptions(
+        param_dtype=getattr(torch, training.param_dtype),
+        reduce_dtype=getattr(torch, training.reduce_dtype),
+        reshard_after_forward=parallelism.reshard_after_forward,
+        loss_parallel=parallelism.loss_parallel,
+        async_tensor_parallel=parallelism.async_tensor_parallel,
+        cpu_offload=training.cpu_offload,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        expert_mesh=rank.expert_mesh,
+        expert_tensor_parallel=parallelism.expert_tensor_parallel_degree > 1,
     )
-    if config.print_after_conversion and policy.is_first_rank:
-        logger.info("the model after its converters:\n%s", policy.model)
-    return policy
 
 
 class TokenValues:
@@ -314,17 +301,12 @@ class ReferencePolicy:
     equal the policy's bit for bit before the first update.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        for parameter in policy.parameters.values():
+    def __init__(self, policy: Policy, *, build: Callable[[TrainingConfig], Policy]) -> None:
+        """Copy `policy`; `build` makes a policy in the same layout."""
+        self.policy = build(replace(policy.training, dtype=policy.training.param_dtype))
+        for parameter in self.policy.parameters.values():
             parameter.requires_grad_(False)
-
-    @classmethod
-    def copy_of(cls, policy: Policy, *, build: Callable[[TrainingConfig], Policy]) -> ReferencePolicy:
-        """Return a frozen copy of `policy`; `build` makes a policy in the same layout."""
-        reference = cls(build(replace(policy.training, dtype=policy.training.param_dtype)))
-        reference.follow(policy)
-        return reference
+        self.follow(policy)
 
     @torch.no_grad()
     def follow(self, policy: Policy) -> None:

@@ -198,4 +198,4 @@ def test_collection_runs_only_after_every_second_step(caplog):
         engine.close()
     assert gc.isenabled()
     (record,) = caplog.records
-    assert "garbage collection after step 2: " in record.getMessage()
+    assert "collected after step 2: " in record.getMessage()
