@@ -135,3 +135,20 @@ def on_first_rank(function: Callable[[Sequence[V]], T], value: V, *, group: dist
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+    """Call a function on every rank and return its result; raise the first rank's ValueError on every rank."""
+    results: list[T] = []
+    problem: ValueError | None = None
+    try:
+        results.append(function())
+    except ValueError as error:
+        problem = error
+    on_first_rank(_raise_first, problem, group=group)
+    return results[0]
+
+
+def _raise_first(problems: Sequence[ValueError | None]) -> None:
+    for problem in filter(None, problems):
+        raise problem

@@ -211,17 +211,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def everywhere(is_true: bool) -> bool:
-    """Return whether the condition holds on all ranks; collective."""
-    if not dist.is_initialized():
-        return is_true
-    found = torch.tensor(int(is_true))
-    if dist.get_backend() == "nccl":
-        found = found.cuda()
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found.item())
-
-
 @contextmanager
 def awaiting(what: str, *, record_in: str | None = None) -> Iterator[None]:
     """Add the call and the rank to the error of a failed collective.

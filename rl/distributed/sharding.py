@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,38 +20,31 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig, checkpoint_activations
 from rl.distributed.compile import CompileConfig, compile_blocks, overlap_tensor_parallel
-from rl.distributed.mesh import TP, data_parallel_mesh
+from rl.distributed.mesh import TP, ParallelismConfig, data_parallel_mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingOptions:
     """Options of a model's parallel plan besides the mesh."""
 
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     param_dtype: torch.dtype = torch.float32
     """Dtype of forward and backward; parameters are stored and stepped in their own dtype."""
     reduce_dtype: torch.dtype = torch.float32
     """Dtype in which gradients are summed over ranks."""
-    reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """See `ParallelismConfig`."""
-    loss_parallel: bool = True
-    """See `ParallelismConfig`."""
-    async_tensor_parallel: bool = False
-    """See `ParallelismConfig`."""
     cpu_offload: bool = False
     """See `TrainingConfig`."""
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     expert_mesh: DeviceMesh | None = None
     """Mesh of `build_expert_mesh`; None without expert parallelism."""
-    expert_tensor_parallel: bool = False
-    """Split each expert over the tensor-parallel ranks."""
 
 
 def prepare_blocks(blocks: Iterable[nn.Module], *, mesh: DeviceMesh | None, options: ShardingOptions) -> None:
     """Checkpoint and compile each block's forward in place, after tensor parallelism and before sharding."""
     blocks = list(blocks)
     checkpoint_activations(blocks, options.activation_checkpoint)
-    if options.async_tensor_parallel:
+    if options.parallelism.async_tensor_parallel:
         assert mesh is not None, "async tensor parallelism without tensor parallelism"
         overlap_tensor_parallel(mesh[TP])
     compile_blocks(blocks, options.compile)
@@ -84,15 +77,12 @@ def shard_data_parallel(
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     # A single shard is the whole block: gathering it again would only cost a copy. With parameters on the host
     # the copy on the device is what is freed.
-    can_free = data_mesh.size(-1) > 1 or options.cpu_offload
-    for module, own_mesh in apart:
-        reshard = options.reshard_after_forward != "never" and (own_mesh.size(-1) > 1 or options.cpu_offload)
+    policy = options.parallelism.reshard_after_forward
+    for module, own_mesh in (*apart, *((block, data_mesh) for block in blocks)):
+        reshard = policy != "never" and (own_mesh.size(-1) > 1 or options.cpu_offload)
         fully_shard(module, reshard_after_forward=reshard, **(settings | {"mesh": own_mesh}))
-    for block in blocks:
-        reshard = options.reshard_after_forward != "never" and can_free
-        fully_shard(block, reshard_after_forward=reshard, **settings)
     # The root's own parameters, embedding and head, are needed again as soon as backward starts.
-    fully_shard(model, reshard_after_forward=options.reshard_after_forward == "always", **settings)
+    fully_shard(model, reshard_after_forward=policy == "always", **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

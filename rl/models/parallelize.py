@@ -146,7 +146,7 @@ def _block_plan(block: TransformerBlock) -> dict[str, ParallelStyle]:
 def _place_experts(layer: MoE, *, mesh: DeviceMesh, config: ShardingOptions) -> None:
     """Make router and experts DTensors on the axes over which their gradients are summed or kept apart."""
     tp, expert_mesh, experts = mesh[TP], config.expert_mesh, layer.experts
-    split = config.expert_tensor_parallel and tp.size() > 1
+    split = config.parallelism.expert_tensor_parallel_degree > 1 and tp.size() > 1
     if tp.size() > 1:
         layer.router.weight = distributed(layer.router.weight, tp, [Replicate()])
     if split:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from rl.config.configurable import Configurable
-from rl.distributed.collectives import on_first_rank
+from rl.distributed.collectives import on_all_ranks, on_first_rank
 from rl.models.hf import HFFolder
 from rl.models.peft import is_peft_folder
 from rl.models.tokenizer import tokenizer_fingerprint
@@ -135,7 +136,7 @@ class Checkpointer(Configurable):
             base_model=self.policy.base_model,
             tokenizer=self._tokenizer,
         )
-        content: dict[str, Any] = dict(self._tensors(model_only=model_only))
+        content: dict[str, Any] = dict(self.tensors(model_only=model_only))
         if not model_only:
             content[self._random_name] = process_states()
         if wait or self.config.async_mode == "disabled":
@@ -195,15 +196,14 @@ class Checkpointer(Configurable):
             self._start_anew()
             return 0
         exclude = self.config.exclude_from_loading if exclude is None else tuple(exclude)
-        self._check_files(path)
-        saved = read_state(path)
+        saved = self._verified_state(path)
         if saved.model_only and not model_only:
             raise ValueError(f"checkpoint {path} holds only the model: load it with model_only")
         check_tokenizer(path, saved.tokenizer, self._tokenizer, model_only=model_only, exclude=exclude)
         tensors = matching_tensors(
             path,
             saved,
-            into=self._tensors(model_only=model_only),
+            into=self.tensors(model_only=model_only),
             converters=self.policy.converters,
             model_only=model_only,
             exclude=exclude,
@@ -223,6 +223,15 @@ class Checkpointer(Configurable):
             self._start_anew()
             return 0
         return policy_version if excluded(TRAIN_STATE, exclude) else saved.policy_version
+
+    def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
+        """Return what a checkpoint holds; reference weights are a part of it, as nothing else keeps them."""
+        tensors = model_tensors(self.policy.model)
+        if not model_only:
+            tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
+            if self.reference is not None:
+                tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
+        return tensors
 
     def close(self) -> None:
         """Wait for the background save and free page-locked memory."""
@@ -248,15 +257,6 @@ class Checkpointer(Configurable):
         copied = stager.stage(content)
         assert isinstance(copied, dict)
         return copied
-
-    def _tensors(self, *, model_only: bool) -> dict[str, Tensor]:
-        """Return what a checkpoint holds; reference weights are a part of it, as nothing else keeps them."""
-        tensors = model_tensors(self.policy.model)
-        if not model_only:
-            tensors |= optimizer_tensors(self.policy.trained_parameters, self.optimizer)
-            if self.reference is not None:
-                tensors |= model_tensors(self.reference.policy.model, prefix=REFERENCE)
-        return tensors
 
     def _write(
         self, path: Path, content: Mapping[str, Any], saved: SavedState, attachments: Mapping[str, bytes]
@@ -289,20 +289,11 @@ class Checkpointer(Configurable):
             logger.error("background save failed: %s", error)
             raise
 
-    def _check_files(self, path: Path) -> None:
-        """Check every file, sharing the reading between ranks; a damaged file is an error on every rank."""
-        problem: ValueError | None = None
-        num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
-        try:
-            check_files(path, tensors=True, share=slice(self._rank, None, num_ranks))
-        except ValueError as error:
-            problem = error
-
-        def raise_first(problems: Sequence[ValueError | None]) -> None:
-            for found in filter(None, problems):
-                raise found
-
-        on_first_rank(raise_first, problem, group=self._group)
+    def _verified_state(self, path: Path) -> SavedState:
+        """Check every file, each rank its share of them, and return the saved state."""
+        share = slice(self._rank, None, 1 if self._group is None else dist.get_world_size(self._group))
+        on_all_ranks(partial(check_files, path, tensors=True, share=share), group=self._group)
+        return read_state(path)
 
     def _load_exported(self, path: Path) -> None:
         if is_peft_folder(path):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from losses.types import uses_entropy
 from rl.distributed.activation_checkpoint import ActivationCheckpointConfig
@@ -248,10 +248,6 @@ def _size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
-"""Linear layers whose columns, and adapters' A, tensor parallelism splits; others are split by rows, and B."""
-
-
 class _Parameters:
     """Parameters of the converted model, and their division over ranks."""
 
@@ -267,7 +263,6 @@ class _Parameters:
         self._experts = {
             p for part in module.modules() if isinstance(part, GroupedExperts) for p in part.parameters()
         }
-        self._whole = _whole_factors(module)
         self.root = [p for name, p in named.items() if not name.startswith("layers.")]
         in_layers = [p for name, p in named.items() if name.startswith("layers.")]
         self.experts_apart = [p for p in in_layers if p in self._experts and degrees.ep > 1]
@@ -297,22 +292,11 @@ class _Parameters:
         return (self.gathered(part) // among - in_float8) * itemsize + in_float8
 
     def _share(self, part: Collection[Tensor], *, num_shards: int, num_expert_shards: int) -> int:
-        """Return the elements of one rank; experts have their own tensor-parallel degree."""
-        tp, etp = self.degrees.tp, self.degrees.etp
+        """Return the elements of one rank; experts have their own tensor-parallel degree.
+
+        Tensor parallelism splits one of an adapter's two factors; here as if it split both.
+        """
         num_experts = sum(p.numel() for p in part if p in self._experts)
-        num_whole = sum(p.numel() for p in part if p in self._whole)
-        num_rest = sum(p.numel() for p in part) - num_experts - num_whole
-        return math.ceil(
-            num_rest / (tp * num_shards) + num_whole / num_shards + num_experts / (etp * num_expert_shards)
-        )
-
-
-def _whole_factors(module: nn.Module) -> set[nn.Parameter]:
-    """Return the adapter factors that tensor parallelism replicates."""
-    by_columns = {
-        linear for name, linear in module.named_modules() if name.rpartition(".")[2] in SPLIT_BY_COLUMNS
-    }
-    return {
-        adapter.lora_b if linear in by_columns else adapter.lora_a
-        for linear, adapter in adapted_layers(module)
-    }
+        num_rest = sum(p.numel() for p in part) - num_experts
+        tp, etp = self.degrees.tp, self.degrees.etp
+        return math.ceil(num_rest / (tp * num_shards) + num_experts / (etp * num_expert_shards))

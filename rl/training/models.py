@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.distributed.process_group import RankInfo, World, everywhere
+from rl.distributed.collectives import on_all_ranks
+from rl.distributed.process_group import RankInfo, World
 from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
 from rl.models.batch_invariant.model import ROW_MULTIPLE, make_batch_invariant
 from rl.models.converter import ModelConverter
@@ -36,6 +38,7 @@ from rl.models.hf import HFFolder
 from rl.models.lora import LoRA
 from rl.models.spec import ModelSpec
 from rl.training.checkpoint_files import sum_of_file
+from rl.training.checkpoint_tensors import optimizer_tensors
 from rl.training.engine import TrainingEngine
 from rl.utils.errors import RunError
 from rl.utils.processes import process_states, restore_process_states
@@ -163,14 +166,8 @@ class TrainedModels:
             ModelError: a file is missing, damaged or of another model; the text names it, nothing has changed.
         """
         into = self._tensors(model_id, optimizer=optimizer)
-        failure: ModelError | None = None
-        found: dict[str, dict[str, Tensor]] = {}
-        try:
-            found = self._read(model_id, Path(folder), into)
-        except ModelError as error:
-            failure = error
-        if not everywhere(failure is None):
-            raise failure or ModelError("the saved model cannot be read on every rank")
+        group = dist.group.WORLD if dist.is_initialized() else None
+        found = on_all_ranks(lambda: self._read(model_id, Path(folder), into), group=group)
         self[model_id].drop_gradient()
         with torch.no_grad():
             for file, present in into.items():
@@ -192,8 +189,7 @@ class TrainedModels:
         trained = engine.policy.trained_parameters
         tensors = {WEIGHTS: {name: p.detach() for name, p in trained.items()}}
         if optimizer:
-            states = engine.optimizer.state_tensors()
-            tensors[OPTIMIZER] = {f"{n}.{k}": t for n, p in trained.items() for k, t in states[p].items()}
+            tensors[OPTIMIZER] = optimizer_tensors(trained, engine.optimizer)
         return tensors
 
     def _description(self, model_id: str) -> dict[str, Any]:

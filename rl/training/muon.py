@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.config.tree import check_bounds
-from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor
+from rl.distributed.sharding import local_shard_of, local_tensor, whole_tensor, wrapped_like
 from rl.models.adapter import DecoderAdapter
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -126,13 +126,7 @@ class Muon:
         gradient, mean = local_tensor(parameter.grad), local_tensor(self.momentum_of(parameter))
         mean.lerp_(gradient, 1.0 - momentum)
         update = gradient.lerp(mean, momentum) if self.config.nesterov else mean
-        data = parameter.data
-        if not isinstance(data, DTensor):
-            return update
-        return DTensor.from_local(
-            update.to(_device_of(parameter)), data.device_mesh, data.placements,
-            run_check=False, shape=data.shape, stride=data.stride(),
-        )  # fmt: skip
+        return wrapped_like(parameter.data, update.to(_device_of(parameter)))
 
     def _orthogonalized(self, name: str, whole: Tensor) -> Tensor:
         """Orthogonalise and scale each matrix of a parameter, in the parameter's dtype."""

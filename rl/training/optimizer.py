@@ -79,7 +79,6 @@ class Optimizer(Configurable):
         make = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.inner: torch.optim.Optimizer = make(
             [{"params": list(parameters.values())}],
-            **self._adam_settings(self.settings(lr=config.lr)),
             fused=config.implementation == "fused",
             foreach=config.implementation == "foreach",
         )
@@ -112,16 +111,12 @@ class Optimizer(Configurable):
     def step(self, settings: dict[str, Any]) -> None:
         """Update the parameters from their gradients with the result of `settings`."""
         for group in self.inner.param_groups:
-            group.update(self._adam_settings(settings))
+            group.update(settings)
         if self.muon is not None:
             self.muon.step(
                 lr=settings["lr"], weight_decay=settings["weight_decay"], momentum=settings["momentum"]
             )
         self.inner.step()  # Last, so that its hooks find every parameter stepped.
-
-    @staticmethod
-    def _adam_settings(settings: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in settings.items() if name != "momentum"}
 
     def reset(self) -> None:
         """Drop the running means."""

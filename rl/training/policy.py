@@ -220,7 +220,7 @@ class Policy:
             targets_T=targets_T,
             temperatures_T=temperatures_T,
             chunk_tokens=self.training.logits_chunk_tokens,
-            loss_parallel=self._options.loss_parallel,
+            loss_parallel=self._options.parallelism.loss_parallel,
             chunk_logprobs=self._chunk_logprobs,
             entropy_gradient=entropy_gradient,
         )
@@ -237,18 +237,14 @@ class Policy:
 def _sharding_options(
     config: TrainingEngine.Config, training: TrainingConfig, rank: RankInfo
 ) -> ShardingOptions:
-    parallelism = config.parallelism
     return ShardingOptions(
+        parallelism=config.parallelism,
         param_dtype=getattr(torch, training.param_dtype),
         reduce_dtype=getattr(torch, training.reduce_dtype),
-        reshard_after_forward=parallelism.reshard_after_forward,
-        loss_parallel=parallelism.loss_parallel,
-        async_tensor_parallel=parallelism.async_tensor_parallel,
         cpu_offload=training.cpu_offload,
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         expert_mesh=rank.expert_mesh,
-        expert_tensor_parallel=parallelism.expert_tensor_parallel_degree > 1,
     )
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from rl.distributed.process_group import barrier
-from rl.distributed.sharding import local_tensor, unwrapped
+from rl.distributed.sharding import local_tensor
 from rl.training.engine import TrainingEngine
 
 logger = logging.getLogger(__name__)
@@ -88,20 +87,8 @@ class TrainerSleep:
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the storages on the engine's device; tied parameters share one."""
         found: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors():
-            storage = local_tensor(unwrapped(tensor)).untyped_storage()
+        for tensor in self.engine.checkpointer.tensors().values():
+            storage = local_tensor(tensor).untyped_storage()
             if storage.device.type == self.engine.device.type and storage.nbytes():
                 found.setdefault(storage._cdata, storage)
         return list(found.values())
-
-    def _tensors(self) -> Iterator[Tensor]:
-        engine = self.engine
-        for parameter in engine.policy.parameters.values():
-            yield parameter.data
-        for state in engine.optimizer.inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-        if engine.optimizer.muon is not None:
-            yield from engine.optimizer.muon.momenta.values()
-        if engine.reference is not None:
-            for parameter in engine.reference.policy.parameters.values():
-                yield parameter.data

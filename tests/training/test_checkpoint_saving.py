@@ -55,7 +55,7 @@ def error_on_full_disk(save, *, num_bytes):
 
 def state(engine):
     """Return copies of all saved tensors."""
-    return {name: t.clone() for name, t in engine.checkpointer._tensors(model_only=False).items()}
+    return {name: t.clone() for name, t in engine.checkpointer.tensors().items()}
 
 
 def assert_loads(assets, folder, expected):
