@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from monarch.actor import ActorError
 
 from actors.compat import SupervisionError
-from actors.hang_report import describe_role, is_caused_by_timeout, mesh_index
-from actors.members import RoleProcesses
 from rl.observability.spans import span
 from rl.utils.errors import RunError
 from rl.utils.processes import ProcessId, is_alive
@@ -45,8 +43,10 @@ TIMEOUT_OF_ENDPOINT = {
 class ActorTimeoutError(RunError, TimeoutError):
     """No answer from an actor within its deadline."""
 
-    role = ""
-    """Role that gave no answer, if known."""
+    def __init__(self, message: str, *, role: str = "") -> None:
+        """`role` is the one that gave no answer, if known."""
+        super().__init__(message)
+        self.role = role
 
 
 class ActorCallError(RunError):
@@ -92,8 +92,6 @@ class ActorGroup:
     """Number of ranks of the whole group, if this is one rank of it."""
     rank: int | None = None
     """Number of this rank, if this is one rank of a group."""
-    role: RoleProcesses | None = None
-    """Access to the processes' states and stacks for errors of deadlines."""
 
     def at_rank(self, rank: int) -> ActorGroup:
         """Return the actor of one rank alone; its errors name the rank."""
@@ -113,8 +111,7 @@ class ActorGroup:
             extra_s: seconds on top of the endpoint's timeout (`TIMEOUT_OF_ENDPOINT`).
 
         Raises:
-            ActorTimeoutError: names actor, endpoint, rank and deadline, and what each process is doing, for
-                how long and where.
+            ActorTimeoutError: names actor, endpoint, rank and deadline.
             ActorLostError: names the rank whose process ended.
             ActorCallError: carries the remote traceback; a `RunError` of the actor is raised as itself.
         """
@@ -135,10 +132,7 @@ class ActorGroup:
                 raise
             rank = "" if self.rank is None else f" of rank {self.rank} of {self.num_ranks}"
             message = f"{self.name}.{endpoint}{rank} gave no answer within {limit_s:g} s (timeouts.{timeout})"
-            late = ActorTimeoutError(message)
-            late.role = self.name
-            late.more = await self._report(message)
-            raise late from error
+            raise ActorTimeoutError(message, role=self.name) from error
         except ActorError as error:
             if dead := await self._lost_peers():
                 raise self._lost(dead, endpoint) from error
@@ -147,17 +141,7 @@ class ActorGroup:
             raise ActorCallError(f"{self.name}.{endpoint} failed:\n{error}") from error
         except SupervisionError as error:
             message = f"{self.name}.{endpoint} failed: {describe_loss(error)}"
-            lost = ActorLostError(message, role=self.name, ranks=self.dead())
-            if not lost.ranks:
-                # Monarch also takes a process for dead that does not answer it, such as a stopped one.
-                lost.more = await self._report(message)
-            raise lost from error
-
-    async def _report(self, title: str) -> str:
-        """Return lines about what the group's processes are doing; the whole report goes to a file."""
-        if self.role is None or self.role.logs is None:
-            return ""
-        return await describe_role(self.role, None if self.rank is None else [self.rank], title=title)
+            raise ActorLostError(message, role=self.name, ranks=self.dead()) from error
 
     def dead(self) -> list[int]:
         """Return the ranks of this host whose process has ended."""
@@ -201,6 +185,24 @@ class ActorGroup:
         ranks, num_ranks = ", ".join(map(str, dead)), self.num_ranks or self.mesh.size()
         message = f"{self.name}.{endpoint} failed: rank {ranks} of {num_ranks} is dead: its process ended"
         return ActorLostError(message, role=self.name, ranks=dead)
+
+
+def mesh_index(mesh: Any, rank: int) -> dict[str, int]:
+    """Return the index of a rank in each dimension of a mesh, to slice it."""
+    index, left = {}, rank
+    for dim, size in reversed(mesh.sizes.items()):
+        left, index[dim] = divmod(left, size)
+    assert not left, f"there are {mesh.size()} ranks, there is no rank {rank}"
+    return index
+
+
+def is_caused_by_timeout(error: BaseException | None) -> bool:
+    """Return whether an error is a timeout or was raised because of one, here or in an actor."""
+    while error is not None:
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "exception", None), TimeoutError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def may_hang(role: str, *, after: BaseException) -> bool:

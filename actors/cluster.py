@@ -1,6 +1,6 @@
 """All actors of a run: their start, their replacement after a loss, and their end.
 
-    cluster = Cluster(config, model_spec=spec, hf_assets_path=folder, store=store, logs=logs)
+    cluster = Cluster(config, launcher=launcher, model_spec=spec, hf_assets_path=folder, store=store, logs=logs)
     await cluster.start()
     await cluster.trainer.call("forward_backward", ...)
     ...
@@ -17,8 +17,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from monarch.actor import HostMesh
-
 from actors.calls import (
     ActorCallError,
     ActorGroup,
@@ -30,6 +28,7 @@ from actors.calls import (
 from actors.config import ClusterConfig, LaunchConfig
 from actors.device_lock import DeviceLock
 from actors.generator import generator_env
+from actors.hosts import Hosts
 from actors.launch import Launcher, deadline, setup_process_group_env
 from actors.members import LogSettings, RoleProcesses
 from actors.parity import ParityCheck
@@ -51,8 +50,6 @@ TRAINER_GRACE_S = 10.0
 """Time for a call to a dead trainer to end with its own, more exact error."""
 DEATH_GRACE_S = 3.0
 """Time until the trainer's processes are seen dead; a caller without an answer may notice first."""
-ANSWER_S = 10.0
-"""Time for trainer processes on other hosts to show that they are alive."""
 
 
 class Cluster:
@@ -62,6 +59,7 @@ class Cluster:
     None if `config.reward.num_procs` is 0.
     """
 
+    hosts: Hosts
     trainer: Role
     pool: GeneratorPool
     reward: Role | None = None
@@ -70,6 +68,7 @@ class Cluster:
         self,
         config: ClusterConfig,
         *,
+        launcher: Launcher,
         model_spec: ModelSpec,
         hf_assets_path: str,
         store: WeightStore,
@@ -81,6 +80,7 @@ class Cluster:
     ) -> None:
         """
         Args:
+            launcher: starts the processes; nothing was started by it yet.
             hf_assets_path: folder that trainer and generators are set up from.
             check: check of every pull.
             rubric: needed if there are reward processes.
@@ -97,22 +97,16 @@ class Cluster:
         self._logs = logs
         self._rubric = rubric
         self._trainer_arguments = dict(trainer_arguments or {})
-        self.launcher = Launcher()
-        self._supervisor = Supervisor(
-            config.recovery, in_background=self.launcher.in_background, events=events
-        )
-        self._hosts: dict[str, HostMesh] = {}
+        self.launcher = launcher
+        self._supervisor = Supervisor(config.recovery, in_background=launcher.in_background, events=events)
         self._store_started = asyncio.Event()
-        self._renewing_hosts = asyncio.Lock()
-        self._failed_hosts: set[str] = set()
-        """Groups of hosts on which a start has failed: on other machines nothing else shows their death."""
         self._restarts = config.recovery.max_restarts > 0 and not config.launch.share_gpus
         """True if a lost trainer or generator is restarted."""
 
     async def start(self) -> None:
         """Start all roles at the same time and set their actors up."""
         config = self.config
-        self._hosts = await self.launcher.start_hosts(config.launch, self.placements)
+        self.hosts = await self.launcher.start_hosts(config.launch, self.placements)
         # No role waits for another's set-up: the start takes as long as the slowest role.
         numbers = range(len(self.placements.generators))
         starts = [self._start_trainer(), *map(self._start_generator, numbers)]
@@ -178,7 +172,7 @@ class Cluster:
             RunError: `error`, if the trainer is not lost or nothing is restarted.
             RestartsUsedUpError: the trainer was lost too often.
         """
-        reason = await _reason_of_loss(self.trainer.group, error) if self._restarts else None
+        reason = await _reason_of_loss(self.trainer, error) if self._restarts else None
         if reason is None:
             raise error
         async with self.pool.without_weights():
@@ -270,13 +264,13 @@ class Cluster:
                 threads=at.threads,
                 gpus=at.gpus,
                 env=QUIET_ENVIRONMENT | dict(env or {}),
-                host=None if at.hosts is None else self._hosts[at.hosts],
+                host=None if at.hosts is None else self.hosts.meshes[at.hosts],
                 python=None if at.hosts is None else self.config.launch.python,
                 logs=self._logs,
             )
         except (ActorCallError, ActorTimeoutError):
             if at.hosts is not None:
-                self._failed_hosts.add(at.hosts)
+                self.hosts.start_failed(at.hosts)
             raise
         async with deadline(self.config.timeouts.setup_s, f"importing modules in role {at.role!r}"):
             await role.members.import_modules.call(imports)
@@ -285,9 +279,7 @@ class Cluster:
     def _group(self, at: Placement, role: RoleProcesses, *, config: Any, **arguments: Any) -> ActorGroup:
         """Spawn the actors of a role in its processes."""
         actors = role.mesh.spawn(at.role, config.owner, config=config, **arguments)
-        return ActorGroup(
-            name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local, role=role
-        )
+        return ActorGroup(name=at.role, mesh=actors, timeouts=self.config.timeouts, processes=role.local)
 
     def _engine_imports(self) -> tuple[str, ...]:
         """Return the modules that generators import first, which takes most of the time of a start."""
@@ -299,30 +291,19 @@ class Cluster:
     async def _end_lost(self, at: Placement) -> None:
         """End what is left of a lost role, and replace its hosts if they are lost too."""
         await self.launcher.stop_lost(at.role)
-        if at.hosts is None:
-            return
-        async with self._renewing_hosts:  # another generator on the same host may be lost as well
-            if at.hosts in self._failed_hosts or self.launcher.hosts.are_lost(at.hosts):
-                self._failed_hosts.discard(at.hosts)
-                renewed = await self.launcher.hosts.renew(self.config.launch, self.placements, at.hosts)
-                self._hosts[at.hosts] = renewed
+        if at.hosts is not None:
+            await self.hosts.renew_lost(at.hosts)
 
 
-async def _reason_of_loss(trainer: ActorGroup, error: RunError) -> str | None:
+async def _reason_of_loss(trainer: Role, error: RunError) -> str | None:
     """Return the reason of the trainer's loss, or None if it is alive."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ActorLostError) and cause.role == trainer.name:
             return first_line(cause)
         cause = cause.__cause__
-    if dead := await trainer.seen_dead(DEATH_GRACE_S):
-        return f"rank {', '.join(map(str, dead))} of {trainer.mesh.size()} is dead: its process ended"
-    if trainer.role is not None and len(trainer.processes) < trainer.mesh.size():
-        try:
-            async with deadline(ANSWER_S, f"asking role {trainer.name!r} whether it is alive"):
-                await trainer.role.members.check.call()
-        except (ActorCallError, ActorTimeoutError) as lost:
-            return first_line(lost)
+    if dead := await trainer.group.seen_dead(DEATH_GRACE_S):
+        return f"rank {', '.join(map(str, dead))} is dead: its process ended"
     return None
 
 

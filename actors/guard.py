@@ -1,4 +1,4 @@
-"""Process that ends a run's hosts if the controller was killed: `python -m actors.guard VARIABLE RUN`.
+"""Process that ends a run's hosts if the controller was killed: `python -m actors.guard RUN`.
 
 Workers of ProcessJob and jobs of a scheduler outlive the process that asked for them. The controller writes
 its job to the guard's stdin, and kills the guard once it has ended the job itself. If stdin closes before that,
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-from actors.processes import carrying_environment
+from actors.processes import RUN, RUN_VARIABLE, carrying_environment, import_path
 from rl.utils.processes import kill
 
 END_LIMIT_S = 120
@@ -24,14 +24,14 @@ END_LIMIT_S = 120
 class Guard:
     """The controller's handle of its guard process."""
 
-    def __init__(self, *, job: Any, run: str, run_variable: str, import_path: str) -> None:
+    def __init__(self, job: Any) -> None:
         """Start the process for a job that has been applied."""
-        env = {key: value for key, value in os.environ.items() if key != run_variable}
+        env = {key: value for key, value in os.environ.items() if key != RUN_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.guard", run_variable, run],
+            [sys.executable, "-m", "actors.guard", RUN],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env=env | {"PYTHONPATH": import_path},
+            env=env | {"PYTHONPATH": import_path()},
             start_new_session=True,  # Ctrl-C is for the controller
         )
         assert self._process.stdin is not None
@@ -44,18 +44,18 @@ class Guard:
         self._process.communicate()
 
 
-def main(run_variable: str, run: str) -> None:
+def main(run: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job = sys.stdin.buffer.readline()
     sys.stdin.buffer.read()  # ends when the controller does
     if not job:
         return
-    for process in carrying_environment(run_variable, run):
+    for process in carrying_environment(RUN_VARIABLE, run):
         kill(process)
     signal.alarm(END_LIMIT_S)  # ends this process if a scheduler does not answer
     pickle.loads(base64.b64decode(job)).kill()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,8 +1,8 @@
 """Hosts of a run, taken from Monarch's jobs.
 
-hosts = Hosts()
-meshes = await hosts.start(launch, placements)
-role = await launcher.spawn_role("trainer", ..., host=meshes["trainer"])
+hosts = Hosts(launch, placements)
+await hosts.start()
+role = await launcher.spawn_role("trainer", ..., host=hosts.meshes["trainer"])
 ...
 await hosts.end()
 """
@@ -14,7 +14,7 @@ import importlib
 import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import ModuleType
@@ -28,9 +28,8 @@ from actors.calls import ActorCallError
 from actors.compat import prepare_client_gateway, quiet_client_start, quiet_jobs, simulated_host_pids
 from actors.config import LaunchConfig
 from actors.guard import Guard
-from actors.members import free_port, import_path
 from actors.placement import Placements
-from actors.processes import RUN, RUN_VARIABLE
+from actors.processes import RUN, RUN_VARIABLE, free_port, import_path
 from rl.utils.processes import ProcessId, identify, is_alive, kill
 from rl.utils.threads import run_aside
 
@@ -57,12 +56,7 @@ _numbers = count(2)
 class _Job:
     name: str
     job: Any
-    groups: set[str]
-    """Groups of hosts that did not move to a later job."""
-    is_up: bool = False
     guard: Guard | None = None
-    processes: dict[str, list[ProcessId | None]] = field(default_factory=dict)
-    """Processes that simulate hosts here, by group; None for a process that ended at once."""
 
     async def end(self) -> None:
         """End the job; one that cannot be ended is left to the guard, which tries again after this process."""
@@ -76,86 +70,85 @@ class _Job:
 
 
 class Hosts:
-    """Jobs that hold the hosts of a run."""
+    """The hosts of a run in groups, each of which belongs to a job."""
 
-    def __init__(self) -> None:
-        self._jobs: list[_Job] = []
+    def __init__(self, launch: LaunchConfig, placements: Placements) -> None:
+        self._launch = launch
+        self._placements = placements
+        self.meshes: dict[str, HostMesh] = {}
+        """Hosts by the name of their group; empty if all roles run on this machine."""
+        self.processes: dict[str, list[ProcessId]] = {}
+        """Processes that simulate the hosts of a group on this machine."""
+        self._jobs: dict[str, _Job] = {}
+        """Job of each group."""
+        self._failed: set[str] = set()
+        """Groups on which a start has failed: on other machines nothing else shows their death."""
+        self._renewing = asyncio.Lock()
 
-    async def start(self, launch: LaunchConfig, placements: Placements) -> dict[str, HostMesh]:
-        """Ask for the hosts, wait for them, and return them by the name of their group.
-
-        The result is empty if all roles run on this machine. `end` gives the hosts back.
+    async def start(self) -> None:
+        """Ask for the hosts and wait for them; `end` gives them back.
 
         Raises:
             ValueError: other hosts cannot reach this one.
             ActorCallError: no hosts are available; carries the scheduler's message.
         """
-        groups = placements.host_groups()
-        if not groups:
-            return {}
-        check_reachable(launch, hostname=socket.gethostname())
-        configure(**DEATH_NOTICE)
-        return await self._ask_for(launch, placements, groups)
+        if groups := self._placements.host_groups():
+            check_reachable(self._launch, hostname=socket.gethostname())
+            configure(**DEATH_NOTICE)
+            await self._ask_for(groups, self._launch)
 
-    def are_lost(self, group: str) -> bool:
-        """Return whether a host of the group, simulated on this machine, is known to be dead."""
-        job = self._job_of(group)
-        processes = job.processes.get(group, ())
-        return not job.is_up or any(process is None or not is_alive(process) for process in processes)
+    def start_failed(self, group: str) -> None:
+        """Take the hosts of a group for lost."""
+        self._failed.add(group)
 
-    def processes_of(self, group: str) -> list[ProcessId]:
-        """Return the processes that simulate the group's hosts on this machine."""
-        return [process for process in self._job_of(group).processes.get(group, ()) if process is not None]
-
-    async def renew(self, launch: LaunchConfig, placements: Placements, group: str) -> HostMesh:
-        """Replace the group's hosts by those of a new job; the old hosts end with their job at the latest.
+    async def renew_lost(self, group: str) -> None:
+        """Replace the hosts of a group by those of a new job if they are lost; the old hosts end with their job.
 
         Raises:
             ActorCallError: no hosts are available; carries the scheduler's message.
         """
-        before = self._job_of(group)
-        for process in self.processes_of(group):
-            kill(process)
-        before.groups.remove(group)
-        if not before.groups:
-            self._jobs.remove(before)
-            await before.end()
-        # The old job may still hold its name.
-        named = replace(launch, job_name=f"{launch.job_name[:MAX_NAME]}x{next(_numbers)}")
-        groups = {group: placements.host_groups()[group]}
-        return (await self._ask_for(named, placements, groups))[group]
+        async with self._renewing:  # another role on the same hosts may be lost as well
+            processes = self.processes.get(group, ())
+            if group not in self._failed and all(map(is_alive, processes)):
+                return
+            for process in processes:
+                kill(process)
+            before = self._jobs.pop(group)
+            if before not in self._jobs.values():
+                await before.end()
+            # The old job may still hold its name.
+            named = replace(self._launch, job_name=f"{self._launch.job_name[:MAX_NAME]}x{next(_numbers)}")
+            await self._ask_for({group: self._placements.host_groups()[group]}, named)
 
     async def end(self) -> None:
         """End every job; idempotent."""
-        while self._jobs:
-            await self._jobs.pop().end()
+        jobs = set(self._jobs.values())
+        self._jobs.clear()
+        for job in jobs:
+            await job.end()
 
-    def _job_of(self, group: str) -> _Job:
-        return next(job for job in self._jobs if group in job.groups)
-
-    async def _ask_for(
-        self, launch: LaunchConfig, placements: Placements, groups: Mapping[str, int]
-    ) -> dict[str, HostMesh]:
-        job = make_job(launch, placements, groups)
-        asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}", job=job, groups=set(groups))
-        self._jobs.append(asked)
+    async def _ask_for(self, groups: Mapping[str, int], launch: LaunchConfig) -> None:
+        job = make_job(launch, self._placements, groups)
+        asked = _Job(name=f"{launch.hosts} job {launch.job_name!r}", job=job)
+        self._jobs |= dict.fromkeys(groups, asked)
+        self._failed |= set(groups)
         logger.info("asking for %d hosts: %s", sum(groups.values()), asked.name)
         try:
             async with asyncio.timeout(launch.start_timeout_s):
                 await _applied(job)
                 if isinstance(job, ProcessJob):
-                    asked.processes = {
-                        group: [identify(pid) for pid in simulated_host_pids(job, group, num_hosts)]
-                        for group, num_hosts in groups.items()
-                    }
-                asked.guard = Guard(job=job, run=RUN, run_variable=RUN_VARIABLE, import_path=import_path())
+                    for group, num_hosts in groups.items():
+                        pids = simulated_host_pids(job, group, num_hosts)
+                        self.processes[group] = [
+                            found for pid in pids if (found := identify(pid)) is not None
+                        ]
+                asked.guard = Guard(job)
                 # In a thread: a queue may take hours, and Ctrl-C must work meanwhile.
                 await run_aside(partial(prepare_client_gateway, job), name="hosts")
             if launch.on_cluster and launch.controller_address is not None:
                 configure(default_transport=f"tcp://{launch.controller_address}:{free_port()}")
             with quiet_client_start():
-                found = job.state(cached_path=None)
-            asked.is_up = True
+                found_hosts = job.state(cached_path=None)
         except TimeoutError as error:
             raise ActorCallError(
                 f"no hosts from {asked.name} within launch.start_timeout_s={launch.start_timeout_s:g}"
@@ -163,10 +156,10 @@ class Hosts:
             ) from error
         except Exception as error:  # a scheduler's client may raise anything
             raise ActorCallError(f"no hosts from {asked.name}: {type(error).__name__}: {error}") from error
-        if not launch.on_cluster:
-            return {group: getattr(found, group) for group in groups}
-        jobs = _jobs(launch)
-        return {group: getattr(found, jobs.mesh_name(launch, group)) for group in groups}
+        self._failed -= set(groups)
+        for group in groups:
+            name = _jobs(launch).mesh_name(launch, group) if launch.on_cluster else group
+            self.meshes[group] = getattr(found_hosts, name)
 
 
 async def _applied(job: Any) -> None:

@@ -1,7 +1,6 @@
 """Processes of a run: their start and their end.
 
-    async with supervised():
-        launcher = Launcher()
+    async with supervised() as launcher:
         role = await launcher.spawn_role("trainer", num_procs=2, threads=1)
         await setup_process_group_env(role)
         trainer = role.mesh.spawn("trainer", PolicyTrainer, ...)
@@ -15,16 +14,15 @@ signal).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from monarch.actor import HostMesh, MeshFailure, default_bootstrap_cmd, this_host
 
@@ -69,38 +67,31 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 MAX_SIGNALS = 3
 """Signals after which the event loop is taken for blocked, and interrupted where it is."""
 
-_active: list[Launcher] = []
-"""Launchers of this process that were not stopped: one in a run."""
-
-
-def is_running() -> bool:
-    """Return whether this process has a launcher that was not stopped."""
-    return bool(_active)
-
-
-async def stop_all() -> None:
-    """Stop everything that the launchers of this process have started."""
-    for launcher in _active:
-        await launcher.stop_all()
-
 
 class Launcher:
-    """Owner of everything that a run has started: roles, hosts and background tasks."""
+    """Owner of everything that this process has started for a run: roles, hosts and background tasks."""
+
+    current: ClassVar[Launcher | None] = None
+    """The launcher of this process that was not stopped: one at a time."""
 
     def __init__(self) -> None:
+        assert Launcher.current is None, "this process runs actors already"
+        Launcher.current = self
+        settle_monarch(self._on_fault)
         self.roles: list[RoleProcesses] = []
-        self.hosts = Hosts()
+        self.hosts: Hosts | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._num_stopping = 0
 
-    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> dict[str, HostMesh]:
-        """Start the hosts of a run and return them by the name of their group; call it before `spawn_role`.
+    async def start_hosts(self, config: LaunchConfig, placements: Placements) -> Hosts:
+        """Start the hosts of a run; call it before `spawn_role`.
 
         Raises:
             ActorCallError: no hosts are available; carries the scheduler's message.
         """
-        self._activate()
-        return await self.hosts.start(config, placements)
+        self.hosts = Hosts(config, placements)
+        await self.hosts.start()
+        return self.hosts
 
     async def spawn_role(
         self,
@@ -113,7 +104,6 @@ class Launcher:
         host: HostMesh | None = None,
         python: str | None = None,
         logs: LogSettings | None = None,
-        timeout_s: float = SPAWN_TIMEOUT_S,
     ) -> RoleProcesses:
         """Start the processes of one role and wait until all of them answer.
 
@@ -130,16 +120,9 @@ class Launcher:
             logs: destination of the processes' log records, states and spans.
 
         Raises:
-            ValueError: `num_procs` or `threads` is not positive, or there are fewer `gpus` than processes.
             ActorTimeoutError: names the role and the number of processes.
             ActorCallError: a process did not come up; names the role.
         """
-        if num_procs < 1 or threads < 1 or (gpus is not None and len(gpus) < num_procs):
-            raise ValueError(
-                f"role {role!r}: num_procs={num_procs} and threads={threads} must be at least 1, and "
-                f"gpus={gpus} must be at least num_procs devices, or None"
-            )
-        self._activate()
         with quiet_client_start():
             host = host or this_host()
         command = default_bootstrap_cmd().with_env(process_env(role, threads, gpus) | dict(env or {}))
@@ -150,7 +133,7 @@ class Launcher:
         )
         started = RoleProcesses(name=role, mesh=mesh, members=mesh.spawn(MEMBER_NAME, Member))
         self.roles.append(started)
-        async with deadline(timeout_s, f"starting role {role!r} ({num_procs} processes a host)"):
+        async with deadline(SPAWN_TIMEOUT_S, f"starting role {role!r} ({num_procs} processes a host)"):
             answers = await started.members.set_up.call(role, logs)
         started.logs = None if logs is None else logs.folder
         for rank, (_, (pid, hostname)) in enumerate(answers.items()):
@@ -159,28 +142,28 @@ class Launcher:
                 started.local[rank] = process
         return started
 
-    async def stop(self, role: RoleProcesses, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    async def stop_lost(self, name: str) -> None:
+        """Kill what is left on this host of a role that has lost a process, then `stop` it; idempotent."""
+        for role in [role for role in self.roles if role.name == name]:
+            await self.stop(role, timeout_s=LOST_STOP_TIMEOUT_S, is_lost=True)
+
+    async def stop(
+        self, role: RoleProcesses, *, timeout_s: float = STOP_TIMEOUT_S, is_lost: bool = False
+    ) -> None:
         """End every process of the role, their children and their shared memory; idempotent.
 
-        Processes on this host that are left after `timeout_s` are killed.
+        Processes on this host that are left after `timeout_s` are killed; those of a lost role at once.
 
         Raises:
             RunError: a process outlived SIGKILL (stuck in the kernel); names role and pids.
         """
-        if role in self.roles:
-            await self._end(role, timeout_s=timeout_s)
-
-    async def stop_lost(self, name: str) -> None:
-        """Kill what is left on this host of a role that has lost a process, then `stop` it; idempotent."""
-        for role in [role for role in self.roles if role.name == name]:
-            await self._end(role, timeout_s=LOST_STOP_TIMEOUT_S, kills=True)
-
-    async def _end(self, role: RoleProcesses, *, timeout_s: float, kills: bool = False) -> None:
+        if role not in self.roles:
+            return
         tree = with_descendants(filter(is_alive, role.local.values()))
         shm_files = mapped_shared_memory(process.pid for process in tree)
         self._num_stopping += 1
         try:
-            if kills:
+            if is_lost:
                 for process in tree:
                     kill(process)
                 role.remove_state_files()
@@ -188,7 +171,7 @@ class Launcher:
             # makes that a value, and the rest of the role is killed.
             (answer,) = await asyncio.gather(_ask_to_stop(role, timeout_s), return_exceptions=True)
             if isinstance(answer, BaseException):
-                level = logging.DEBUG if kills else logging.WARNING
+                level = logging.DEBUG if is_lost else logging.WARNING
                 logger.log(level, "role %s did not stop when asked: %s", role.name, answer)
         finally:
             # Runs also when cancelled: only the kernel is waited for below.
@@ -198,8 +181,7 @@ class Launcher:
             if role in self.roles:
                 self.roles.remove(role)
         await wait_until_gone(tree, role=f"role {role.name!r}", grace_s=KILL_GRACE_S)
-        for file in remove_unmapped(shm_files):
-            logger.debug("removed shared memory %s that role %s left", file, role.name)
+        remove_unmapped(shm_files)
 
     async def stop_all(self) -> None:
         """Stop every role that is left at once, then the hosts and every stray process of this run.
@@ -209,9 +191,9 @@ class Launcher:
         """
         await self.end_background(timeout_s=STOP_TIMEOUT_S)
         results = await asyncio.gather(*map(self.stop, list(self.roles)), return_exceptions=True)
-        await self.hosts.end()
-        if self in _active:
-            _active.remove(self)
+        if self.hosts is not None:
+            await self.hosts.end()
+        Launcher.current = None
         strays = carrying_environment(RUN_VARIABLE, RUN)
         for process in strays:
             kill(process)
@@ -224,29 +206,18 @@ class Launcher:
         """Run a coroutine in this event loop until it returns or `stop_all` cancels it."""
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
-        task.add_done_callback(self._end_of_background)
+        task.add_done_callback(self._background.discard)
         return task
-
-    def _end_of_background(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("%s ended: %s", task.get_name(), error)
 
     async def end_background(self, *, timeout_s: float) -> None:
         """Cancel all background tasks and wait until they have ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._background:  # a task that ends may have started another one
-                    for task in self._background:
-                        task.cancel()
-                    await asyncio.wait(set(self._background))
-        for task in self._background:
-            logger.warning("%s did not end within %g s", task.get_name(), timeout_s)
-
-    def _activate(self) -> None:
-        settle_monarch(self._on_fault)
-        if self not in _active:
-            _active.append(self)
+        while tasks := set(self._background):  # a task that ends may have started another one
+            for task in tasks:
+                task.cancel()
+            _, running = await asyncio.wait(tasks, timeout=timeout_s)
+            if running:
+                logger.warning("%s did not end within %g s", running.pop().get_name(), timeout_s)
+                return
 
     def _on_fault(self, failure: MeshFailure) -> None:
         # The end of a process also fails Monarch's own helpers in it, which no caller waits for.
@@ -261,7 +232,7 @@ async def _ask_to_stop(role: RoleProcesses, timeout_s: float) -> None:
         await role.mesh.stop()
 
 
-async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = SPAWN_TIMEOUT_S) -> None:
+async def setup_process_group_env(role: RoleProcesses) -> None:
     """Give every process of the role what `torch.distributed.init_process_group` reads.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT: the loopback
@@ -272,14 +243,14 @@ async def setup_process_group_env(role: RoleProcesses, *, timeout_s: float = SPA
         ActorCallError: a process of the role is dead; names the role.
     """
     first = role.members.slice(**dict.fromkeys(role.members.sizes, 0))
-    async with deadline(timeout_s, f"setting the process group of role {role.name!r}"):
+    async with deadline(SPAWN_TIMEOUT_S, f"setting the process group of role {role.name!r}"):
         address, port = await first.listen_address.call_one(len(set(role.hostnames)) == 1)
         await role.members.set_env.call(process_group_envs(role.hostnames, address=address, port=port))
 
 
 @asynccontextmanager
-async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[None]:
-    """Stop every launcher's roles at the end of the block, however it ends; SIGTERM and Ctrl-C cancel it.
+async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[Launcher]:
+    """Stop everything that the launcher has started at the end of the block; SIGTERM and Ctrl-C cancel the block.
 
     While a loop listens to `stop`, the first signal is passed to it and only the next one cancels.
 
@@ -306,14 +277,15 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[None]:
         before.clear()
     for number in before:
         signal.signal(number, on_signal)
+    launcher = Launcher()
     try:
         try:
-            yield
+            yield launcher
         except Exception as error:
-            await add_hang_report(error, [r for launcher in _active for r in launcher.roles if r.logs])
+            await add_hang_report(error, [role for role in launcher.roles if role.logs])
             raise
         finally:
-            await stop_all()
+            await launcher.stop_all()
     except (asyncio.CancelledError, StopRequestedError) as error:
         if signal.SIGTERM in received:
             raise SystemExit(SIGTERM_EXIT_CODE) from None
@@ -325,12 +297,12 @@ async def supervised(*, stop: StopRequest | None = None) -> AsyncIterator[None]:
             signal.signal(number, handler)
 
 
-def run(main: Coroutine[Any, Any, T], *, stop: StopRequest | None = None) -> T:
-    """Run a controller's coroutine under `supervised`."""
+def run(main: Callable[[Launcher], Coroutine[Any, Any, T]], *, stop: StopRequest | None = None) -> T:
+    """Run a controller's coroutine with a launcher, under `supervised`."""
 
     async def body() -> T:
-        async with supervised(stop=stop):
-            return await main
+        async with supervised(stop=stop) as launcher:
+            return await main(launcher)
 
     return asyncio.run(body())
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import logging
 import os
-import random
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 
 from monarch.actor import Actor, ProcMesh, concurrent_endpoint, current_rank, endpoint
 
-from actors.processes import RUN, RUN_VARIABLE
+from actors.processes import RUN, RUN_VARIABLE, free_port, import_path, outward_address
 from rl.observability.logs import setup_logging
 from rl.observability.span_reader import read_state
 from rl.observability.spans import RECORDER, STATE_FOLDER, TimelineConfig
@@ -67,10 +64,6 @@ class Member(Actor):
         return os.getpid(), socket.gethostname()
 
     @endpoint
-    async def check(self) -> None:
-        """Answer, which shows that the process is alive."""
-
-    @endpoint
     async def listen_address(self, one_host: bool) -> tuple[str, int]:
         """Return an address and a free port at which the role's processes reach this one."""
         return "127.0.0.1" if one_host else outward_address(), free_port()
@@ -106,8 +99,6 @@ class RoleProcesses:
     """Host of each process, by rank."""
     local: dict[int, ProcessId] = field(default_factory=dict)
     """Processes on this host, by rank."""
-    reports: dict[tuple[int, ...], tuple[float, asyncio.Future[str]]] = field(default_factory=dict)
-    """Latest report of a hang and its time, by ranks."""
 
     def remove_state_files(self) -> None:
         """Remove the state files of processes that were killed, so that they do not count as dead."""
@@ -128,34 +119,6 @@ def process_group_envs(hostnames: Sequence[str], *, address: str, port: int) -> 
         }
         for rank, hostname in enumerate(hostnames)
     ]
-
-
-def outward_address() -> str:
-    """Return this host's address for other hosts.
-
-    The hostname may resolve to the loopback address (Debian's /etc/hosts); then the result is the address
-    from which a packet to another network would leave.
-    """
-    address = socket.gethostbyname(socket.gethostname())
-    if not address.startswith("127."):
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # Nothing is sent; 192.0.2.0/24 is reserved for documents.
-        probe.connect(("192.0.2.1", 9))
-        return str(probe.getsockname()[0])
-    return address
-
-
-def free_port() -> int:
-    """Return an unused port of this host, below the range that the system assigns.
-
-    An outgoing connection could take a port of that range between this call and the use.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 def import_torch() -> None:
@@ -181,10 +144,3 @@ def process_env(role: str, threads: int, gpus: Sequence[int] | None) -> dict[str
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env
-
-
-def import_path() -> str:
-    """Return a PYTHONPATH with which actors can import what the controller can, also a user's modules."""
-    paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
-    outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
-    return os.pathsep.join(outside)

@@ -1,9 +1,13 @@
-"""Processes and shared memory that a run has on this machine."""
+"""Processes, shared memory and addresses of a run on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import socket
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -79,3 +83,38 @@ def remove_unmapped(files: Iterable[Path]) -> list[Path]:
     for file in orphans:
         file.unlink(missing_ok=True)
     return orphans
+
+
+def outward_address() -> str:
+    """Return this host's address for other hosts.
+
+    The hostname may resolve to the loopback address (Debian's /etc/hosts); then the result is the address
+    from which a packet to another network would leave.
+    """
+    address = socket.gethostbyname(socket.gethostname())
+    if not address.startswith("127."):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        # Nothing is sent; 192.0.2.0/24 is reserved for documents.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return address
+
+
+def free_port() -> int:
+    """Return an unused port of this host, below the range that the system assigns.
+
+    An outgoing connection could take a port of that range between this call and the use.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def import_path() -> str:
+    """Return a PYTHONPATH with which actors can import what the controller can, also a user's modules."""
+    paths = [os.getcwd(), str(Path(__file__).resolve().parent.parent), *sys.path]
+    outside = [p for p in dict.fromkeys(paths) if p and not p.startswith((sys.prefix, sys.base_prefix))]
+    return os.pathsep.join(outside)

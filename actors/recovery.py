@@ -74,14 +74,10 @@ class Supervisor:
         """
         config, now_s = self.config, self._now_s()
         earlier = [at for at in self._restarts.get(role, ()) if now_s - at < config.window_s]
-        num_earlier, within = len(earlier), f"within {config.window_s:g} s"
-        if at_least - 1 > num_earlier:
-            num_earlier, within = at_least - 1, "without progress"
-        if num_earlier >= config.max_restarts:
+        if (num_earlier := max(len(earlier), at_least - 1)) >= config.max_restarts:
             raise RestartsUsedUpError(
-                f"{role} is lost again, after {num_earlier} restarts {within} "
-                f"(recovery.max_restarts={config.max_restarts}, recovery.window_s="
-                f"{config.window_s:g}); the last reason: {reason}"
+                f"{role} is lost again, after {num_earlier} restarts (recovery.max_restarts="
+                f"{config.max_restarts}, recovery.window_s={config.window_s:g}); the last reason: {reason}"
             )
         self._restarts[role] = [*earlier, now_s]
         doublings = min(len(earlier) - 1, 60)
@@ -107,10 +103,9 @@ class Supervisor:
         lost_at = self._now_s()
         for counted in itertools.count(at_least):
             number, pause_s = self.count(role, reason=reason, at_least=counted)
-            pause = f" in {pause_s:g} s" if pause_s else ""
-            limit = self.config.max_restarts
+            again = f"starting it again in {pause_s:g} s" if pause_s else "starting it again"
             logger.warning(
-                "%s is lost: %s; starting it again%s (%d of %d)", role, reason, pause, number, limit
+                "%s is lost: %s; %s (%d of %d)", role, reason, again, number, self.config.max_restarts
             )
             self._events("lost", role=role, reason=reason)
             await asyncio.sleep(pause_s)
@@ -222,16 +217,12 @@ class Role:
     ) -> None:
         try:
             self.group = await supervisor.restart(self.name, reason=reason, start=start, done=self._done)
-        except asyncio.CancelledError:
-            # Also if an awaited task was cancelled: no caller may wait for this role any longer.
-            self.failure = RunError(f"{self.name} is not started again any more")
-            raise
         except RunError as error:
             self.failure = error
-        except Exception as error:  # noqa: BLE001  (raised in the next caller that needs the role)
-            self.failure = RunError(
-                f"{self.name} was not started again: {type(error).__name__}: {first_line(error)}"
-            )
+        except BaseException as error:
+            # Also if it is cancelled: no caller may wait for this role any longer.
+            self.failure = RunError(f"{self.name} was not started again: {type(error).__name__}: {error}")
             self.failure.__cause__ = error
+            raise
         finally:
             self.restarting = None

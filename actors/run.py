@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import dataclass, replace
 from functools import partial
 
-from actors import launch
 from actors.backend import GeneratorClient, RewardClient, TrainerClient
 from actors.cluster import Cluster
 from actors.config import ClusterConfig, RunConfig, Strategy
+from actors.launch import Launcher, supervised
 from actors.limits import run_limits
 from actors.members import LogSettings, record_process
 from actors.parity import ParityCheck
@@ -105,7 +105,7 @@ async def open_run(config: RunConfig, *, reward_actors: bool = True) -> AsyncIte
         ValueError: the config cannot run; nothing was started or written.
         RunError: a process did not come up, or ran into an error.
     """
-    if launch.is_running():
+    if Launcher.current is not None:
         raise RuntimeError("this process runs actors already: leave the block of the other run first")
     if not reward_actors:
         config = replace(config, reward=replace(config.reward, num_procs=0))
@@ -244,10 +244,11 @@ async def started_run(checked: CheckedRun, *, stop: StopRequest | None = None) -
     on_disk: AbstractContextManager[None] = nullcontext() if config.launch.on_cluster else temporary_files()
     try:
         with on_disk:
-            async with launch.supervised(stop=stop):
+            async with supervised(stop=stop) as launcher:
                 rubric = plan.task.rubric(seed=config.seed)
                 cluster = Cluster(
                     config,
+                    launcher=launcher,
                     model_spec=plan.start.spec,
                     hf_assets_path=str(plan.start.folder),
                     store=store,

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from monarch.actor import ActorError
 
-from actors import launch
 from actors.backend import TrainerClient
 from actors.calls import ActorCallError, ActorLostError
 from actors.checks import named_as_options
 from actors.cluster import Cluster, num_gpus, trains_on_gpu
 from actors.config import ClusterConfig, LaunchConfig, RecoveryConfig, Timeouts
 from actors.generator import VLLMGenerator
+from actors.launch import Launcher
 from actors.members import LogSettings
 from actors.parity import ParityCheck
 from actors.placement import place_actors
@@ -107,7 +107,7 @@ class ActorBackend(TinkerBackend):
         return base
 
     async def _start_workers(self, base: Base) -> Workers:
-        if launch.is_running():
+        if Launcher.current is not None:
             raise RuntimeError("this process has actors already: close what runs them first")
         config, left = self.config, ExitStack()
         if not config.launch.on_cluster:
@@ -115,8 +115,10 @@ class ActorBackend(TinkerBackend):
         folder = Path(left.enter_context(tempfile.TemporaryDirectory(prefix="relay-tinker-")))
         store: WeightStore = config.weights.build(dtype=config.generator.dtype, run_folder=folder)
         logs = Path(config.log_folder).expanduser().absolute() if config.log_folder else folder / "logs"
+        launcher = Launcher()
         cluster = Cluster(
             self._cluster,
+            launcher=launcher,
             model_spec=base.spec,
             hf_assets_path=str(base.folder),
             store=store,
@@ -128,7 +130,7 @@ class ActorBackend(TinkerBackend):
             await cluster.start()
         except BaseException:
             with left:
-                await launch.stop_all()
+                await launcher.stop_all()
                 store.discard()
             raise
         return ActorWorkers(cluster, left=left)
@@ -201,5 +203,5 @@ class ActorWorkers(TrainerClient):
             try:
                 await self._cluster.close()
             finally:
-                await launch.stop_all()
+                await self._cluster.launcher.stop_all()
                 self._cluster.store.discard()

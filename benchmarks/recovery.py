@@ -18,6 +18,7 @@ import json
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,14 +75,14 @@ class Room:
         launcher = self.fleet.launcher
         role = "generator" if case.startswith("generator") else case.removesuffix("_host")
         if case.endswith("_host"):
-            victims = launcher.hosts.processes_of("generator0" if role == "generator" else role)
+            victims = self.fleet.hosts.processes["generator0" if role == "generator" else role]
         else:
             victims = [p for at in launcher.roles if at.name == role for p in at.local.values()]
         for victim in victims:
             kill(victim)
 
 
-async def measure(case: str, repeats: int, folder: Path) -> list[float]:
+async def measure(case: str, repeats: int, folder: Path, launcher: launch.Launcher) -> list[float]:
     config = tiny()
     fleet_config = replace(
         config,
@@ -92,6 +93,7 @@ async def measure(case: str, repeats: int, folder: Path) -> list[float]:
     assets = write_random_model(folder / "assets", spec=spec, seed=0)
     fleet = Cluster(
         fleet_config,
+        launcher=launcher,
         store=config.weights.build(dtype="float32"),
         check=ParityCheck(ParityText(token_ids=TOKENS, max_diff=0.0)),
         model_spec=spec,
@@ -128,7 +130,7 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
-            found[case] = launch.run(measure(case, options.repeats, Path(folder)))
+            found[case] = launch.run(partial(measure, case, options.repeats, Path(folder)))
         print(f"{case}: {', '.join(f'{s:.1f}' for s in found[case])} s", flush=True)
     print(json.dumps({"benchmark": "recovery", "repeats": options.repeats, "recovery_s": found}))
 

@@ -18,6 +18,7 @@ The last line is a JSON object.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -31,7 +32,7 @@ import torch
 import torchstore
 from monarch.actor import ProcMesh
 
-from actors import launch
+from actors.launch import Launcher, setup_process_group_env
 from benchmarks.weight_sync_actors import Plan, SyncRank
 from rl.types import BoxSum
 from rl.weights.checksum import check_sums
@@ -61,7 +62,7 @@ class Case:
 def main() -> None:
     args = parser().parse_args()
     warnings.filterwarnings("ignore", message="is_rdma_available", category=DeprecationWarning)
-    print(json.dumps(launch.run(measure(args))))
+    print(json.dumps(asyncio.run(measure(args))))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +114,7 @@ class Ranks:
     def __init__(self, case: Case, *, threads: int) -> None:
         self.case = case
         self.threads = threads
-        self.launcher = launch.Launcher()
+        self.launcher = Launcher()
         self.meshes: list[ProcMesh] = []
 
     async def __aenter__(self) -> Ranks:
@@ -121,7 +122,7 @@ class Ranks:
         for role, num in (("writers", case.num_writers), ("readers", case.num_readers)):
             processes = await self.launcher.spawn_role(role, num_procs=num, threads=self.threads)
             self.meshes.append(processes.mesh)
-            await launch.setup_process_group_env(processes)
+            await setup_process_group_env(processes)
         self.writers, self.readers = (mesh.spawn("ranks", SyncRank, self.threads) for mesh in self.meshes)
         for ranks in (self.writers, self.readers):
             await ranks.setup.call()

@@ -1,20 +1,21 @@
 """Hang reports about processes that did not answer."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from actors.hang_report import (
-    ProcessReport,
-    format_reports,
-    is_caused_by_timeout,
-    report_run,
-    write_reports,
-)
+from actors.calls import ActorLostError, is_caused_by_timeout
+from actors.hang_report import ProcessReport, add_hang_report, format_reports, report_run, write_reports
+from actors.members import RoleProcesses
 from rl.distributed.process_group import CollectiveTimeoutError
 from rl.utils.errors import RunError
 from rl.weights.types import WeightTimeoutError
 from tests.support.watched_child import watched_child
+
+
+def report_of(rank, stacks=""):
+    return ProcessReport(role="trainer", name=f"trainer[{rank}]", spans="optim_step for 9.0 s", stacks=stacks)
 
 
 def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
@@ -22,30 +23,21 @@ def test_report_is_short_in_the_message_and_complete_in_the_file(tmp_path):
         'Thread 0x1 (most recent call first):\n  File "/lib/python3.11/selectors.py", line 468 in select\n'
         'Thread 0x2 (most recent call first):\n  File "/home/me/step.py", line 3 in step\n'
     )
-    reports = [ProcessReport(name="trainer[0]", spans="optim_step of version 3 for 9.0 s", stacks=stacks)]
-    (tmp_path / "stacks-1.txt").write_text("of an earlier deadline")
-    file = write_reports(reports, tmp_path, title="trainer.optim_step gave no answer")
-    assert file is not None
+    (tmp_path / "stacks-1.txt").write_text("of an earlier run")
+    file = write_reports([report_of(0, stacks)], tmp_path, title="trainer.optim_step gave no answer")
     assert file == tmp_path / "stacks-2.txt"
-    assert format_reports(reports, file).splitlines() == [
-        "  trainer[0]: optim_step of version 3 for 9.0 s",
-        "    thread at /home/me/step.py:3 step",
-        f"  all stacks: {file}",
-    ]
-    assert file.read_text() == (
-        "trainer.optim_step gave no answer\n\n"
-        f"==== trainer[0]: optim_step of version 3 for 9.0 s\n{stacks.rstrip()}\n"
+    assert (tmp_path / "stacks-2.txt").read_text() == (
+        f"trainer.optim_step gave no answer\n\n==== trainer[0]: optim_step for 9.0 s\n{stacks.rstrip()}\n"
     )
-
-
-def test_message_lists_eight_processes():
-    reports = [ProcessReport(name=f"trainer[{n}]", spans="idle for 1.0 s", stacks="") for n in range(20)]
-    lines = format_reports(reports, None).splitlines()
-    assert lines[-1] == "  and 12 more processes"
+    lines = format_reports([report_of(0, stacks), *map(report_of, range(1, 20))], file).splitlines()
+    assert lines[:2] == ["  trainer[0]: optim_step for 9.0 s", "    thread at /home/me/step.py:3 step"]
+    assert lines[-2:] == ["  and 12 more processes", f"  all stacks: {file}"]
     assert len([line for line in lines if "trainer[" in line]) == 8
 
 
-def test_report_of_a_run_has_its_roles_and_other_live_processes(tmp_path):
+def test_report_has_the_roles_of_the_run_and_other_live_processes(tmp_path):
+    roles = [RoleProcesses(name="trainer", mesh=None, members=None, logs=tmp_path)]
+    lost, error = (ActorLostError("x", role="trainer", ranks=ranks) for ranks in ([1], []))
     with (
         watched_child(tmp_path, "lock", role="trainer", rank=1),
         watched_child(tmp_path, "tasks", role="controller"),
@@ -53,11 +45,18 @@ def test_report_of_a_run_has_its_roles_and_other_live_processes(tmp_path):
     ):
         gone.kill()
         gone.wait()
-        reports = {report.name: report for report in asyncio.run(report_run([], tmp_path))}
+        reports = {report.name: report for report in asyncio.run(report_run(roles, tmp_path))}
+        # A rank that is known to be dead is not asked; one that does not answer Monarch is.
+        for lost_rank in (lost, error):
+            asyncio.run(add_hang_report(lost_rank, roles))
     assert sorted(reports) == ["controller[0]", "trainer[1]"]
     assert reports["trainer[1]"].spans.startswith("optim_step of version 7 for ")
     assert "take_twice" in reports["trainer[1]"].stacks
     assert "wait_for_an_answer" in reports["controller[0]"].stacks
+    assert lost.more == ""
+    assert error.more.startswith("  trainer[1]: optim_step of version 7 for ")
+    assert "controller[0]" not in error.more
+    assert "controller[0]" in Path(tmp_path / "stacks-1.txt").read_text()
 
 
 def raised_from(error, cause):

@@ -206,7 +206,7 @@ def test_generator_that_cannot_be_restarted_ends_the_run_even_if_others_are_up(n
     ("error", "told"),
     [
         (KeyError("no such thing"), "generator_0 was not started again: KeyError: 'no such thing'"),
-        (asyncio.CancelledError(), "generator_0 is not started again any more"),
+        (asyncio.CancelledError(), "generator_0 was not started again: CancelledError"),
     ],
 )
 def test_unexpected_error_of_a_restart_fails_waiting_calls(error, told):

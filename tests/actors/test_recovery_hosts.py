@@ -29,20 +29,20 @@ def running(tmp_path_factory):
 
 def kill_host(running, group):
     """Kill the process of a host, and with it all actors on it."""
-    (host,) = running.cluster.launcher.hosts.processes_of(group)
+    (host,) = running.cluster.hosts.processes[group]
     kill(host)
     return host
 
 
 def test_killed_generator_host_is_replaced_and_other_hosts_stay(running):
     async def steps():
-        hosts = running.cluster.launcher.hosts
+        hosts = running.cluster.hosts.processes
         before = await running.draw()
-        others = [*hosts.processes_of("trainer"), *hosts.processes_of("generator1")]
+        others = [*hosts["trainer"], *hosts["generator1"]]
         host = kill_host(running, "generator0")
         during = await running.draw()
         await running.all_up()
-        (renewed,) = hosts.processes_of("generator0")
+        (renewed,) = hosts["generator0"]
         assert all(map(is_alive, [renewed, *others]))
         # The new host runs this generator alone.
         (alone,) = processes(running.pool.members[0]).values()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from actors import launch
 from actors.config import LaunchConfig
 from actors.generator import VLLMGenerator
+from actors.launch import Launcher
 from actors.trainer import PolicyTrainer
 from rl.distributed.mesh import ParallelismConfig
 from rl.tinker.base import Base
@@ -77,4 +77,4 @@ def test_settings_that_do_not_fit_the_model_are_refused_before_a_process_starts(
     backend = replace(config, **fields).build()
     with pytest.raises(ValueError, match=says):
         asyncio.run(backend.start())
-    assert not launch.is_running()
+    assert Launcher.current is None

@@ -75,6 +75,7 @@ class RunningCluster:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.cluster = Cluster(
             config,
+            launcher=meshes.launcher,
             store=store or WeightStore.Config().build(dtype="float32"),
             check=ParityCheck(ParityText(token_ids=TEXT, max_diff=0.0)),
             model_spec=SPEC,

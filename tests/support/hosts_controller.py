@@ -13,11 +13,12 @@ import json
 import os
 import sys
 import time
+from functools import partial
 
-from actors import launch, members
+from actors import launch
 from actors.calls import ActorCallError, ActorGroup
 from actors.config import LaunchConfig, SlurmConfig, Timeouts
-from actors.processes import with_descendants
+from actors.processes import free_port, with_descendants
 from rl.utils import processes
 from tests.support.launch_controller import Holder
 from tests.support.placed import placed
@@ -29,17 +30,16 @@ LAUNCHES = {
         trainer_hosts=2,
         gpus_per_host=0,
         controller_address="127.0.0.1",
-        slurm=SlurmConfig(port=members.free_port(), log_folder=os.environ.get("LOG_FOLDER", "")),
+        slurm=SlurmConfig(port=free_port(), log_folder=os.environ.get("LOG_FOLDER", "")),
     ),
 }
 ROLES = {"trainer": 4, "trainer_threads": 3, "generator_threads": 2}
 TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "RELAY_ROLE", "A")
 
 
-async def main(how: str, where: str) -> None:
+async def main(how: str, where: str, launcher: launch.Launcher) -> None:
     config = LAUNCHES[where]
     placement = placed(config, **ROLES)
-    launcher = launch.Launcher()
     hosts = await launcher.start_hosts(config, placement)
     trainer, generator = placement.trainer, placement.generators[0]
     roles = await asyncio.gather(
@@ -49,7 +49,7 @@ async def main(how: str, where: str) -> None:
                 num_procs=at.procs_per_host,
                 threads=at.threads,
                 env={"A": "b"},
-                host=hosts[at.hosts or ""],
+                host=hosts.meshes[at.hosts or ""],
             )
             for at in (trainer, generator)
         )
@@ -80,4 +80,4 @@ async def main(how: str, where: str) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main(*sys.argv[1:]))
+    launch.run(partial(main, sys.argv[1], sys.argv[2]))

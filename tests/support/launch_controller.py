@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from monarch.actor import Actor, endpoint
@@ -49,8 +50,7 @@ class Holder(Actor):
         os._exit(3)
 
 
-async def main(how: str, stop: StopRequest) -> None:
-    launcher = launch.Launcher()
+async def main(how: str, stop: StopRequest, launcher: launch.Launcher) -> None:
     roles = await asyncio.gather(*(launcher.spawn_role(name, num_procs=1) for name in ("first", "second")))
     meshes = [role.mesh for role in roles]
     held = [await mesh.spawn("holder", Holder).hold.call_one() for mesh in meshes]
@@ -91,4 +91,4 @@ async def train(stop: StopRequest, *, save_s: float) -> None:
 
 if __name__ == "__main__":
     request = StopRequest()
-    launch.run(main(sys.argv[1], request), stop=request)
+    launch.run(partial(main, sys.argv[1], request), stop=request)

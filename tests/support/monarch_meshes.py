@@ -16,6 +16,7 @@ Actor classes must stand in an importable module (`tests.support...`), not in th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
-from actors import launch
+from actors.launch import Launcher, setup_process_group_env
 from actors.members import RoleProcesses
 
 T = TypeVar("T")
@@ -42,8 +43,8 @@ class Meshes:
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
-        self.launcher = launch.Launcher()
-        self.roles: list[RoleProcesses] = []
+        self._numbers = itertools.count()
+        self.launcher = Launcher()
 
     def run(self, awaitable: Awaitable[T], *, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Return the awaited value, or raise TimeoutError."""
@@ -57,22 +58,20 @@ class Meshes:
         self, num_procs: int, *, env: Mapping[str, str] | None = None, process_group: bool = True
     ) -> ProcMesh:
         """Start processes with one thread each and, by default, the environment of a process group."""
-        role = self.spawn_role(f"test{len(self.roles)}", num_procs=num_procs, env=env)
+        role = self.spawn_role(f"test{next(self._numbers)}", num_procs=num_procs, env=env)
         if process_group:
-            self.run(launch.setup_process_group_env(role))
+            self.run(setup_process_group_env(role))
         return role.mesh
 
     def spawn_role(self, name: str, **settings: Any) -> RoleProcesses:
-        role = self.run(self.launcher.spawn_role(name, **settings))
-        self.roles.append(role)
-        return role
+        return self.run(self.launcher.spawn_role(name, **settings))
 
     def pids(self, mesh: ProcMesh) -> list[int]:
         """Return the pids by rank."""
         return [pid for _, pid in self.run(mesh.spawn("pid", _Pid).get.call()).items()]
 
     def stop(self, mesh: ProcMesh) -> None:
-        for role in self.roles:
+        for role in list(self.launcher.roles):
             if role.mesh is mesh:
                 self.run(self.launcher.stop(role))
 
@@ -85,7 +84,7 @@ def monarch_meshes() -> Iterator[Meshes]:
         try:
             yield meshes
         finally:
-            meshes.run(launch.stop_all())
+            meshes.run(meshes.launcher.stop_all())
 
 
 async def _coroutine(awaitable: Awaitable[T]) -> T:

@@ -108,9 +108,9 @@ def test_unreachable_cluster_is_an_error(tmp_path):
     )
 
     async def start():
-        hosts = Hosts()
+        hosts = Hosts(launch, placed(launch, **ROLES))
         try:
-            await hosts.start(launch, placed(launch, **ROLES))
+            await hosts.start()
         finally:
             await hosts.end()
 

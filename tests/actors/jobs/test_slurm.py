@@ -88,9 +88,9 @@ def test_values_that_sbatch_rejects_are_refused_by_field(fields, says):
 
 
 async def start_and_end(launch):
-    hosts = Hosts()
+    hosts = Hosts(launch, placed(launch, **ROLES))
     try:
-        await hosts.start(launch, placed(launch, **ROLES))
+        await hosts.start()
     finally:
         await hosts.end()
 
